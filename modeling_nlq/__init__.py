@@ -1,0 +1,43 @@
+"""NLQ: what attention could be, as switches of one Transformers model. Importing it registers the Auto classes."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .attention_nlq import ATTENTION_ACTIVATIONS
+from .configuration_nlq import NLQConfig, __version__
+from .modeling_nlq import (
+    NLQForCausalLM,
+    NLQForQuestionAnswering,
+    NLQForSequenceClassification,
+    NLQForTokenClassification,
+    NLQModel,
+    NLQPreTrainedModel,
+)
+from .projections_nlq import PROJECTIONS
+
+
+AutoConfig.register(NLQConfig.model_type, NLQConfig, exist_ok=True)
+AutoModel.register(NLQConfig, NLQModel, exist_ok=True)
+AutoModelForCausalLM.register(NLQConfig, NLQForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(NLQConfig, NLQForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(NLQConfig, NLQForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(NLQConfig, NLQForQuestionAnswering, exist_ok=True)
+
+__all__ = [
+    "ATTENTION_ACTIVATIONS",
+    "PROJECTIONS",
+    "NLQConfig",
+    "NLQForCausalLM",
+    "NLQForQuestionAnswering",
+    "NLQForSequenceClassification",
+    "NLQForTokenClassification",
+    "NLQModel",
+    "NLQPreTrainedModel",
+    "__version__",
+]

@@ -1,0 +1,352 @@
+"""Configuration of NLQ, a GPT-style model whose query projection and attention activation are switches."""
+
+# ruff: noqa: E402 - the version check comes before anything that an old Transformers lacks.
+from transformers.utils.versions import require_version
+
+
+require_version("transformers>=5.23.0", "Upgrade with `pip install -U transformers`: NLQ needs it.")
+
+import difflib
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal
+
+from huggingface_hub.dataclasses import strict
+from packaging.version import Version
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from .attention_nlq import ATTENTION_NORMALIZATIONS, FUNCTIONS, AttentionActivation, get_attention_activation
+from .projections_nlq import PROJECTIONS
+
+
+if TYPE_CHECKING:
+    # Transformers ships the files it finds in import lines: this one makes every saved configuration carry the model.
+    from .modeling_nlq import NLQModel  # noqa: F401
+
+
+__version__ = "0.1.0"
+
+logger = logging.get_logger(__name__)
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_nlq.NLQConfig",
+    "AutoModel": "modeling_nlq.NLQModel",
+    "AutoModelForCausalLM": "modeling_nlq.NLQForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_nlq.NLQForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_nlq.NLQForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
+}
+
+# The switches a layer may have for itself, through Transformers' `per_layer_config`.
+PER_LAYER_SWITCHES = (
+    "query_projection",
+    "key_projection",
+    "value_projection",
+    "projection_bottleneck_size",
+    "projection_activation",
+    "attention_activation",
+    "attention_normalization",
+    "attention_scaling",
+    "attention_sink",
+    "qk_norm",
+    "attention_gate",
+    "attention_output_activation",
+    "attention_output_scaling",
+    "head_projection",
+)
+
+# Angles that depend on the current length would change what is already cached.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+# Keys without a field here that Transformers writes into config.json or reads from a configuration.
+LIBRARY_KEYS = {
+    "attn_implementation",
+    "auto_map",
+    "classifier_dropout",
+    "custom_pipelines",
+    "experts_implementation",
+    "gradient_checkpointing",
+    "is_causal",
+    "is_decoder",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "task_specific_params",
+    "tie_last_hidden_states",
+    "token_classification_bias",
+    "torch_dtype",
+}
+
+
+@strict
+class NLQConfig(PreTrainedConfig):
+    r"""
+    The architecture of an NLQ model. The defaults are the shape of GPT-3 small with nonlinear queries, as in
+    [Beyond Linearity in Attention Projections](https://huggingface.co/papers/2603.13381).
+
+    A switch that takes a function takes a key of Transformers' `ACT2FN`, and `None` for nothing.
+
+    Args:
+        vocab_size (`int`, defaults to 50304): number of token embeddings.
+        hidden_size (`int`, defaults to 768): width of the residual stream.
+        num_hidden_layers (`int`, defaults to 12): number of blocks.
+        num_attention_heads (`int`, defaults to 12): number of query heads.
+        num_key_value_heads (`int`, *optional*): number of key and value heads; by default as many as query heads.
+        head_dim (`int`, *optional*): width of a head; by default `hidden_size // num_attention_heads`.
+        intermediate_size (`int`, *optional*): inner width of the MLP; by default `4 * hidden_size`.
+        hidden_act (`str`, defaults to `"gelu"`): activation of the MLP.
+        max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
+        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`.
+        rope_parameters (`dict`, *optional*): Transformers' rotary parameters; rope type `default`, `linear`, `yarn` or `llama3`.
+        use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
+        layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both sub-layers'
+            output projections is smaller by `sqrt(2 * num_hidden_layers)`.
+        embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
+        residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
+        attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
+        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))` and a final norm, or `"post"`,
+            `x = r(norm(x + F(a(x))))`, where `F` is attention or MLP.
+        sublayer_activation (`str`, *optional*): the function `a`, before each sub-layer.
+        residual_activation (`str`, *optional*): the function `r`, after each residual connection.
+        query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`;
+            `"nonlinear"`, `X + f(X)`; `"mlp"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
+        key_projection (`str`, defaults to `"linear"`): likewise for the keys.
+        value_projection (`str`, defaults to `"linear"`): likewise for the values.
+        projection_bottleneck_size (`int`, *optional*): inner width of `f`; by default `hidden_size // 2`.
+        projection_activation (`str`, defaults to `"gelu"`): activation inside `f`.
+        attention_activation (`str`, defaults to `"softmax"`): the function `phi` of the scores; see `docs/attention.md`.
+        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; by default the activation's own.
+        attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of that for
+            queries with an identity term.
+        attention_sink (`str`, *optional*): `"zero"` or `"learned"`, one more term `exp(b)` in softmax's denominator.
+        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys, or `"l2"`, cosine similarities times a
+            learned scale per query head that replaces the default scaling.
+        attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
+            ([2505.06708](https://huggingface.co/papers/2505.06708)).
+        attention_output_activation (`str`, *optional*): function of the concatenated heads.
+        attention_output_scaling (`float`, *optional*): factor of each head's output.
+        head_projection (`bool`, defaults to `False`): a matrix of its own (`head_dim x head_dim`) for each head's output.
+        tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
+        use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
+        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids.
+    """
+
+    model_type = "nlq"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 1024
+    position_embedding: Literal["learned", "rope", "none"] = "learned"
+    rope_parameters: dict | None = None
+    use_bias: bool = False
+    layer_norm_eps: int | float = 1e-5
+    initializer_range: int | float = 0.02
+    embedding_dropout: int | float = 0.0
+    residual_dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+
+    norm_position: Literal["pre", "post"] = "pre"
+    sublayer_activation: str | None = None
+    residual_activation: str | None = None
+
+    query_projection: str = "nonlinear"
+    key_projection: str = "linear"
+    value_projection: str = "linear"
+    projection_bottleneck_size: int | None = None
+    projection_activation: str = "gelu"
+
+    attention_activation: str = "softmax"
+    attention_normalization: str | None = None
+    attention_scaling: int | float | None = None
+    attention_sink: Literal["zero", "learned"] | None = None
+    qk_norm: Literal["rms", "l2"] | None = None
+    attention_gate: Literal["headwise", "elementwise"] | None = None
+    attention_output_activation: str | None = None
+    attention_output_scaling: int | float | None = None
+    head_projection: bool = False
+
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        saved_version = kwargs.pop("nlq_version", __version__)
+        if Version(saved_version) > Version(__version__):
+            logger.warning(f"This configuration was saved by NLQ {saved_version}; the code at hand is {__version__}.")
+        self._check_unknown_keys(kwargs)
+
+        positive = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        if all(getattr(self, name) > 0 for name in positive):  # else the validation names the field
+            if self.num_key_value_heads is None:
+                self.num_key_value_heads = self.num_attention_heads
+            if self.head_dim is None:
+                self.head_dim = self.hidden_size // self.num_attention_heads
+            if self.intermediate_size is None:
+                self.intermediate_size = 4 * self.hidden_size
+            if self.projection_bottleneck_size is None:
+                self.projection_bottleneck_size = self.hidden_size // 2
+        super().__post_init__(**kwargs)
+        # Not what the caller or an old file says: whoever saves this configuration ships this code beside it.
+        self.auto_map = dict(AUTO_MAP)
+        self.nlq_version = __version__
+
+    def _check_unknown_keys(self, keys) -> None:
+        """Raises for a key that looks like a misspelt field, and warns of any other that nothing reads."""
+        names = [field.name for field in fields(self)]
+        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
+        for key in keys:
+            if key in known or key.startswith("_"):
+                continue
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+            if near:
+                raise ValueError(f"NLQConfig has no field {key!r}; did you mean {near[0]!r}?")
+            logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
+
+    def to_dict(self) -> dict:
+        # diff with PreTrainedConfig: saving a model writes the class at hand into `auto_map`, which under FSDP2 is a class
+        # that no file defines. All six Auto classes are always right.
+        return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
+
+    @property
+    def activation(self) -> AttentionActivation:
+        """The table's row of `attention_activation` (of one layer)."""
+        return get_attention_activation(self.attention_activation)
+
+    @property
+    def score_scaling(self) -> float:
+        """The factor of the scores (of one layer), `attention_scaling` or its default."""
+        if self.attention_scaling is not None:
+            return float(self.attention_scaling)
+        if self.qk_norm == "l2":
+            return 1.0  # the learned scale takes its place
+        return PROJECTIONS[self.query_projection].default_attention_scaling(self.head_dim)
+
+    def validate_architecture(self):
+        """Sizes, and what a rotary embedding needs."""
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for name in (*sizes, "num_key_value_heads", "head_dim", "intermediate_size"):
+            if (value := getattr(self, name)) is None or value <= 0:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim == self.hidden_size // self.num_attention_heads and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}, "
+                "or head_dim must be given"
+            )
+        if not getattr(self, "is_causal", True):
+            raise ValueError("is_causal=False is not supported: NLQ models see the past only")
+        if self.position_embedding == "rope":
+            rope_type = (self.rope_parameters or {}).get("rope_type")
+            if rope_type not in ROPE_TYPES:
+                raise ValueError(f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}")
+            if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+                raise ValueError("rope_parameters: partial_rotary_factor is not supported; remove it")
+            if self.head_dim % 2:
+                raise ValueError(f"head_dim={self.head_dim} must be even with position_embedding='rope'")
+
+    def validate_numbers(self):
+        """Ranges of the floating-point fields."""
+        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
+
+    def validate_functions(self):
+        """Names of functions outside the layers' own switches."""
+        for name in ("hidden_act", "sublayer_activation", "residual_activation"):
+            _check_function(self, name)
+        if self.hidden_act is None:
+            raise ValueError(f"hidden_act=None must be one of {', '.join(FUNCTIONS)}")
+
+    def validate_layers(self):
+        """The switches of every layer, each on its own configuration."""
+        if self.is_heterogeneous:
+            if foreign := sorted(set(self.per_layer_attributes) - set(PER_LAYER_SWITCHES)):
+                raise ValueError(
+                    f"per_layer_config: {', '.join(foreign)} cannot differ between layers; "
+                    f"only {', '.join(PER_LAYER_SWITCHES)} can"
+                )
+            for index, overrides in self._heterogeneity_spec.per_layer_overrides.items():
+                if "skip" in overrides:
+                    raise ValueError(f"per_layer_config: layer {index} sets 'skip', which NLQ models do not support")
+        layers = self.per_layer_config if self.is_heterogeneous else [self]
+        for index, layer in enumerate(layers):
+            try:
+                _check_layer(layer)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}" if self.is_heterogeneous else str(error)) from None
+
+
+def _check_function(config: NLQConfig, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and value not in FUNCTIONS:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(FUNCTIONS)}")
+
+
+def _check_layer(layer: NLQConfig) -> None:
+    """The rules of sections "projections" and "attention", for one layer."""
+    for kind in ("query", "key", "value"):
+        name = f"{kind}_projection"
+        if (value := getattr(layer, name)) not in PROJECTIONS:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(PROJECTIONS)}")
+        heads = layer.num_attention_heads if kind == "query" else layer.num_key_value_heads
+        if PROJECTIONS[value].identity and heads * layer.head_dim != layer.hidden_size:
+            allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
+            raise ValueError(
+                f"{name}={value!r} adds the input itself, so its output must be as wide as hidden_size={layer.hidden_size}, "
+                f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or as many heads as fill the width"
+            )
+    if layer.projection_bottleneck_size is None or layer.projection_bottleneck_size <= 0:
+        raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size!r} must be a positive integer")
+    if layer.projection_activation is None:
+        raise ValueError(f"projection_activation=None must be one of {', '.join(FUNCTIONS)}")
+    for name in ("projection_activation", "attention_output_activation"):
+        _check_function(layer, name)
+
+    activation = layer.activation  # raises for an unknown name
+    normalization = layer.attention_normalization
+    if normalization is not None and normalization not in ATTENTION_NORMALIZATIONS:
+        allowed = ", ".join(ATTENTION_NORMALIZATIONS)
+        raise ValueError(f"attention_normalization={normalization!r} must be None or one of {allowed}")
+    if activation.name == "softmax" and normalization not in (None, "sum"):
+        raise ValueError(f"attention_normalization={normalization!r}: softmax is normalised by 'sum' only")
+    if normalization == "sum" and not activation.non_negative:
+        raise ValueError(
+            f"attention_normalization='sum' needs weights that are never negative, and attention_activation="
+            f"{activation.name!r} can be; use 'length' or 'none'"
+        )
+    if layer.attention_sink is not None and activation.name != "softmax":
+        raise ValueError(
+            f"attention_sink={layer.attention_sink!r} needs attention_activation='softmax', not {activation.name!r}"
+        )
+    for name in ("attention_scaling", "attention_output_scaling"):
+        if (value := getattr(layer, name)) is not None and not math.isfinite(value):
+            raise ValueError(f"{name}={value!r} must be finite")
+
+
+NLQConfig.register_for_auto_class()
+
+__all__ = ["NLQConfig"]

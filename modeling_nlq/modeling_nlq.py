@@ -1,0 +1,602 @@
+"""NLQ models: GPT-style decoders whose query projection, attention activation and block are configuration."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate, find_packed_sequence_indices
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_nlq import (
+    ATTENTION_BACKENDS,
+    SOFTMAX_BACKENDS,
+    UNAVAILABLE_BACKENDS,
+    AttentionActivation,
+    Visibility,
+    boolean_mask,
+    can_compute,
+    capable_backends,
+    eager_attention_forward,
+    make_visibility,
+)
+from .configuration_nlq import NLQConfig
+from .projections_nlq import NLQProjection, make_projection
+
+
+logger = logging.get_logger(__name__)
+
+
+class NLQL2Norm(nn.Module):
+    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    def __init__(self, head_dim: int, num_heads: int | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        heads = nn.functional.normalize(heads, dim=-1)
+        return heads if self.scale is None else heads * self.scale[:, None]
+
+
+class NLQHeadProjection(nn.Module):
+    """A square matrix for each head's output, the fourth matrix beside query, key and value; the identity at first."""
+
+    def __init__(self, num_heads: int, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> the same shape."""
+        return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
+
+
+def _refusal(implementation: str, layers: list[int], activation: AttentionActivation, sink: str | None) -> str:
+    """The message that a backend cannot compute what some layers ask for."""
+    asked = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
+    names = ", ".join(map(str, layers))
+    return (
+        f"attn_implementation={implementation!r} cannot compute {asked} (layer {names}); "
+        f"use one of {', '.join(capable_backends(activation, sink))}"
+    )
+
+
+class NLQAttention(nn.Module):
+    """Multi-head attention: project, score, weigh by any activation, and shape what comes out.
+
+    What comes out of each head passes, in this order and where switched on, through `head_projection`,
+    `attention_output_scaling`, `attention_output_activation`, the gate, and the output projection.
+    """
+
+    def __init__(self, config: NLQConfig, layer_idx: int):
+        super().__init__()
+        # The global configuration: only it knows the attention implementation of the moment. The layer's own copy gives the
+        # switches, read here once.
+        self.config = config
+        layer = config.per_layer_config[layer_idx]
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.scaling = layer.score_scaling
+        self.activation = layer.activation
+        self.normalization = layer.attention_normalization or self.activation.normalization
+        self.output_scaling = layer.attention_output_scaling
+
+        query_size = config.num_attention_heads * self.head_dim
+        key_value_size = config.num_key_value_heads * self.head_dim
+        options = {
+            "use_bias": config.use_bias,
+            "bottleneck_size": layer.projection_bottleneck_size,
+            "activation": layer.projection_activation,
+            "eps": config.layer_norm_eps,
+        }
+        self.q_proj = make_projection(layer.query_projection, config.hidden_size, query_size, **options)
+        self.k_proj = make_projection(layer.key_projection, config.hidden_size, key_value_size, **options)
+        self.v_proj = make_projection(layer.value_projection, config.hidden_size, key_value_size, **options)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
+
+        self.q_norm = self.k_norm = None
+        if layer.qk_norm == "rms":
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+        elif layer.qk_norm == "l2":
+            self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
+            self.k_norm = NLQL2Norm(self.head_dim)
+
+        self.attention_sink = layer.attention_sink
+        if layer.attention_sink == "learned":
+            # `bias` in its name keeps it out of Trainer's weight decay
+            self.sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
+
+        self.head_proj = NLQHeadProjection(config.num_attention_heads, self.head_dim) if layer.head_projection else None
+        self.output_activation = None
+        if layer.attention_output_activation is not None:
+            self.output_activation = ACT2FN[layer.attention_output_activation]
+        self.gate_proj = None
+        if layer.attention_gate is not None:
+            gate_size = query_size if layer.attention_gate == "elementwise" else config.num_attention_heads
+            self.gate_proj = nn.Linear(config.hidden_size, gate_size, bias=config.use_bias)
+
+    @property
+    def sink(self) -> torch.Tensor | None:
+        """`(heads,)`: the logit of each head's sink, or `None`."""
+        if self.attention_sink == "zero":
+            return torch.zeros(self.config.num_attention_heads, device=self.o_proj.weight.device)
+        return self.sink_bias if self.attention_sink == "learned" else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: Visibility | torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(hidden_shape)
+        key_states = self.k_proj(hidden_states).view(hidden_shape)
+        value_states = self.v_proj(hidden_states).view(hidden_shape)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+        value_states = value_states.transpose(1, 2)
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+
+        implementation = self.config._attn_implementation
+        attention_interface: Callable = ATTENTION_BACKENDS.get(implementation)
+        if attention_interface is None:
+            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
+        if not can_compute(attention_interface, self.activation, self.attention_sink):
+            raise ValueError(_refusal(implementation, [self.layer_idx], self.activation, self.attention_sink))
+
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+
+        # (batch, query, heads, head_dim)
+        if self.head_proj is not None:
+            attn_output = self.head_proj(attn_output)
+        if self.output_scaling is not None:
+            attn_output = attn_output * self.output_scaling
+        if self.output_activation is not None:
+            attn_output = self.output_activation(attn_output)
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(hidden_states))
+            attn_output = attn_output * gate.view(*attn_output.shape[:3], -1)
+        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+
+
+class NLQMLP(nn.Module):
+    """Two linear layers with an activation between."""
+
+    def __init__(self, config: NLQConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+
+
+class NLQDecoderLayer(GradientCheckpointingLayer):
+    """Attention, then MLP. For each of them, `F`, with the functions `a` and `r` (nothing by default):
+
+    `norm_position="pre"`: `x = r(x + F(a(norm(x))))`; `"post"`: `x = r(norm(x + F(a(x))))`.
+    """
+
+    def __init__(self, config: NLQConfig, layer_idx: int):
+        super().__init__()
+        self.is_pre_norm = config.norm_position == "pre"
+        self.self_attn = NLQAttention(config, layer_idx)
+        self.mlp = NLQMLP(config)
+        self.self_attn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.dropout = nn.Dropout(config.residual_dropout)
+        self.sublayer_activation = _function_or_identity(config.sublayer_activation)
+        self.residual_activation = _function_or_identity(config.residual_activation)
+
+    def _before(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return self.sublayer_activation(norm(hidden_states) if self.is_pre_norm else hidden_states)
+
+    def _after(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        hidden_states = residual + self.dropout(output)
+        return self.residual_activation(hidden_states if self.is_pre_norm else norm(hidden_states))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Visibility | torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """`(batch, query, hidden)` -> the same shape."""
+        output, _ = self.self_attn(
+            self._before(hidden_states, self.self_attn_norm),
+            attention_mask=attention_mask,
+            position_embeddings=position_embeddings,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        hidden_states = self._after(hidden_states, output, self.self_attn_norm)
+        output = self.mlp(self._before(hidden_states, self.mlp_norm))
+        return self._after(hidden_states, output, self.mlp_norm)
+
+
+def _function_or_identity(name: str | None) -> nn.Module:
+    return nn.Identity() if name is None else ACT2FN[name]
+
+
+class NLQPreTrainedModel(PreTrainedModel):
+    config: NLQConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NLQDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": NLQDecoderLayer, "attentions": NLQAttention}
+
+    def __init__(self, config: NLQConfig, *inputs, **kwargs):
+        # The generic heads build their body by `AutoModel.from_config`, which must know this very configuration class: that
+        # of a downloaded folder is not the one imported above. A subclass with a name of its own registers itself.
+        if type(config).__name__ == NLQConfig.__name__:
+            AutoModel.register(type(config), NLQModel, exist_ok=True)
+        config.validate()  # keyword overrides of `from_pretrained` are set after the configuration checked itself
+        super().__init__(config, *inputs, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Does nothing: `NLQConfig` carries the code and all six Auto classes into every saved folder.
+
+        A model class registered on its own would write its name at the time of saving over that, and the file that defines
+        it; under FSDP2 both are PyTorch's.
+        """
+
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, NLQDecoderLayer):
+            # Radford et al. 2019, section 2.3: the residual stream's variance does not grow with depth
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.self_attn.o_proj.weight, mean=0.0, std=std)
+            init.normal_(module.mlp.fc2.weight, mean=0.0, std=std)
+        elif isinstance(module, NLQProjection) and module.projection.starts_at_zero:
+            init.zeros_(module.output_norm.weight)
+        elif isinstance(module, NLQHeadProjection):
+            init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
+        elif isinstance(module, NLQL2Norm) and module.scale is not None:
+            init.constant_(module.scale, math.sqrt(module.head_dim))
+        elif isinstance(module, NLQAttention) and module.attention_sink == "learned":
+            init.zeros_(module.sink_bias)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The backend to use: Transformers' choice if it can compute every layer's activation, else one that can.
+
+        Raises:
+            ValueError: if the backend asked for cannot compute the activation of some layer.
+        """
+        if requested_attention in UNAVAILABLE_BACKENDS:
+            names = (*ATTENTION_BACKENDS, *SOFTMAX_BACKENDS)
+            raise ValueError(f"attn_implementation={requested_attention!r} is not available yet; use one of {', '.join(names)}")
+        layers = [(layer.activation, layer.attention_sink) for layer in self.config.per_layer_config]
+        if requested_attention is None:
+            if all(can_compute(sdpa_attention_forward, *layer) for layer in layers):
+                return super().get_correct_attn_implementation(None, is_init_check)
+            return "eager"
+        function = ATTENTION_BACKENDS.get(requested_attention, ALL_ATTENTION_FUNCTIONS.get(requested_attention))
+        if function is not None:
+            for layer in layers:
+                if not can_compute(function, *layer):
+                    indices = [index for index, other in enumerate(layers) if other == layer]
+                    raise ValueError(_refusal(requested_attention, indices, *layer))
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+
+class NLQModel(NLQPreTrainedModel):
+    """Embeddings, blocks and, with `norm_position="pre"`, a final norm."""
+
+    def __init__(self, config: NLQConfig):
+        super().__init__(config)
+        # diff with Llama: no `padding_idx`; with end-of-text as padding it would zero a real row
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = self.rotary_emb = None
+        if config.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        elif config.position_embedding == "rope":
+            self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.layers = nn.ModuleList(NLQDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.Identity()
+        if config.norm_position == "pre":
+            self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: `(batch, query)` token ids.
+            attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
+            position_ids: `(batch, query)`. By default a token's place among the tokens that are not padding. Where they do
+                not rise by one, a new packed document begins, which sees nothing of those before it.
+            past_key_values: the cache; also returned.
+            inputs_embeds: `(batch, query, hidden)`, in place of `input_ids`.
+            use_cache: whether to make a cache if none is given; by default `config.use_cache`.
+
+        Raises:
+            ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned
+                ones, and for `is_causal=False`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if not kwargs.pop("is_causal", True):
+            raise ValueError("is_causal=False is not supported: NLQ models see the past only")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        padding_mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
+        if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
+            attention_mask = padding_mask = None
+        segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache, **kwargs)
+        if past_key_values is None and segments is None and self._wants_cache(use_cache):
+            past_key_values = DynamicCache(config=self.config)
+
+        query_length = key_length = inputs_embeds.shape[1]
+        query_offset = 0
+        if past_key_values is not None:
+            key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
+            query_offset = past_key_values.get_seq_length()
+            if isinstance(query_offset, torch.Tensor):
+                query_offset = query_offset.to(inputs_embeds.device)
+        visibility = make_visibility(query_length, key_length, query_offset, inputs_embeds.device, padding_mask, segments)
+
+        given_position_ids = position_ids
+        if position_ids is None:
+            position_ids = visibility.query_index[None]
+            if padding_mask is not None:
+                position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
+        layer_mask = self._make_layer_mask(visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids)
+
+        hidden_states = inputs_embeds
+        if self.embed_positions is not None:
+            is_plain = given_position_ids is None and padding_mask is None and isinstance(query_offset, int)
+            self._check_positions(query_offset + query_length - 1 if is_plain else position_ids)
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+        hidden_states = self.dropout(hidden_states)
+
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=layer_mask,
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        if use_cache is not None:
+            return use_cache
+        return self.config.use_cache and not (self.gradient_checkpointing and self.training)
+
+    def _find_packed_documents(
+        self,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        **kwargs,
+    ) -> torch.Tensor | None:
+        """The number `(batch, query)` of each token's packed document, or `None` if there is one document per row.
+
+        As in Transformers, documents are looked for where positions are given and no mask.
+        """
+        if position_ids is None:
+            if kwargs.get("cu_seq_lens_q") is not None:
+                raise ValueError("cu_seq_lens_q: packed documents need position_ids too, restarting at each document")
+            return None
+        if attention_mask is not None or position_ids.shape[-1] == 1:
+            return None
+        if past_key_values is not None and is_tracing(position_ids):
+            return None
+        segments = find_packed_sequence_indices(position_ids)
+        if segments is None:
+            return None
+        if past_key_values is not None or (use_cache and not is_tracing(position_ids)):
+            raise ValueError("packed documents (position_ids that restart) cannot be cached; set use_cache=False")
+        if position_ids.shape[0] > 1 and is_flash_attention_requested(self.config):
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} takes packed documents in a batch of 1, not "
+                f"{position_ids.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
+            )
+        return segments
+
+    def _make_layer_mask(
+        self,
+        visibility: Visibility,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+    ):
+        """The mask in the form the attention implementation takes."""
+        implementation = self.config._attn_implementation
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            if implementation not in (*ATTENTION_BACKENDS, "sdpa"):
+                raise ValueError(f"attn_implementation={implementation!r} takes no 4-D attention_mask; use 'sdpa' or 'eager'")
+            return boolean_mask(attention_mask)
+        if implementation in ATTENTION_BACKENDS:
+            return visibility
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+
+    def _check_positions(self, positions: int | torch.Tensor) -> None:
+        if isinstance(positions, torch.Tensor):
+            if is_tracing(positions):
+                return
+            positions = int(positions.max())
+        if positions >= self.config.max_position_embeddings:
+            raise ValueError(
+                f"position {positions} is beyond the learned ones: max_position_embeddings="
+                f"{self.config.max_position_embeddings} allows sequences of at most that many tokens"
+            )
+
+
+class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
+    """NLQ with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: NLQConfig):
+        super().__init__(config)
+        self.model = NLQModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `NLQModel`.
+            labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
+            logits_to_keep: how many last positions get logits (0: all), or their indices.
+
+        Returns:
+            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: NLQConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs,
+    ):
+        # diff with Transformers: our backends take the padding, not a dense mask; as long as the static cache, so that its
+        # shape stays the same from token to token
+        if config._attn_implementation not in ATTENTION_BACKENDS:
+            return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+        if attention_mask is None:
+            return None
+        key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+        return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
+
+
+# The losses of the three heads below average over their own batch, so Trainer must do the averaging under gradient
+# accumulation: it does where the model says that it takes no `num_items_in_batch`.
+
+
+class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
+    accepts_loss_kwargs = False
+
+
+class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
+    accepts_loss_kwargs = False
+
+
+class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
+    accepts_loss_kwargs = False
+
+
+__all__ = [
+    "NLQForCausalLM",
+    "NLQForQuestionAnswering",
+    "NLQForSequenceClassification",
+    "NLQForTokenClassification",
+    "NLQModel",
+    "NLQPreTrainedModel",
+]

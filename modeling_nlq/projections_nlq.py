@@ -1,0 +1,106 @@
+"""Query, key and value projections: one table, one module.
+
+Shapes: d is `hidden_size`, r is `projection_bottleneck_size`.
+
+`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381). With the default
+`r = d / 2` it has `d^2 + O(d)` parameters, as many as the matrix it replaces.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One row of the table of projections: the terms that are added up.
+
+    Attributes:
+        identity: adds the input `X` itself, so the output is as wide as the input.
+        linear: adds `X W`.
+        bottleneck: adds `f(X)`.
+        starts_at_zero: whether the output LayerNorm of `f` starts with gain and bias 0, so that `f = 0` at first.
+    """
+
+    identity: bool = False
+    linear: bool = False
+    bottleneck: bool = False
+    starts_at_zero: bool = False
+
+    def default_attention_scaling(self, head_dim: int) -> float:
+        """The factor of the scores when this projection makes the queries.
+
+        With an identity term it is half the usual one: the paper's `Q(X) = (X + f(X)) / 2`, the halving moved into the scale.
+        """
+        return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
+
+
+PROJECTIONS = {
+    "linear": Projection(linear=True),
+    "identity": Projection(identity=True),
+    "residual": Projection(identity=True, linear=True),
+    "nonlinear": Projection(identity=True, bottleneck=True),
+    "mlp": Projection(bottleneck=True),
+    "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
+}
+
+
+class NLQProjection(nn.Module):
+    """The sum of two or more terms of a `Projection`, or `f` alone.
+
+    Args:
+        projection: a row of the table.
+        input_size: d.
+        output_size: width of the output; equal to `input_size` if there is an identity term.
+        bottleneck_size: r.
+        activation: a name in Transformers' `ACT2FN`.
+        use_bias: whether `W`, `W1`, `W2` and the output LayerNorm have biases.
+        eps: of both norms.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        input_size: int,
+        output_size: int,
+        bottleneck_size: int,
+        activation: str,
+        use_bias: bool,
+        eps: float,
+    ):
+        super().__init__()
+        self.projection = projection
+        if projection.linear:
+            self.linear = nn.Linear(input_size, output_size, bias=use_bias)
+        if projection.bottleneck:
+            self.input_norm = nn.RMSNorm(input_size, eps=eps)
+            self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
+            self.activation = ACT2FN[activation]
+            self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
+            self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, input)` -> `(batch, length, output)`."""
+        terms = []
+        if self.projection.identity:
+            terms.append(hidden_states)
+        if self.projection.linear:
+            terms.append(self.linear(hidden_states))
+        if self.projection.bottleneck:
+            terms.append(self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states))))))
+        return sum(terms[1:], start=terms[0])
+
+
+def make_projection(name: str, input_size: int, output_size: int, use_bias: bool, **options) -> nn.Module:
+    """The module of a projection by its name in the table.
+
+    `"linear"` is a plain `nn.Linear` and `"identity"` a plain `nn.Identity`, so that quantizers and PEFT know what they see.
+    """
+    if name == "linear":
+        return nn.Linear(input_size, output_size, bias=use_bias)
+    if name == "identity":
+        return nn.Identity()
+    return NLQProjection(PROJECTIONS[name], input_size, output_size, use_bias=use_bias, **options)
