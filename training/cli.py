@@ -1,0 +1,171 @@
+"""The command `nlq`: a thin layer of arguments and one-line errors over the functions of this package."""
+
+import argparse
+import os
+import sys
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="nlq", description="Train, evaluate and use NLQ models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "train",
+        help="train a model from a recipe",
+        description="Train a model from a recipe. Run again, the same command goes on where it was interrupted.",
+        epilog="Any field of a recipe and of transformers.TrainingArguments can be set: --learning_rate 1e-3. "
+        "A model switch is set by --set query_projection=linear. Several processes: accelerate launch --config_file "
+        "configuration/accelerate/cpu-two-processes.yaml -m modeling_nlq.training train RECIPE",
+        allow_abbrev=False,
+    )
+    command.add_argument("recipe", help="name of a shipped recipe, or a YAML file")
+    command.set_defaults(run=_train)
+
+    command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
+    command.add_argument("model", help="folder or Hub name of a saved model")
+    command.add_argument("prompt", help="text to continue")
+    command.add_argument("--max_new_tokens", type=int, default=100, help="length of the continuation, in tokens")
+    command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
+    command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=_generate)
+
+    command = commands.add_parser("evaluate", help="loss, perplexity, bits per byte, token accuracy", allow_abbrev=False)
+    command.add_argument("model", help="folder or Hub name of a saved model")
+    command.add_argument("--dataset", default="python-stdlib", help="as in a recipe; its validation split is evaluated")
+    command.add_argument("--dataset_config", default=None)
+    command.add_argument("--text_column", default="text")
+    command.add_argument("--validation_fraction", type=float, default=0.02, help="as in a recipe")
+    command.add_argument("--max_validation_documents", type=int, default=None, help="as in a recipe")
+    command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
+    command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
+    command.add_argument("--batch_size", type=int, default=8, help="blocks per device")
+    command.set_defaults(run=_evaluate)
+
+    command = commands.add_parser("params", help="parameters and FLOPs per token of models", allow_abbrev=False)
+    command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
+    command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
+    command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="also the MLP width that matches this budget")
+    command.set_defaults(run=_params)
+    return parser
+
+
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from modeling_nlq.training.recipe import load_recipe
+    from modeling_nlq.training.train import train
+
+    resolved = load_recipe(arguments.recipe, overrides)
+    metrics = train(resolved)
+    if resolved.training_arguments.process_index == 0:
+        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
+
+
+def _describe(metrics: dict) -> str:
+    parts = [f"held-out perplexity {metrics['eval_perplexity']:.2f}"]
+    if metrics.get("unigram_perplexity"):
+        parts.append(f"unigram baseline {metrics['unigram_perplexity']:.2f}")
+    parts.append(f"loss {metrics['eval_loss']:.4f} nats per token")
+    if metrics.get("eval_bits_per_byte"):
+        parts.append(f"{metrics['eval_bits_per_byte']:.3f} bits per byte")
+    parts.append(f"token accuracy {metrics['eval_token_accuracy']:.1%}")
+    return ", ".join(parts)
+
+
+def _load_model(name: str):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import modeling_nlq  # noqa: F401 - registers the Auto classes
+
+    if not os.path.isdir(name) and "/" not in name:
+        raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
+    return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+
+
+def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
+    import torch
+    from transformers import set_seed
+
+    model, tokenizer = _load_model(arguments.model)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    set_seed(arguments.seed)
+    inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt is empty")
+    sampling = {"do_sample": False}
+    if arguments.temperature > 0:
+        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": arguments.top_k}
+    output = model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, **sampling)
+    print(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
+    from modeling_nlq.training.recipe import Recipe
+    from modeling_nlq.training.train import evaluate_model
+
+    model, tokenizer = _load_model(arguments.model)
+    recipe = Recipe(
+        model=arguments.model,
+        tokenizer=arguments.model,
+        dataset=arguments.dataset,
+        dataset_config=arguments.dataset_config,
+        text_column=arguments.text_column,
+        validation_fraction=arguments.validation_fraction,
+        max_validation_documents=arguments.max_validation_documents,
+        block_size=arguments.block_size or model.config.max_position_embeddings,
+        packing=arguments.packing,
+    )
+    print(f"{arguments.model}: {_describe(evaluate_model(model, tokenizer, recipe, arguments.batch_size))}")
+
+
+def _params(arguments: argparse.Namespace, _: list[str]) -> None:
+    from modeling_nlq.training.parameters import matching_intermediate_size, measure
+    from modeling_nlq.training.train import load_config
+
+    budget = None
+    if arguments.match is not None:
+        text = arguments.match.replace(",", "").replace("_", "")
+        budget = int(text) if text.isdecimal() else measure(load_config(arguments.match)).non_embedding
+    header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
+    rows = [header]
+    for name in arguments.models:
+        config = load_config(name)
+        size = measure(config, arguments.context)
+        row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
+        rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print(
+            "  ".join(
+                cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(row, widths))
+            )
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; what a user can cause ends in one line on stderr and exit status 1."""
+    parser = make_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and parsed.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        parsed.run(parsed, rest)
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:
+        print(f"nlq: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("nlq: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,183 @@
+"""Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from modeling_nlq.configuration import find
+
+
+@dataclass
+class Recipe:
+    """The part of a recipe that is not `TrainingArguments`."""
+
+    model: str = field(
+        metadata={"help": "A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."}
+    )
+    dataset: str = field(
+        default="python-stdlib",
+        metadata={
+            "help": "`python-stdlib`, a Hub dataset, or a local .txt (documents between blank lines), .jsonl or .parquet."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
+    text_column: str = field(default="text", metadata={"help": "The dataset's column of text."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the dataset while training instead of storing it; needs max_steps."}
+    )
+    validation_fraction: float = field(
+        default=0.02,
+        metadata={"help": "Share of documents held out, chosen by a hash, where the dataset has no validation split."},
+    )
+    max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most so many documents."})
+    tokenizer: str = field(
+        default="bpe:8192", metadata={"help": "`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name)."}
+    )
+    block_size: int = field(default=1024, metadata={"help": "Length of a training sample, in tokens."})
+    packing: Literal["stream", "documents"] = field(
+        default="stream",
+        metadata={
+            "help": "`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where "
+            "attention and positions restart at each document."
+        },
+    )
+    num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention backend; by default the model's own choice."}
+    )
+
+    def __post_init__(self):
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
+        if not isinstance(self.block_size, int) or self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size!r} must be a whole number of at least 2 tokens")
+        if self.packing not in ("stream", "documents"):
+            raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
+
+
+@dataclass
+class ResolvedRecipe:
+    """A recipe after the command line.
+
+    Attributes:
+        recipe: model, data and packing.
+        switches: fields of the model configuration that the recipe sets.
+        training_arguments: for `Trainer`.
+        given: all that was given in the file and on the command line, as one YAML-like mapping.
+    """
+
+    recipe: Recipe
+    switches: dict[str, Any]
+    training_arguments: TrainingArguments
+    given: dict[str, Any]
+
+
+class _RecipeParser(HfArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 takes `2e-5` for text: the number needs `2.0e-5` there. Here both are numbers."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _check_keys(source: str, keys, known) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+            raise ValueError(f"{source}: unknown field {key!r}{hint}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ValueError: if the file cannot be read or holds anything else.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
+    return content
+
+
+def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedRecipe:
+    """Reads a recipe and applies the command line.
+
+    Args:
+        source: the name of a shipped recipe or a YAML file.
+        overrides: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
+
+    Raises:
+        ValueError: for an unknown recipe, field or value.
+    """
+    path = find("recipes", source)
+    content = read_yaml(path)
+    training = content.pop("training", None) or {}
+    switches = content.pop("switches", None) or {}
+    recipe_fields = {item.name for item in dataclasses.fields(Recipe)}
+    training_fields = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
+    _check_keys(str(path), content, recipe_fields | {"training", "switches"})
+    _check_keys(f"{path}: training", training, training_fields)
+
+    # argparse tells what the command line gives from what it fills in only by a first pass without defaults
+    given_parser = _make_parser()
+    given_parser.set_defaults(**dict.fromkeys(recipe_fields | training_fields, None))
+    arguments, unknown = given_parser.parse_known_args(overrides or [])
+    if unknown:
+        options = {f"--{name}" for name in recipe_fields | training_fields | {"set"}}
+        _check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
+        raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
+    command_line = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    switches = {**switches, **dict(_parse_switch(text) for text in arguments.set or [])}
+
+    content.update({name: value for name, value in command_line.items() if name in recipe_fields})
+    training.update({name: value for name, value in command_line.items() if name in training_fields})
+    output_dir = training.setdefault("output_dir", f"runs/{path.stem}")
+    parser = _make_parser()
+    # bf16 where the device has it, unless the recipe says otherwise
+    precision = {} if {"bf16", "fp16"} & set(training) else {"bf16": _device_has_bf16()}
+    parser.set_defaults(**content, **precision, **training)
+    if "model" not in content:
+        raise ValueError(f"{path}: the field 'model' is missing")
+    namespace = parser.parse_args([])  # converts what YAML gave as text, such as 1e-3
+    recipe, training_arguments = (
+        kind(**{item.name: getattr(namespace, item.name) for item in dataclasses.fields(kind) if item.init})
+        for kind in (Recipe, TrainingArguments)
+    )
+    training = {name: value for name, value in training.items() if name != "output_dir" or output_dir != f"runs/{path.stem}"}
+    return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": training})
+
+
+def _device_has_bf16() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def _make_parser() -> _RecipeParser:
+    parser = _RecipeParser((Recipe, TrainingArguments), add_help=False, allow_abbrev=False)
+    for action in parser._actions:
+        action.required = False
+    parser.add_argument("--set", action="append", metavar="SWITCH=VALUE")
+    return parser
+
+
+def _parse_switch(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ValueError(f"--set {text!r} must have the form switch=value")
+    return name, yaml.load(value, Loader=_YamlLoader)

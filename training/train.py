@@ -1,0 +1,294 @@
+"""`nlq train`: a recipe to a run folder that holds all one needs to load, judge and share the model."""
+
+import json
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_callback import TrainerState
+from transformers.utils import logging
+
+import modeling_nlq
+from modeling_nlq.configuration import find
+from modeling_nlq.training.card import render
+from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, make_blocks, make_tokenizer, unigram_perplexity
+from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
+from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, read_yaml
+
+
+logger = logging.get_logger(__name__)
+
+RECIPE_FILE = "recipe.yaml"
+METRICS_FILE = "metrics.json"
+# Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
+_FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "logging_steps", "report_to", "dataloader_num_workers"}
+
+
+def is_saved_model(name: str) -> bool:
+    """Whether a recipe's `model` names weights to go on from (a folder, or a Hub name) rather than a configuration."""
+    return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
+
+
+def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A shipped configuration, a config.json or that of a saved model, with some fields set anew.
+
+    Raises:
+        ValueError: if there is no such configuration or no such field, or a value is not allowed.
+    """
+    path = name if is_saved_model(name) else str(find("models", name))
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise ValueError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+    if "model_type" not in values:
+        raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
+    config = AutoConfig.for_model(**values)
+    for key in switches or {}:
+        if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
+            raise ValueError(f"model {name!r}: there is no field {key!r} to set")
+    return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+
+
+def _check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
+    """Finds every conflict between settings before anything heavy starts."""
+    recipe, arguments = resolved.recipe, resolved.training_arguments
+    conflicts = []
+    if getattr(config, "position_embedding", "learned") == "learned" and recipe.block_size > config.max_position_embeddings:
+        conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
+    if recipe.tokenizer.startswith("bpe:") and recipe.tokenizer[4:].isdecimal():
+        if int(recipe.tokenizer[4:]) > config.vocab_size:
+            conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
+    if recipe.streaming and arguments.max_steps <= 0:
+        conflicts.append("streaming needs max_steps")
+    if recipe.streaming and recipe.max_validation_documents is None:
+        conflicts.append("streaming needs max_validation_documents")
+    if conflicts:
+        raise ValueError("; ".join(conflicts))
+
+
+def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool) -> None:
+    """Makes the run folder, or checks that what is there is this very run.
+
+    Raises:
+        ValueError: if it holds another run or something else; nothing in it is touched.
+    """
+    recipe_file = folder / RECIPE_FILE
+    if recipe_file.is_file():
+        before, now = _flatten(read_yaml(recipe_file)), _flatten(given)
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed:
+            changes = ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
+            raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
+    elif is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe_file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+
+
+def _flatten(given: dict[str, Any]) -> dict[str, Any]:
+    sections = {name: given.get(name) or {} for name in ("switches", "training")}
+    flat = {name: value for name, value in given.items() if name not in sections}
+    flat.update(sections["switches"], **sections["training"])
+    return {name: value for name, value in flat.items() if name not in _FREE_FIELDS}
+
+
+def is_complete_checkpoint(folder: Path) -> bool:
+    """Whether Trainer finished writing a checkpoint: its state, written last, and the headers of its weights can be read."""
+    try:
+        TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        for weights in folder.glob("*.safetensors"):
+            with safe_open(weights, framework="pt"):
+                pass
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return False
+    return True
+
+
+def last_complete_checkpoint(run_folder: Path) -> Path | None:
+    """The newest checkpoint of a run that is complete; half-written ones are passed over with a warning."""
+    folders = [path for path in run_folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        if is_complete_checkpoint(folder):
+            return folder
+        logger.warning(f"{folder} is incomplete or damaged: passing over it")
+    return None
+
+
+def prepare_data(
+    recipe: Recipe, tokenizer_folder: Path | None = None
+) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
+    """Tokenizer, blocks by split, and the fingerprint of the documents.
+
+    Args:
+        recipe: what data to prepare.
+        tokenizer_folder: where the run's tokenizer is, or will be kept for its other processes and for a resumed run.
+    """
+    documents = load_documents(recipe)
+    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    else:
+        tokenizer = make_tokenizer(recipe, documents)
+        tokenizer.model_max_length = recipe.block_size
+        if tokenizer_folder is not None:
+            tokenizer.save_pretrained(str(tokenizer_folder))
+    blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
+    return tokenizer, blocks, None if recipe.streaming else documents["train"]._fingerprint
+
+
+def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A new model of the recipe's configuration, or the saved one it names, that knows the tokenizer's special tokens.
+
+    Raises:
+        ValueError: if the tokenizer has more tokens than the model has embeddings.
+    """
+    recipe = resolved.recipe
+    config = load_config(recipe.model, resolved.switches)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"tokenizer {recipe.tokenizer!r} has {len(tokenizer)} tokens, more than the model's vocab_size={config.vocab_size}"
+        )
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if is_saved_model(recipe.model):
+        return AutoModelForCausalLM.from_pretrained(
+            recipe.model, config=config, dtype=torch.float32, attn_implementation=recipe.attn_implementation
+        )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
+
+
+def train(resolved: ResolvedRecipe) -> dict[str, Any]:
+    """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
+
+    Returns:
+        What `metrics.json` holds.
+
+    Raises:
+        ValueError: for conflicting settings, data or a tokenizer that are not to be had, or a folder that holds another run.
+    """
+    recipe, arguments = resolved.recipe, resolved.training_arguments
+    folder = Path(arguments.output_dir)
+    is_main_process = arguments.process_index == 0
+    _check_recipe(resolved, load_config(recipe.model, resolved.switches))
+    with arguments.main_process_first(local=False):
+        _claim_run_folder(folder, resolved.given, is_main_process)
+    if (folder / METRICS_FILE).is_file():
+        logger.warning(f"{folder} is finished: nothing to do")
+        return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+
+    with arguments.main_process_first(local=False, desc="data preparation"):
+        tokenizer, blocks, fingerprint = prepare_data(recipe, folder)
+    set_seed(arguments.seed)
+    model = make_model(resolved, tokenizer)
+    arguments.batch_eval_metrics = True
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=blocks["train"].dataset,
+        eval_dataset=blocks["validation"].dataset,
+        data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
+        processing_class=tokenizer,
+        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
+        preprocess_logits_for_metrics=token_losses,
+    )
+
+    checkpoint = last_complete_checkpoint(folder)
+    if arguments.resume_from_checkpoint is not None:
+        checkpoint = Path(arguments.resume_from_checkpoint)
+        if not is_complete_checkpoint(checkpoint):
+            raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
+    if checkpoint is not None:
+        logger.warning(f"Going on from {checkpoint}")
+    trained = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    evaluated = trainer.evaluate()
+    trainer.save_model()
+
+    size = measure(load_config(recipe.model, resolved.switches), recipe.block_size)
+    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size * recipe.block_size
+    metrics = {
+        **{name: value for name, value in evaluated.items() if name.startswith("eval_")},
+        "unigram_perplexity": None if recipe.streaming else unigram_perplexity(blocks["train"], blocks["validation"]),
+        "train_loss": trained.training_loss,
+        "train_seconds": trained.metrics["train_runtime"],
+        "steps": trainer.state.global_step,
+        "tokens_seen": trainer.state.global_step * per_step,
+        "train_tokens": blocks["train"].tokens,
+        "validation_tokens": blocks["validation"].tokens,
+        "dataset_fingerprint": fingerprint,
+        "parameters": size.total,
+        "non_embedding_parameters": size.non_embedding,
+        "flops_per_token": size.flops_per_token,
+        "processes": arguments.world_size,
+        "device": torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
+        "versions": {
+            "python": platform.python_version(),
+            "nlq": modeling_nlq.__version__,
+            **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
+        },
+    }
+    if trainer.is_world_process_zero():
+        plot_losses(trainer.state.log_history, folder / "loss.png", recipe.model)
+        render(folder.resolve().name, model.config, resolved.given, metrics).save(folder / "README.md")
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        # Last: a run that has its metrics is finished
+        (folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    return metrics
+
+
+def evaluate_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, batch_size: int
+) -> dict[str, float]:
+    """Loss, perplexity, bits per byte and token accuracy of a model on the validation split of a recipe's dataset.
+
+    Args:
+        model: any causal language model.
+        tokenizer: its own.
+        recipe: names the dataset, block size and packing.
+        batch_size: blocks per device.
+    """
+    validation = make_blocks(load_documents(recipe)["validation"], tokenizer, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(folder, per_device_eval_batch_size=batch_size, batch_eval_metrics=True, report_to="none"),
+            data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token),
+            preprocess_logits_for_metrics=token_losses,
+        )
+        return trainer.evaluate(validation.dataset)
+
+
+def plot_losses(log_history: list[dict[str, float]], path: Path, title: str) -> None:
+    """Training and validation loss over steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for key, label, style in (("loss", "training", {"alpha": 0.6}), ("eval_loss", "validation", {"marker": "o"})):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
