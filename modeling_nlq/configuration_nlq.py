@@ -104,7 +104,8 @@ class NLQConfig(PreTrainedConfig):
         hidden_act (`str`, defaults to `"gelu"`): activation of the MLP.
         max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
         position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`.
-        rope_parameters (`dict`, *optional*): Transformers' rotary parameters; rope type `default`, `linear`, `yarn` or `llama3`.
+        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`
+            or `llama3`.
         use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
         layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both sub-layers'
@@ -187,10 +188,10 @@ class NLQConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        saved_version = kwargs.pop("nlq_version", __version__)
-        if Version(saved_version) > Version(__version__):
+        saved_version = kwargs.pop("nlq_version", None)
+        if saved_version is not None and Version(saved_version) > Version(__version__):
             logger.warning(f"This configuration was saved by NLQ {saved_version}; the code at hand is {__version__}.")
-        self._check_unknown_keys(kwargs)
+        self._check_unknown_keys(kwargs, is_saved=saved_version is not None)
 
         positive = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         if all(getattr(self, name) > 0 for name in positive):  # else the validation names the field
@@ -207,15 +208,18 @@ class NLQConfig(PreTrainedConfig):
         self.auto_map = dict(AUTO_MAP)
         self.nlq_version = __version__
 
-    def _check_unknown_keys(self, keys) -> None:
-        """Raises for a key that looks like a misspelt field, and warns of any other that nothing reads."""
+    def _check_unknown_keys(self, keys, is_saved: bool) -> None:
+        """Raises for a key that looks like a misspelt field, and warns of any other that nothing reads.
+
+        What a model saved must load again, also where newer code wrote a field that this code lacks: then it warns only.
+        """
         names = [field.name for field in fields(self)]
         known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
         for key in keys:
             if key in known or key.startswith("_"):
                 continue
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-            if near:
+            if near and not is_saved:
                 raise ValueError(f"NLQConfig has no field {key!r}; did you mean {near[0]!r}?")
             logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
 
@@ -271,8 +275,8 @@ class NLQConfig(PreTrainedConfig):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
         for name in ("layer_norm_eps", "initializer_range"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1")
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be above 0 and at most 1")
 
     def validate_functions(self):
         """Names of functions outside the layers' own switches."""
@@ -292,8 +296,7 @@ class NLQConfig(PreTrainedConfig):
             for index, overrides in self._heterogeneity_spec.per_layer_overrides.items():
                 if "skip" in overrides:
                     raise ValueError(f"per_layer_config: layer {index} sets 'skip', which NLQ models do not support")
-        layers = self.per_layer_config if self.is_heterogeneous else [self]
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             try:
                 _check_layer(layer)
             except ValueError as error:
@@ -307,7 +310,7 @@ def _check_function(config: NLQConfig, name: str) -> None:
 
 
 def _check_layer(layer: NLQConfig) -> None:
-    """The rules of sections "projections" and "attention", for one layer."""
+    """The rules for the switches of one layer."""
     for kind in ("query", "key", "value"):
         name = f"{kind}_projection"
         if (value := getattr(layer, name)) not in PROJECTIONS:

@@ -18,7 +18,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
         labels: `(batch, length)`; -100 is ignored.
 
     Returns:
-        `(batch, length - 1)` each: the negative log-likelihood in nats, 0 where ignored, and whether the token was the likeliest.
+        `(batch, length - 1)` each: negative log-likelihood in nats (0 where ignored), and whether the token was the likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     logits, targets = logits[:, :-1], labels[:, 1:]

@@ -72,9 +72,9 @@ def _check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     conflicts = []
     if getattr(config, "position_embedding", "learned") == "learned" and recipe.block_size > config.max_position_embeddings:
         conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
-    if recipe.tokenizer.startswith("bpe:") and recipe.tokenizer[4:].isdecimal():
-        if int(recipe.tokenizer[4:]) > config.vocab_size:
-            conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
+    size = recipe.tokenizer.removeprefix("bpe:")
+    if size != recipe.tokenizer and size.isdecimal() and int(size) > config.vocab_size:
+        conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
     if recipe.streaming and arguments.max_steps <= 0:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:

@@ -1,0 +1,467 @@
+"""What holds for every configuration: hypothesis chooses switches, shapes, paddings, packings and chunks."""
+
+import itertools
+import tempfile
+
+import pytest
+import reference
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+
+
+def examples(count):
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+VOCABULARY = 13
+TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}  # float32, logits of order 1 to 10
+
+PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "mlp", "upcycled")
+WITHOUT_IDENTITY = ("linear", "mlp", "upcycled")
+TABLE_ACTIVATIONS = ("softmax", "sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity")
+ACTIVATIONS = (*TABLE_ACTIVATIONS, "gelu", "silu", "leaky_relu")
+NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
+# Source text 000's designs A and B beside the usual two.
+BLOCKS = {
+    "pre": {},
+    "post": {"norm_position": "post"},
+    "design_a": {"norm_position": "post", "residual_activation": "relu"},
+    "design_b": {"norm_position": "post", "sublayer_activation": "relu"},
+}
+
+
+@st.composite
+def attention_switches(draw, activation):
+    """The switches of the scores, weights and heads' outputs of one layer."""
+    switches = {
+        "query_projection": draw(st.sampled_from(PROJECTIONS)),
+        "attention_activation": activation,
+        "qk_norm": draw(st.sampled_from([None, None, "rms", "l2"])),
+        "attention_gate": draw(st.sampled_from([None, None, "headwise", "elementwise"])),
+        "attention_output_activation": draw(st.sampled_from([None, None, "gelu"])),
+        "attention_output_scaling": draw(st.sampled_from([None, 0.5])),
+        "head_projection": draw(st.booleans()),
+    }
+    if activation == "softmax":
+        switches["attention_sink"] = draw(st.sampled_from([None, "zero", "learned"]))
+    else:
+        allowed = [None, "length", "none"] + (["sum"] if activation in NEVER_NEGATIVE else [])
+        switches["attention_normalization"] = draw(st.sampled_from(allowed))
+    return switches
+
+
+@st.composite
+def switch_combinations(draw, activation):
+    """The switches of a whole model, whose other layer may differ."""
+    key_value_heads = draw(st.sampled_from([4, 2, 1]))
+    kinds = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
+    switches = {
+        **draw(attention_switches(activation)),
+        **BLOCKS[draw(st.sampled_from(sorted(BLOCKS)))],
+        "num_key_value_heads": key_value_heads,
+        "key_projection": draw(st.sampled_from(kinds)),
+        "value_projection": draw(st.sampled_from(kinds)),
+        "position_embedding": draw(st.sampled_from(["learned", "rope", "none"])),
+        "use_bias": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        # An absent sink or normaliser would be inherited from the model.
+        other = draw(attention_switches(draw(st.sampled_from(ACTIVATIONS))))
+        other = {"attention_sink": None, "attention_normalization": None, **other}
+        switches["per_layer_config"] = {draw(st.sampled_from([0, 1])): other}
+    return switches
+
+
+def implementation_of(switches):
+    """Softmax without sinks runs on SDPA too; everything else on eager only."""
+    layers = [switches, *switches.get("per_layer_config", {}).values()]
+    softmax = all(layer["attention_activation"] == "softmax" and layer["attention_sink"] is None for layer in layers)
+    return "sdpa" if softmax else "eager"
+
+
+@pytest.fixture(params=ACTIVATIONS, scope="module")
+def draw_model(request, make_model):
+    """A function that lets hypothesis choose every switch but the activation, and returns the model."""
+
+    def draw(data, **options):
+        switches = {**data.draw(switch_combinations(request.param), label="switches"), **options}
+        return make_model(implementation=implementation_of(switches), **switches)
+
+    return draw
+
+
+def token_rows(min_rows=1, max_rows=3, min_length=1, max_length=8):
+    row = st.lists(st.integers(0, VOCABULARY - 1), min_size=min_length, max_size=max_length)
+    return st.lists(row, min_size=min_rows, max_size=max_rows)
+
+
+def pad(rows, left, extra=0):
+    """Rows of tokens padded to the longest, plus `extra`; `left[i]` of row i's padding, at most, goes to its left.
+
+    Returns:
+        The tokens, the attention mask, and each row's slice of real tokens.
+    """
+    length = max(map(len, rows)) + extra
+    input_ids, attention_mask, places = torch.full((len(rows), length), 7), torch.zeros(len(rows), length).long(), []
+    for index, row in enumerate(rows):
+        start = min(left[index % len(left)], length - len(row))
+        place = slice(start, start + len(row))
+        input_ids[index, place] = torch.tensor(row)
+        attention_mask[index, place] = 1
+        places.append(place)
+    return input_ids, attention_mask, places
+
+
+# How much of a row's padding goes to its left: none, all, or some.
+padding_sides = st.lists(st.sampled_from([0, 100, 1, 2]), min_size=3, max_size=3)
+
+
+def split(length, boundaries):
+    """Chunks `(start, end)` of a sequence of this length."""
+    edges = sorted({0, length, *(boundary for boundary in boundaries if boundary < length)})
+    return list(itertools.pairwise(edges))
+
+
+boundary_sets = st.sets(st.integers(1, 10), max_size=5)
+
+
+def decode(model, input_ids, chunks, cache, attention_mask=None, mask_length=None):
+    """The logits of a sequence fed chunk by chunk. The mask ends with the chunk or, for a static cache, at `mask_length`."""
+    logits = []
+    for start, end in chunks:
+        mask = None if attention_mask is None else attention_mask[:, :end]
+        output = model(input_ids[:, start:end], attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+class TestCachedDecoding:
+    """Invariant 1: cached decoding equals the full forward pass."""
+
+    @examples(12)
+    @given(st.data(), token_rows(min_length=2), padding_sides, st.integers(0, 2), boundary_sets, st.booleans())
+    def test_chunks(self, draw_model, data, rows, left, extra, boundaries, static):
+        model = draw_model(data)
+        input_ids, attention_mask, places = pad(rows, left, extra)
+        length = input_ids.shape[1]
+        cache = StaticCache(config=model.config, max_cache_len=length + 3) if static else None
+        with torch.no_grad():
+            expected = model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+            actual = decode(model, input_ids, split(length, boundaries), cache, attention_mask)
+        for index, place in enumerate(places):
+            torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
+
+    @examples(6)
+    @given(st.data(), st.integers(2, 10), boundary_sets, st.booleans())
+    def test_chunks_without_mask(self, draw_model, data, length, boundaries, static):
+        model = draw_model(data)
+        input_ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+        cache = StaticCache(config=model.config, max_cache_len=length + 3) if static else DynamicCache(config=model.config)
+        with torch.no_grad():
+            expected = model(input_ids, use_cache=False).logits
+            actual = decode(model, input_ids, split(length, boundaries), cache)
+        torch.testing.assert_close(actual, expected, **TOLERANCES)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_token_by_token(self, make_model, activation):
+        """The first token too is a chunk of its own."""
+        model = make_model(attention_activation=activation)
+        input_ids = torch.randint(VOCABULARY, (2, 9))
+        with torch.no_grad():
+            expected = model(input_ids, use_cache=False).logits
+            actual = decode(model, input_ids, [(index, index + 1) for index in range(9)], None)
+        torch.testing.assert_close(actual, expected, **TOLERANCES)
+
+
+class TestPadding:
+    """Invariants 2 and 5: a padded row equals the row alone, and a row of padding only is finite."""
+
+    @examples(12)
+    @given(st.data(), token_rows(min_rows=2), padding_sides, st.integers(0, 2))
+    def test_padded_batch(self, draw_model, data, rows, left, extra):
+        model = draw_model(data)
+        input_ids, attention_mask, places = pad(rows, left, extra)
+        with torch.no_grad():
+            padded = model(input_ids, attention_mask=attention_mask).logits
+            for index, (row, place) in enumerate(zip(rows, places)):
+                alone = model(torch.tensor([row])).logits[0]
+                torch.testing.assert_close(padded[index, place], alone, **TOLERANCES)
+
+    @examples(4)
+    @given(st.data(), st.integers(1, 6))
+    def test_row_of_padding_only(self, draw_model, data, length):
+        model = draw_model(data)
+        input_ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+        attention_mask = torch.ones(2, length).long()
+        attention_mask[1] = 0
+        with torch.no_grad():
+            logits = model(input_ids, attention_mask=attention_mask).logits
+            alone = model(input_ids[:1]).logits
+        assert logits.isfinite().all()
+        torch.testing.assert_close(logits[:1], alone, **TOLERANCES)
+
+
+@st.composite
+def packed_batches(draw):
+    """A batch of rows of documents: their tokens, and position ids that restart, all rows equally long."""
+    length = draw(st.integers(2, 9))
+    generator = torch.Generator().manual_seed(length)
+    documents, position_ids = [], []
+    for _ in range(draw(st.integers(1, 2))):
+        lengths = [end - start for start, end in split(length, draw(boundary_sets))]
+        documents.append([torch.randint(VOCABULARY, (1, size), generator=generator) for size in lengths])
+        position_ids.append(torch.cat([torch.arange(size) for size in lengths]))
+    return documents, torch.stack(position_ids)
+
+
+class TestPacking:
+    """Invariant 3: packed documents equal separate ones."""
+
+    @examples(12)
+    @given(st.data(), packed_batches(), st.booleans())
+    def test_packed_documents(self, draw_model, data, batch, with_mask):
+        documents, position_ids = batch
+        model = draw_model(data)
+        input_ids = torch.stack([torch.cat(row, dim=1)[0] for row in documents])
+        attention_mask = torch.ones_like(input_ids) if with_mask else None
+        with torch.no_grad():
+            packed = model(input_ids, position_ids=position_ids, attention_mask=attention_mask)
+            for logits, row in zip(packed.logits, documents):
+                separate = torch.cat([model(document).logits[0] for document in row])
+                torch.testing.assert_close(logits, separate, **TOLERANCES)
+        is_packed = any(len(row) > 1 for row in documents)
+        assert (packed.past_key_values is None) == is_packed
+
+    @pytest.mark.parametrize("with_mask", [False, True], ids=["no_mask", "mask_of_ones"])
+    @pytest.mark.parametrize("activation", ["softmax", "relu"])
+    def test_refuses_a_cache(self, make_model, activation, with_mask):
+        model = make_model(attention_activation=activation)
+        input_ids, position_ids = torch.ones(1, 5).long(), torch.tensor([[0, 1, 0, 1, 2]])
+        inputs = {"position_ids": position_ids, "attention_mask": torch.ones_like(input_ids) if with_mask else None}
+        with pytest.raises(ValueError, match="use_cache"):
+            model(input_ids, use_cache=True, **inputs)
+        with pytest.raises(ValueError, match="use_cache"):
+            model(input_ids, past_key_values=DynamicCache(config=model.config), **inputs)
+        assert model(input_ids, use_cache=False, **inputs).past_key_values is None
+
+    def test_positions_that_only_begin_late(self, make_model):
+        """One document whose first position is not 0 is no packing, and is cached."""
+        model = make_model()
+        output = model(torch.ones(1, 4).long(), position_ids=torch.tensor([[3, 4, 5, 6]]), use_cache=True)
+        assert output.past_key_values.get_seq_length() == 4
+
+    def test_flash_attention_refuses_a_packed_batch(self, make_model):
+        model = make_model()
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="batch"):
+            model(torch.ones(2, 4).long(), position_ids=torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), use_cache=False)
+
+
+class TestCausality:
+    """Invariant 6: changing a token changes no logit before it."""
+
+    @examples(10)
+    @given(st.data(), st.integers(2, 9))
+    def test_future_is_invisible(self, draw_model, data, length):
+        model = draw_model(data)
+        changed_at = data.draw(st.integers(0, length - 1))
+        input_ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+        changed_ids = input_ids.clone()
+        changed_ids[0, changed_at] = (changed_ids[0, changed_at] + 1) % VOCABULARY
+        with torch.no_grad():
+            before, after = model(input_ids).logits[0], model(changed_ids).logits[0]
+        torch.testing.assert_close(after[:changed_at], before[:changed_at], rtol=0, atol=0)
+        assert not torch.equal(after[changed_at], before[changed_at])
+
+    def test_refuses_to_be_bidirectional(self, make_model):
+        with pytest.raises(ValueError, match="is_causal"):
+            make_model()(torch.ones(1, 4).long(), is_causal=False)
+        with pytest.raises(StrictDataclassError, match="is_causal"):
+            NLQConfig(is_causal=False)
+
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    def test_refuses_angles_that_depend_on_the_length(self, rope_type):
+        parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+        if rope_type == "longrope":
+            parameters.update(short_factor=[1.0] * 32, long_factor=[2.0] * 32, original_max_position_embeddings=512)
+        with pytest.raises(StrictDataclassError, match=rope_type):
+            NLQConfig(position_embedding="rope", rope_parameters=parameters)
+
+
+class TestSaving:
+    """Invariant 7: loading gives back the same bits."""
+
+    @examples(4)
+    @given(st.data(), st.booleans())
+    def test_save_and_load(self, draw_model, data, tied):
+        model = draw_model(data, tie_word_embeddings=tied)
+        input_ids = torch.arange(9)[None]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = [NLQForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)]
+        with torch.no_grad():
+            expected = model(input_ids).logits
+        for other in loaded:
+            assert type(other) is NLQForCausalLM
+            assert other.config.to_dict() == {**model.config.to_dict(), "dtype": "float32"} | {
+                key: value for key, value in other.config.to_dict().items() if key in ("_name_or_path", "architectures")
+            }
+            state = other.state_dict()
+            assert state.keys() == model.state_dict().keys()
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(state[name], tensor), name
+            with torch.no_grad():
+                other.set_attn_implementation(model.config._attn_implementation)
+                assert torch.equal(other(input_ids).logits, expected)
+
+
+class TestMasks:
+    """A caller's own 4-D masks."""
+
+    @examples(10)
+    @given(st.data(), token_rows(min_rows=2, min_length=2), st.sampled_from(["boolean", "additive", "integer"]))
+    def test_equals_the_padding_mask(self, draw_model, data, rows, kind):
+        model = draw_model(data)
+        input_ids, attention_mask, places = pad(rows, [0])
+        length = input_ids.shape[1]
+        mask = torch.ones(length, length).tril().bool() & attention_mask.bool()[:, None, None, :]
+        if kind == "additive":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        elif kind == "integer":
+            mask = mask.long()
+        with torch.no_grad():
+            expected = model(input_ids, attention_mask=attention_mask).logits
+            actual = model(input_ids, attention_mask=mask).logits
+        for index, place in enumerate(places):
+            torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
+
+    @examples(4)
+    @given(st.data(), st.integers(0, 100))
+    def test_equals_the_reference(self, draw_model, data, seed):
+        """A mask of its own for each row, with queries that see nothing."""
+        model = draw_model(data, position_embedding="learned", dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        input_ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        visible = (torch.rand(2, 1, 5, 5, generator=generator) < 0.6).tril()
+        with torch.no_grad():
+            actual = model(input_ids, attention_mask=visible).logits
+        expected, _ = reference.forward(model.config, model.state_dict(), input_ids, visible=visible)
+        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
+
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+    def test_refuses_a_bias(self, make_model, implementation):
+        with pytest.raises(ValueError, match="additive biases"):
+            make_model(implementation=implementation)(torch.ones(1, 3).long(), attention_mask=torch.full((1, 1, 3, 3), -1.5))
+
+    @pytest.mark.parametrize("kind", ["boolean", "additive"])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_with_a_cache(self, make_model, activation, kind):
+        """The mask of a chunk has a row for each of its queries and a column for each key so far."""
+        model = make_model(attention_activation=activation)
+        input_ids = torch.randint(VOCABULARY, (2, 6))
+        visible = torch.ones(6, 6).tril().bool().repeat(2, 1, 1, 1)
+        visible[1, :, 2:, 1] = False
+        mask = visible
+        if kind == "additive":
+            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            expected = model(input_ids, attention_mask=mask, use_cache=False).logits
+            first = model(input_ids[:, :2], attention_mask=mask[:, :, :2, :2], use_cache=True)
+            rest = model(input_ids[:, 2:], attention_mask=mask[:, :, 2:], past_key_values=first.past_key_values)
+        torch.testing.assert_close(torch.cat([first.logits, rest.logits], dim=1), expected, **TOLERANCES)
+
+
+class TestHybrids:
+    @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+    def test_layers_differ(self, make_model, activation):
+        """Each layer computes its own activation, in one pass and chunk by chunk."""
+        layers = {1: {"attention_activation": activation, "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
+        model = make_model(torch.float64, num_hidden_layers=3, per_layer_config=layers)
+        input_ids, attention_mask, places = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
+        expected, _ = reference.forward(model.config, model.state_dict(), input_ids, attention_mask)
+        with torch.no_grad():
+            at_once = model(input_ids, attention_mask=attention_mask).logits
+            in_chunks = decode(model, input_ids, [(0, 2), (2, 3), (3, 6)], None, attention_mask)
+        for index, place in enumerate(places):
+            torch.testing.assert_close(at_once[index, place], expected[index, place], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(in_chunks[index, place], expected[index, place], rtol=1e-10, atol=1e-10)
+
+    def test_softmax_backend_is_refused(self, make_model):
+        with pytest.raises(ValueError, match=r"sdpa.*relu.*layer 1.*eager"):
+            make_model(implementation="sdpa", per_layer_config={1: {"attention_activation": "relu"}})
+
+
+def next_tokens_without_cache(model, input_ids, count):
+    """Greedy decoding of one row with a full forward pass for each token."""
+    for _ in range(count):
+        logits = model(input_ids, use_cache=False).logits
+        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
+    return input_ids
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
+GENERATION = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+class TestGeneration:
+    """`generate` with a cache equals the uncached forward pass."""
+
+    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_greedy(self, make_model, activation, cache, position_embedding):
+        model = make_model(attention_activation=activation, position_embedding=position_embedding)
+        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
+        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+        generated = model.generate(input_ids, attention_mask=attention_mask, **options, **GENERATION)
+        with torch.no_grad():
+            for row, prompt in zip(generated, PROMPTS):
+                expected = next_tokens_without_cache(model, torch.tensor([prompt]), 8)[0]
+                assert row[-8:].tolist() == expected[-8:].tolist()
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_greedy_with_sdpa(self, make_model, cache):
+        model = make_model(implementation="sdpa", num_key_value_heads=2)
+        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
+        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+        generated = model.generate(input_ids, attention_mask=attention_mask, **options, **GENERATION)
+        with torch.no_grad():
+            for row, prompt in zip(generated, PROMPTS):
+                expected = next_tokens_without_cache(model, torch.tensor([prompt]), 8)[0]
+                assert row[-8:].tolist() == expected[-8:].tolist()
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_beam_search(self, make_model, activation):
+        model = make_model(attention_activation=activation)
+        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
+        options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True, **GENERATION}
+        generated = model.generate(input_ids, attention_mask=attention_mask, **options)
+        # The score of a sequence is its mean log-probability, which the uncached model finds alike ...
+        for index, prompt in enumerate(PROMPTS):
+            sequence = torch.cat([torch.tensor(prompt), generated.sequences[index, -8:]])[None]
+            with torch.no_grad():
+                logits = model(sequence, use_cache=False).logits[0, -9:-1]
+            chosen = logits.log_softmax(dim=-1).gather(1, sequence[0, -8:, None])
+            torch.testing.assert_close(generated.sequences_scores[index], chosen.mean(), **TOLERANCES)
+        # ... and so are the sequences.
+        uncached = model.generate(input_ids, attention_mask=attention_mask, use_cache=False, **options)
+        assert torch.equal(generated.sequences, uncached.sequences)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_assisted(self, make_model, activation):
+        """A second model proposes several tokens at a time, some of which are taken back from the cache."""
+        model = make_model(attention_activation=activation)
+        assistant = make_model(attention_activation="relu", seed=1, num_hidden_layers=1)
+        input_ids = torch.tensor(PROMPTS[:1])
+        options = {"assistant_model": assistant, **GENERATION}
+        generated = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+        with torch.no_grad():
+            assert torch.equal(generated, next_tokens_without_cache(model, input_ids, 8))

@@ -1,0 +1,230 @@
+"""A saved folder is all a stranger needs: it loads, generates and saves itself again without this package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
+
+import modeling_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification
+from modeling_nlq.configuration_nlq import AUTO_MAP
+
+
+PACKAGE = Path(modeling_nlq.__file__).parent
+
+# Runs before a script: as if nothing but Transformers, PyTorch and what they need were installed.
+WITHOUT_THIS_PACKAGE = """
+import sys
+
+sys.modules.update(dict.fromkeys(["modeling_nlq", "accelerate", "datasets", "evaluate", "matplotlib"]))
+"""
+
+LOAD_ALL = """
+import sys
+import torch
+import transformers
+
+folder, out, again, resaved, *names = sys.argv[1:]
+inputs = torch.arange(12).reshape(2, 6) % 50
+results = {}
+for name in names:
+    torch.manual_seed(0)  # heads the folder has no weights for are new
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    results[name] = model(inputs)[0].detach()
+    if name == "AutoModelForCausalLM":
+        results["generated"] = model.generate(inputs, max_new_tokens=5, do_sample=False)
+    if name == resaved:
+        model.save_pretrained(again)
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+results["config"] = config.attention_activation
+assert sys.modules["modeling_nlq"] is None
+torch.save(results, out)
+"""
+
+
+def run_python(code: str, *arguments: object, cache: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache), "PYTHONPATH": "", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cache,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def tiny_config(**switches) -> NLQConfig:
+    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32)
+    return NLQConfig(**{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **switches})
+
+
+@pytest.mark.parametrize("saved_class", [NLQForCausalLM, NLQForSequenceClassification], ids=lambda saved: saved.__name__)
+def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
+    torch.manual_seed(0)
+    switches = {"attention_activation": "sigmoid", "attention_gate": "headwise", "head_projection": True, "qk_norm": "l2"}
+    model = saved_class(tiny_config(**switches)).eval()
+    folder, again = tmp_path / "saved", tmp_path / "again"
+    model.save_pretrained(folder)
+    auto_class = "AutoModel" + saved_class.__name__.removeprefix("NLQ")
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6) % 50)[0]
+
+    names = [name for name in AUTO_MAP if name != "AutoConfig"]
+    out = tmp_path / "results.pt"
+    for source, target in ((folder, again), (again, tmp_path / "third")):
+        assert json.loads((source / "config.json").read_text())["auto_map"] == AUTO_MAP
+        done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, source, out, target, auto_class, *names, cache=tmp_path)
+        assert done.returncode == 0, done.stderr
+        results = torch.load(out)
+        assert results["config"] == "sigmoid"
+        assert torch.equal(results[auto_class], expected)
+        assert results["generated"].shape == (2, 11)
+        assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
+
+
+REVISIONS = """
+import sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+new, old = sys.argv[1:]
+inputs = torch.arange(12).reshape(2, 6) % 50
+models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in (new, old, new)]
+with torch.no_grad():
+    first, second, third = (model(inputs).logits for model in models)
+assert torch.equal(first, third)
+assert torch.allclose(second, 2 * first), "the old revision doubles its logits"
+for folder in (old, new):  # the body of a generic head comes from the head's own revision
+    head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+    assert type(head.model).__module__ == type(head).__module__, (type(head), type(head.model))
+"""
+
+
+def make_old_revision(folder: Path) -> None:
+    code = folder / "modeling_nlq.py"
+    text = code.read_text()
+    changed = text.replace("logits = self.lm_head(", "logits = 2 * self.lm_head(")
+    assert changed != text
+    code.write_text(changed)
+
+
+def test_two_revisions_live_in_one_process(tmp_path):
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="relu")).eval()
+    new, old = tmp_path / "new", tmp_path / "old"
+    model.save_pretrained(new)
+    model.save_pretrained(old)
+    make_old_revision(old)
+    done = run_python(WITHOUT_THIS_PACKAGE + REVISIONS, new, old, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_old_revision_lives_beside_the_installed_package(tmp_path):
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="relu")).eval()
+    folder = tmp_path / "old"
+    model.save_pretrained(folder)
+    make_old_revision(folder)
+    inputs = torch.arange(12).reshape(2, 6) % 50
+    old_class = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(folder))
+    old_model = old_class.from_pretrained(folder).eval()
+    # An installed class wins over remote code in the Auto classes: Transformers' rule
+    installed = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(installed) is NLQForCausalLM
+    with torch.no_grad():
+        assert torch.equal(installed(inputs).logits, model(inputs).logits)
+        assert torch.equal(old_model(inputs).logits, 2 * model(inputs).logits)
+    assert type(AutoModelForSequenceClassification.from_config(tiny_config()).model) is modeling_nlq.NLQModel
+
+
+def test_import_registers_and_twice_is_harmless():
+    import importlib
+
+    before = dict(vars(modeling_nlq))
+    importlib.reload(modeling_nlq)
+    assert vars(modeling_nlq)["NLQConfig"] is before["NLQConfig"]
+    config = AutoConfig.for_model("nlq", hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50)
+    assert type(config) is NLQConfig
+    assert type(AutoModel.from_config(config)) is modeling_nlq.NLQModel
+
+
+@pytest.mark.parametrize("entry", ["configuration_nlq.py", "modeling_nlq.py"])
+def test_scanner_finds_every_file_of_the_package(entry):
+    shipped = {Path(path).name for path in get_relative_import_files(PACKAGE / entry)} | {entry}
+    assert shipped == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+
+
+def test_shipped_files_need_transformers_and_torch_only():
+    for path in PACKAGE.glob("*.py"):
+        foreign = set(get_imports(path)) - set(sys.stdlib_module_names)
+        # packaging and huggingface_hub are requirements of Transformers itself
+        assert foreign <= {"torch", "transformers", "huggingface_hub", "packaging"}, path
+
+
+def test_transformers_too_old_says_so_in_one_line(tmp_path):
+    NLQForCausalLM(tiny_config()).save_pretrained(tmp_path / "saved")
+    script = WITHOUT_THIS_PACKAGE + (
+        "import importlib.metadata, transformers\n"
+        "real = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '5.22.0' if name == 'transformers' else real(name)\n"
+        f"transformers.AutoConfig.from_pretrained({str(tmp_path / 'saved')!r}, trust_remote_code=True)\n"
+    )
+    done = run_python(script, cache=tmp_path)
+    assert done.returncode != 0
+    last = [line for line in done.stderr.splitlines() if "Error" in line][-1]
+    assert "transformers>=5.23.0" in last and "5.22.0" in last
+
+
+FSDP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import modeling_nlq
+
+folder, store, tests = sys.argv[1:]
+sys.path.insert(0, tests)
+from test_sharing import tiny_config
+
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+torch.manual_seed(0)
+model = modeling_nlq.NLQForCausalLM(tiny_config())
+mesh = init_device_mesh("cpu", (1,))
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.arange(12).reshape(2, 6)
+model(inputs, labels=inputs).loss.backward()
+optimizer.step()
+assert type(model).__name__ == "FSDPNLQForCausalLM"
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+model.save_pretrained(folder, state_dict=state)
+dist.destroy_process_group()
+"""
+
+
+def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
+    folder = tmp_path / "saved"
+    done = run_python(FSDP, folder, tmp_path / "store", Path(__file__).parent, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]
+    assert {path.name for path in folder.glob("*.py")} == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    name, out = "AutoModelForCausalLM", tmp_path / "results.pt"
+    done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    installed = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = installed(torch.arange(12).reshape(2, 6) % 50).logits
+    assert torch.equal(torch.load(out)[name], expected)

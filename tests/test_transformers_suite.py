@@ -1,0 +1,219 @@
+"""Transformers' own common tests of models, configurations and training, run on NLQ with its heads.
+
+`transformers_suite` fetches them; without access to PyPI they are skipped. Transformers skips its slow ones unless the
+environment says `RUN_SLOW=1`.
+"""
+
+import unittest
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+import transformers_suite
+from transformers.testing_utils import torch_device
+
+from modeling_nlq import (
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForQuestionAnswering,
+    NLQForSequenceClassification,
+    NLQForTokenClassification,
+    NLQModel,
+)
+
+
+try:
+    transformers_suite.fetch()
+except transformers_suite.FetchError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+model_tests, configuration_tests, training_tests = transformers_suite.load(
+    "test_modeling_common", "test_configuration_common", "test_training_mixin"
+)
+
+# Transformers' tests learn from these tables what a class is for. Only their own copy is extended, not the library's.
+HEADS = {
+    "MODEL_MAPPING_NAMES": NLQModel,
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": NLQForCausalLM,
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": NLQForSequenceClassification,
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": NLQForTokenClassification,
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": NLQForQuestionAnswering,
+}
+for table, head in HEADS.items():
+    setattr(model_tests, table, {**getattr(model_tests, table), NLQConfig.model_type: head.__name__})
+
+
+def set_large_epsilon(config: NLQConfig) -> None:
+    config.layer_norm_eps = 1.0
+
+
+# So that rounding weighs less, Transformers' tests set the epsilon of the norms, under every name that some model has for it.
+# One of them is close to NLQ's own: the saved configuration would be refused, as one with a misspelt field.
+model_tests.set_config_for_less_flaky_test = set_large_epsilon
+
+CONFIGURATIONS = {
+    "nonlinear-softmax": {"query_projection": "nonlinear", "attention_activation": "softmax"},
+    "identity-sigmoid": {"query_projection": "identity", "attention_activation": "sigmoid"},
+    "linear-relu-rope-grouped": {
+        "query_projection": "linear",
+        "attention_activation": "relu",
+        "position_embedding": "rope",
+        "num_key_value_heads": 2,
+    },
+    "nonlinear-squared-post": {
+        "query_projection": "nonlinear",
+        "attention_activation": "squared",
+        "norm_position": "post",
+    },
+}
+EVERY = tuple(CONFIGURATIONS)
+NOT_SOFTMAX = ("identity-sigmoid", "linear-relu-rope-grouped", "nonlinear-squared-post")
+ROPE = ("linear-relu-rope-grouped",)
+NOT_ROPE = ("nonlinear-softmax", "identity-sigmoid", "nonlinear-squared-post")
+
+# The tests that are not run: name (`*` stands for any characters), the configurations it is not run for, and why.
+DESELECTED = (
+    (
+        "test_generation_tester_mixin_inheritance",
+        EVERY,
+        "It asks for the tests of `generate`, which the source distribution leaves out.",
+    ),
+    (
+        "test_model_rope_scaling_from_config_*",
+        NOT_ROPE,
+        "It scales rotary positions, which this configuration does not have; the mere field `rope_parameters` makes it run.",
+    ),
+    (
+        "test_model_rope_scaling_from_config_*_dynamic",
+        ROPE,
+        "NLQ refuses the rope type 'dynamic': its angles would change what is already cached.",
+    ),
+    (
+        "test_can_set_attention_dynamically",
+        NOT_SOFTMAX,
+        "It selects SDPA, which computes softmax only.",
+    ),
+    (
+        "test_eager_matches_sdpa_inference_*",
+        NOT_SOFTMAX,
+        "SDPA computes softmax only; refused, the test falls back to comparing the eager backend with itself.",
+    ),
+    (
+        "test_sdpa_can_dispatch_non_composite_models",
+        NOT_SOFTMAX,
+        "It expects SDPA by default, which computes softmax only.",
+    ),
+    (
+        "test_sdpa_can_dispatch_on_flash",
+        NOT_SOFTMAX,
+        "It selects SDPA, which computes softmax only.",
+    ),
+    (
+        "test_sdpa_can_compile_dynamic",
+        NOT_SOFTMAX,
+        "It selects SDPA, which computes softmax only.",
+    ),
+    (
+        "test_flash_attn_*",
+        NOT_SOFTMAX,
+        "It selects flash attention, which computes softmax only.",
+    ),
+    (
+        "test_flex_attention_with_grads",
+        NOT_SOFTMAX,
+        "It selects flex attention, which computes softmax only as Transformers calls it.",
+    ),
+)
+
+
+class ModelTester:
+    """What Transformers' tests ask for a configuration and inputs."""
+
+    batch_size = 3
+    seq_length = 7
+    is_training = True
+    vocab_size = 99
+    hidden_size = 32
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    pad_token_id = 0
+    causal_lm_class = NLQForCausalLM
+
+    def __init__(self, switches: dict):
+        self.switches = switches
+
+    def get_config(self) -> NLQConfig:
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id")
+        return NLQConfig(max_position_embeddings=512, **{name: getattr(self, name) for name in sizes}, **self.switches)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[NLQConfig, dict[str, torch.Tensor]]:
+        # The first row has padding: it is the one that is also computed without the others.
+        lengths = torch.tensor([[4], [1], [self.seq_length]])
+        attention_mask = (torch.arange(self.seq_length) < lengths).long()
+        input_ids = torch.randint(1, self.vocab_size, (self.batch_size, self.seq_length)) * attention_mask
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return self.get_config(), {name: tensor.to(torch_device) for name, tensor in inputs.items()}
+
+
+class TransformersSuite(model_tests.ModelTesterMixin, training_tests.TrainingTesterMixin):
+    """All fetched tests for the configuration that a subclass names, less the deselected ones."""
+
+    configuration: str
+    all_model_classes = tuple(HEADS.values())
+    # Otherwise skipped for want of a copyright line that says when the model was made.
+    test_can_init_all_missing_weights_before_2023 = True
+    _torch_compile_train_cls = NLQForCausalLM
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for pattern, configurations, reason in DESELECTED:
+            if cls.configuration in configurations:
+                for name in matching_tests(pattern):
+                    setattr(cls, name, unittest.skip(reason)(getattr(cls, name)))
+
+    def setUp(self):
+        self.model_tester = ModelTester(CONFIGURATIONS[self.configuration])
+
+    def test_config(self):
+        sizes = {"hidden_size": 32, "num_attention_heads": 4}
+        switches = CONFIGURATIONS[self.configuration]
+        configuration_tests.ConfigTester(self, config_class=NLQConfig, **sizes, **switches).run_common_tests()
+
+
+def matching_tests(pattern: str) -> list[str]:
+    return [name for name in dir(TransformersSuite) if fnmatchcase(name, pattern)]
+
+
+class NonlinearSoftmaxTest(TransformersSuite, unittest.TestCase):
+    configuration = "nonlinear-softmax"
+
+
+class IdentitySigmoidTest(TransformersSuite, unittest.TestCase):
+    configuration = "identity-sigmoid"
+
+
+class LinearReluRopeGroupedTest(TransformersSuite, unittest.TestCase):
+    configuration = "linear-relu-rope-grouped"
+
+
+class NonlinearSquaredPostTest(TransformersSuite, unittest.TestCase):
+    configuration = "nonlinear-squared-post"
+
+
+@pytest.mark.parametrize("pattern", [row[0] for row in DESELECTED])
+def test_deselected_test_exists(pattern):
+    assert matching_tests(pattern), "Transformers has no such test any more: remove the row"
+
+
+def test_deselected_configurations_exist():
+    assert {name for row in DESELECTED for name in row[1]} <= set(CONFIGURATIONS)
+
+
+def test_every_configuration_runs():
+    assert sorted(suite.configuration for suite in TransformersSuite.__subclasses__()) == sorted(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("name", transformers_suite.STUBS)
+def test_stubbed_module_is_missing(name):
+    path = transformers_suite.FOLDER.joinpath(*name.split(".")).with_suffix(".py")
+    assert not path.exists(), "the source distribution carries this module now: use it instead of the stub"
