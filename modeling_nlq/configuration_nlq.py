@@ -243,7 +243,16 @@ class NLQConfig(PreTrainedConfig):
         return PROJECTIONS[self.query_projection].default_attention_scaling(self.head_dim)
 
     def validate_architecture(self):
-        """Sizes, and what a rotary embedding needs."""
+        """Which fields may differ between layers, sizes, and what a rotary embedding needs."""
+        if self.is_heterogeneous:  # first: what differs between layers cannot be read below
+            foreign = set(self.per_layer_attributes) - set(PER_LAYER_SWITCHES)
+            if any("skip" in overrides for overrides in self._heterogeneity_spec.per_layer_overrides.values()):
+                foreign.add("skip")
+            if foreign:
+                raise ValueError(
+                    f"per_layer_config: {', '.join(sorted(foreign))} cannot be set for a layer; "
+                    f"only {', '.join(PER_LAYER_SWITCHES)} can"
+                )
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         for name in (*sizes, "num_key_value_heads", "head_dim", "intermediate_size"):
             if (value := getattr(self, name)) is None or value <= 0:
@@ -287,15 +296,6 @@ class NLQConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """The switches of every layer, each on its own configuration."""
-        if self.is_heterogeneous:
-            if foreign := sorted(set(self.per_layer_attributes) - set(PER_LAYER_SWITCHES)):
-                raise ValueError(
-                    f"per_layer_config: {', '.join(foreign)} cannot differ between layers; "
-                    f"only {', '.join(PER_LAYER_SWITCHES)} can"
-                )
-            for index, overrides in self._heterogeneity_spec.per_layer_overrides.items():
-                if "skip" in overrides:
-                    raise ValueError(f"per_layer_config: layer {index} sets 'skip', which NLQ models do not support")
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             try:
                 _check_layer(layer)

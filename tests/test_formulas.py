@@ -376,6 +376,11 @@ MASKS = {
     "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 0, 1, 2, 3]])},
     "empty_row": {"attention_mask": mask_of("0000000", "1111111", "0111110")},
 }
+# A caller's own mask, of one kind for all heads or one for each; some queries see nothing.
+DENSE_MASKS = {
+    "dense_mask": {"attention_mask": (torch.arange(147) % 5 > 1).reshape(3, 1, 7, 7).tril()},
+    "dense_mask_for_each_head": {"attention_mask": (torch.arange(588) % 5 > 1).reshape(3, 4, 7, 7).tril()},
+}
 BACKEND_SWITCHES = {
     "defaults": {},
     "grouped_queries": {"num_key_value_heads": 2, "qk_norm": "rms", "position_embedding": "rope"},
@@ -385,7 +390,9 @@ BACKEND_SWITCHES = {
 
 def logits_and_gradients(model, input_ids, inputs):
     """The logits of real tokens, and the gradients of a random function of them."""
-    is_real = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
+    attention_mask = inputs.get("attention_mask")
+    is_padded = attention_mask is not None and attention_mask.ndim == 2
+    is_real = attention_mask.bool() if is_padded else torch.ones_like(input_ids).bool()
     logits = model(input_ids, **inputs).logits[is_real]
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(logits.dtype)
     gradients = torch.autograd.grad((logits * direction).sum(), list(model.parameters()))
@@ -395,7 +402,7 @@ def logits_and_gradients(model, input_ids, inputs):
 class TestBackends:
     """Every backend of softmax equals eager."""
 
-    @pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in MASKS.items()])
+    @pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in {**MASKS, **DENSE_MASKS}.items()])
     @parametrize_switches(BACKEND_SWITCHES)
     def test_sdpa(self, make_model, switches, inputs):
         input_ids = random_tokens(3, 7)

@@ -31,6 +31,7 @@ def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: 
         given: the recipe, as it was given.
         metrics: what `metrics.json` holds.
     """
+    given = {key: _without_folder(value) for key, value in given.items()}
     measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
     data = ModelCardData(
         model_name=name,
@@ -71,6 +72,11 @@ def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: 
         validation_tokens=metrics.get("validation_tokens"),
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
     )
+
+
+def _without_folder(value: Any) -> Any:
+    """A local path says nothing to a reader elsewhere, and may say too much: its last part is enough."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _is_local(given: dict[str, Any]) -> bool:

@@ -70,7 +70,7 @@ class ResolvedRecipe:
         recipe: model, data and packing.
         switches: fields of the model configuration that the recipe sets.
         training_arguments: for `Trainer`.
-        given: all that was given in the file and on the command line, as one YAML-like mapping.
+        given: all that was given in the file and on the command line, but for `output_dir`, as one YAML-like mapping.
     """
 
     recipe: Recipe
@@ -148,7 +148,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
 
     content.update({name: value for name, value in command_line.items() if name in recipe_fields})
     training.update({name: value for name, value in command_line.items() if name in training_fields})
-    output_dir = training.setdefault("output_dir", f"runs/{path.stem}")
+    training.setdefault("output_dir", f"runs/{path.stem}")
     parser = _make_parser()
     # bf16 where the device has it, unless the recipe says otherwise
     precision = {} if {"bf16", "fp16"} & set(training) else {"bf16": _device_has_bf16()}
@@ -160,7 +160,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
         kind(**{item.name: getattr(namespace, item.name) for item in dataclasses.fields(kind) if item.init})
         for kind in (Recipe, TrainingArguments)
     )
-    training = {name: value for name, value in training.items() if name != "output_dir" or output_dir != f"runs/{path.stem}"}
+    del training["output_dir"]  # where a run lies is no part of what it is
     return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": training})
 
 

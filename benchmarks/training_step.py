@@ -1,0 +1,281 @@
+"""Tokens per second of one training step, beside other implementations of the same shape.
+
+    python benchmarks/training_step.py
+    python benchmarks/training_step.py --device cuda --dtype bfloat16 --compile --preset gpt3-small
+
+A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine slows all
+of them alike; the table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, our model must reproduce
+GPT-2's loss from its weights. litgpt is measured where it is installed; it asks for an older NumPy than `datasets`, so install
+it with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`.
+"""
+
+import argparse
+import contextlib
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import modeling_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM
+
+
+SHAPES = {
+    # The shape of `peers`: six layers, context 256, the vocabulary of the demo
+    "small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "vocab_size": 8192,
+        "context": 256,
+        "batch": 16,
+    },
+    "gpt3-small": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 50304,
+        "context": 1024,
+        "batch": 12,
+    },
+}
+SWITCHES = {
+    "nlq linear/softmax": {"query_projection": "linear"},
+    "nlq nonlinear/softmax": {"query_projection": "nonlinear"},
+}
+
+
+def nlq_config(shape: dict, **switches) -> NLQConfig:
+    sizes = {name: value for name, value in shape.items() if name not in ("context", "batch")}
+    return NLQConfig(**sizes, max_position_embeddings=shape["context"], use_cache=False, **switches)
+
+
+def gpt2_config(shape: dict) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=shape["vocab_size"],
+        n_embd=shape["hidden_size"],
+        n_layer=shape["num_hidden_layers"],
+        n_head=shape["num_attention_heads"],
+        n_positions=shape["context"],
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def gate_on_gpt2(shape: dict) -> None:
+    """No speed figure for a wrong model: with GPT-2's weights ours must give GPT-2's loss.
+
+    Raises:
+        SystemExit: if it does not.
+    """
+    theirs = GPT2LMHeadModel(gpt2_config(shape)).eval()
+    ours = NLQForCausalLM(nlq_config(shape, query_projection="linear", use_bias=True, hidden_act="gelu_new")).eval()
+    weights = {
+        "model.embed_tokens.weight": theirs.transformer.wte.weight,
+        "model.embed_positions.weight": theirs.transformer.wpe.weight,
+    }
+    weights |= {f"model.norm.{kind}": getattr(theirs.transformer.ln_f, kind) for kind in ("weight", "bias")}
+    for index, block in enumerate(theirs.transformer.h):
+        layer = f"model.layers.{index}"
+        for kind in ("weight", "bias"):
+            for name, part in zip("qkv", getattr(block.attn.c_attn, kind).chunk(3, dim=-1)):
+                weights[f"{layer}.self_attn.{name}_proj.{kind}"] = part.t()
+            weights[f"{layer}.self_attn.o_proj.{kind}"] = getattr(block.attn.c_proj, kind).t()
+            weights[f"{layer}.mlp.fc1.{kind}"] = getattr(block.mlp.c_fc, kind).t()
+            weights[f"{layer}.mlp.fc2.{kind}"] = getattr(block.mlp.c_proj, kind).t()
+            weights[f"{layer}.self_attn_norm.{kind}"] = getattr(block.ln_1, kind)
+            weights[f"{layer}.mlp_norm.{kind}"] = getattr(block.ln_2, kind)
+    ours.load_state_dict({"lm_head.weight": theirs.lm_head.weight, **weights})
+    tokens = torch.randint(shape["vocab_size"], (2, 64))
+    with torch.no_grad():
+        losses = [model(tokens, labels=tokens).loss.item() for model in (theirs, ours)]
+    if abs(losses[0] - losses[1]) > 1e-4:
+        raise SystemExit(f"correctness gate: GPT-2's loss is {losses[0]:.6f}, ours {losses[1]:.6f}; nothing is timed")
+
+
+def transformers_loss(model: torch.nn.Module) -> Callable:
+    return lambda tokens: model(tokens, labels=tokens).loss
+
+
+def litgpt_candidate(shape: dict) -> tuple[torch.nn.Module, Callable] | None:
+    """litgpt's GPT with LayerNorm, two-layer GELU MLP, no biases, and rotary positions, its only kind."""
+    try:
+        from litgpt import GPT, Config
+    except ImportError:
+        return None
+    model = GPT(
+        Config(
+            block_size=shape["context"],
+            vocab_size=shape["vocab_size"],
+            padded_vocab_size=shape["vocab_size"],
+            n_layer=shape["num_hidden_layers"],
+            n_head=shape["num_attention_heads"],
+            n_embd=shape["hidden_size"],
+            rotary_percentage=1.0,
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="LayerNorm",
+            mlp_class_name="GptNeoxMLP",
+            gelu_approximate="none",
+            intermediate_size=4 * shape["hidden_size"],
+        )
+    )
+    model.lm_head.weight = model.transformer.wte.weight
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    return model, loss
+
+
+def make_step(model: torch.nn.Module, loss: Callable, arguments: argparse.Namespace) -> Callable[[torch.Tensor], None]:
+    model.to(arguments.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    loss = torch.compile(loss) if arguments.compile else loss
+    dtype = getattr(torch, arguments.dtype)
+    precision = torch.autocast(arguments.device, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+    def step(tokens: torch.Tensor) -> None:
+        with precision:
+            value = loss(tokens)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def seconds(function: Callable, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def report(rows: dict[str, list[float]], baseline: str, tokens: int) -> None:
+    reference = statistics.median(rows[baseline])
+    width = max(map(len, rows))
+    print(f"{'':{width}}  tokens/s  ratio to {baseline} (median of the rounds' ratios, quartiles)")
+    for name, times in rows.items():
+        ratios = [other / own for own, other in zip(times, rows[baseline])]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"{name:{width}}  {tokens / statistics.median(times):8,.0f}  {middle:.3f}  ({low:.3f} to {high:.3f})")
+    print(f"{baseline}: {reference:.3f} s a step of {tokens:,} tokens")
+
+
+class StepTimes(TrainerCallback):
+    """Seconds between the ends of successive steps."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append(time.perf_counter())
+
+    def times(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.ends, self.ends[1:])]
+
+
+def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Median step time of a bare loop and of `Trainer` around the same model, batch and optimizer, taking turns."""
+    model = NLQForCausalLM(nlq_config(shape, query_projection="linear"))
+    samples = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(shape["vocab_size"], (shape["batch"] * steps, shape["context"]))
+    ]
+    rows = {"bare loop": [], "Trainer": []}
+    for _ in range(rounds):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model.train()
+        times = []
+        for index in range(steps):
+            start = time.perf_counter()
+            batch = samples[index * shape["batch"] : (index + 1) * shape["batch"]]
+            tokens = torch.stack([sample["input_ids"] for sample in batch])
+            model(tokens, labels=tokens).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            times.append(time.perf_counter() - start)
+        rows["bare loop"].append(statistics.median(times[1:]))
+
+        recorder = StepTimes()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = Trainer(
+                model=model,
+                args=TrainingArguments(
+                    folder,
+                    max_steps=steps,
+                    per_device_train_batch_size=shape["batch"],
+                    learning_rate=1e-4,
+                    optim="adamw_torch_fused",
+                    save_strategy="no",
+                    report_to="none",
+                    disable_tqdm=True,
+                    use_cpu=True,
+                ),
+                train_dataset=samples,
+                callbacks=[recorder],
+            )
+            trainer.train()
+        rows["Trainer"].append(statistics.median(recorder.times()))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--preset", default="small", choices=list(SHAPES))
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile every candidate (needs a C++ compiler on the CPU)"
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.preset]
+
+    torch.manual_seed(0)
+    gate_on_gpt2({**shape, "num_hidden_layers": 2})
+    candidates = {"gpt2 (sdpa)": GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
+    candidates |= {name: NLQForCausalLM(nlq_config(shape, **switches)) for name, switches in SWITCHES.items()}
+    steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
+    if (litgpt := litgpt_candidate(shape)) is not None:
+        steps["litgpt (rotary)"] = make_step(*litgpt, arguments)
+
+    tokens = torch.randint(shape["vocab_size"], (shape["batch"], shape["context"]), device=arguments.device)
+    rows = {name: [] for name in steps}
+    for round_number in range(arguments.rounds + 2):  # the first two warm up
+        for name, step in steps.items():
+            elapsed = seconds(lambda step=step: step(tokens), arguments.device)
+            if round_number >= 2:
+                rows[name].append(elapsed)
+
+    device = (
+        torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
+    print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+    report(rows, "gpt2 (sdpa)", tokens.numel())
+    if arguments.trainer_steps and arguments.device == "cpu":
+        print()
+        report(compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel())
+
+
+if __name__ == "__main__":
+    main()

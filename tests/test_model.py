@@ -1,0 +1,263 @@
+"""What Transformers' users expect of a model beside its mathematics."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification, NLQModel
+from modeling_nlq.attention_nlq import make_visibility
+
+
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+# As many switches at once as go together, for each of three activations
+RICH = {
+    "softmax": {"attention_sink": "learned", "qk_norm": "l2", "attention_gate": "headwise", "head_projection": True},
+    "sigmoid": {"position_embedding": "rope", "qk_norm": "rms", "norm_position": "post", "residual_activation": "relu"},
+    "squared": {"query_projection": "upcycled", "num_key_value_heads": 2, "use_bias": True, "attention_gate": "elementwise"},
+}
+
+
+def make(activation="softmax", **switches) -> NLQForCausalLM:
+    return NLQForCausalLM(NLQConfig(**{**TINY, "attention_activation": activation, **switches})).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(50, (2, 11))
+
+
+class TestSilentSoftmax:
+    """No way to choose a backend may turn another activation into softmax."""
+
+    def test_asked_for_by_name(self):
+        for name in ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"):
+            with pytest.raises(ValueError, match=rf"'{name}' cannot compute attention_activation='relu' \(layer 0, 1\).*eager"):
+                make("relu", attn_implementation=name)
+
+    def test_set_at_run_time(self):
+        model = make("relu")
+        with pytest.raises(ValueError, match="cannot compute attention_activation='relu'"):
+            model.set_attn_implementation("sdpa")
+        assert model.config._attn_implementation == "eager"
+
+    def test_layers_that_differ_are_named(self):
+        layers = {1: {"attention_activation": "tanh"}}
+        assert make(per_layer_config=layers).config._attn_implementation == "eager"
+        with pytest.raises(ValueError, match=r"attention_activation='tanh' \(layer 1\)"):
+            make(per_layer_config=layers, attn_implementation="sdpa")
+
+    def test_assigned_to_the_configuration(self, tokens):
+        model = make("relu")
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(ValueError, match="'sdpa' cannot compute attention_activation='relu'"):
+            model(tokens)
+
+    @pytest.mark.parametrize("function", [flash_attention_forward, lambda *_, **__: None], ids=["flash", "unknown"])
+    def test_kernel_name(self, tokens, function, monkeypatch):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "owner/kernel", function)
+        model = make("relu")
+        model.config._attn_implementation = "owner/kernel"
+        with pytest.raises(ValueError, match="'owner/kernel' cannot compute attention_activation='relu'"):
+            model(tokens)
+
+    def test_sink_needs_a_backend_that_has_it(self):
+        assert make(attention_sink="zero").config._attn_implementation == "eager"
+        with pytest.raises(ValueError, match="attention_sink='zero'"):
+            make(attention_sink="zero", attn_implementation="sdpa")
+
+    def test_later_backends_say_so(self):
+        for name in ("nlq", "nlq_tiled", "nlq_triton"):
+            with pytest.raises(ValueError, match=f"'{name}' is not available yet; use one of eager, sdpa"):
+                make("relu", attn_implementation=name)
+
+    def test_automatic_choice(self):
+        assert make().config._attn_implementation == "sdpa"
+        assert make("tanh").config._attn_implementation == "eager"
+
+    def test_softmax_may_change_at_run_time(self, tokens):
+        model = make()
+        expected = model(tokens).logits
+        model.set_attn_implementation("eager")
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-6)
+
+
+def test_visibility_is_linear_in_length():
+    length = 1_000_000  # a mask of length x length booleans would take a terabyte
+    mask = torch.ones(1, length, dtype=torch.long)
+    mask[0, :10] = 0
+    visibility = make_visibility(length, length, 0, torch.device("cpu"), mask)
+    assert visibility.visible_count[0, [0, 9, 10, length - 1]].tolist() == [0, 0, 1, length - 10]
+
+
+@pytest.mark.parametrize("activation", RICH)
+def test_compiles_to_one_graph(activation, tokens):
+    model = make(activation, **RICH[activation])
+    expected = model(tokens, labels=tokens)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    result = compiled(tokens, labels=tokens)
+    assert torch.allclose(result.logits, expected.logits, atol=1e-5)
+    result.loss.backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler (torch.compile)")
+@pytest.mark.slow
+def test_compiles_with_inductor(tokens):
+    model = make("sigmoid", **RICH["sigmoid"])
+    expected = model(tokens).logits
+    assert torch.allclose(torch.compile(model, fullgraph=True)(tokens).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", RICH)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_checkpointing(activation, reentrant, tokens):
+    model = make(activation, **RICH[activation]).train()
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    outputs = model(tokens, labels=tokens)
+    assert outputs.past_key_values is None
+    outputs.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
+
+
+def test_outputs(tokens):
+    model = make("sigmoid")
+    outputs = model(tokens, output_attentions=True, output_hidden_states=True)
+    assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 4, 11, 11)] * 2
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 11, 32)] * 3
+    full = outputs.logits
+    assert torch.equal(model(tokens, logits_to_keep=3).logits, full[:, -3:])
+    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([1, 4])).logits, full[:, [1, 4]])
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(tokens)).logits, full)
+    assert isinstance(model(tokens, return_dict=False), tuple)
+
+
+def test_input_is_checked(tokens):
+    model = make()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(tokens, inputs_embeds=torch.zeros(2, 11, 32))
+    with pytest.raises(ValueError, match="is_causal=False"):
+        model(tokens, is_causal=False)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 11]))
+
+
+def test_positions_beyond_the_learned_ones():
+    model = make()
+    message = r"position 32 is beyond the learned ones: max_position_embeddings=32"
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 33, dtype=torch.long))
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 3, dtype=torch.long), position_ids=torch.tensor([[30, 31, 32]]))
+    past = model(torch.zeros(1, 32, dtype=torch.long)).past_key_values
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=past)
+    # Padding takes no position
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[0, :8] = 0
+    model(torch.zeros(1, 40, dtype=torch.long), attention_mask=mask)
+    make(position_embedding="rope")(torch.zeros(1, 40, dtype=torch.long))
+
+
+def test_padding_token_keeps_its_embedding():
+    model = make(pad_token_id=0, eos_token_id=0)
+    assert model.get_input_embeddings().weight[0].abs().sum() > 0
+
+
+def test_resized_embeddings_stay_tied(tokens):
+    model = make()
+    model.resize_token_embeddings(60)
+    assert model.config.vocab_size == 60 and model(tokens, labels=tokens).logits.shape[-1] == 60
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    untied = make(tie_word_embeddings=False)
+    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+
+
+def test_loss_takes_the_number_of_items(tokens):
+    model = make()
+    mean = model(tokens, labels=tokens).loss
+    assert torch.allclose(model(tokens, labels=tokens, num_items_in_batch=40).loss, mean * 20 / 40)
+
+
+@pytest.mark.parametrize("activation", RICH)
+def test_stock_trainer_decays_exactly_the_matrices(activation, tmp_path):
+    model = make(activation, **RICH[activation])
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    decayed = set(trainer.get_decay_parameter_names(model))
+    assert decayed == {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim >= 2}
+
+
+def separable_task(count=64):
+    """The class of a row is whether token 7 occurs in it."""
+    inputs = torch.randint(10, 50, (count, 8))
+    labels = torch.arange(count) % 2
+    inputs[labels == 1, 3] = 7
+    return [{"input_ids": row, "labels": label} for row, label in zip(inputs, labels)]
+
+
+def test_fine_tuning_a_classifier(tmp_path):
+    make("sigmoid", pad_token_id=0).save_pretrained(tmp_path / "pretrained")
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "pretrained", num_labels=2)
+    assert type(model) is NLQForSequenceClassification
+    data = separable_task()
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        num_train_epochs=12,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+    )
+    Trainer(model, arguments, train_dataset=data).train()
+    with torch.no_grad():
+        predicted = model.eval()(torch.stack([row["input_ids"] for row in data])).logits.argmax(dim=-1)
+    assert (predicted == torch.stack([row["labels"] for row in data])).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("model_class", [NLQForCausalLM, NLQForSequenceClassification, NLQForQuestionAnswering])
+def test_gradient_accumulation_equals_a_larger_batch(model_class, tmp_path):
+    data = separable_task(32)
+    if model_class is NLQForCausalLM:
+        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in data]
+        for row in data[::3]:  # rows with fewer labels must weigh less
+            row["labels"] = row["labels"].clone().index_fill_(0, torch.arange(5), -100)
+    elif model_class is NLQForQuestionAnswering:
+        data = [
+            {"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": row["labels"]} for row in data
+        ]
+    results = []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model = model_class(NLQConfig(**TINY, pad_token_id=0))
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0.0,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+        )
+        Trainer(model, arguments, train_dataset=data).train()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_body_alone(tokens):
+    model = NLQModel(NLQConfig(**TINY)).eval()
+    assert model(tokens).last_hidden_state.shape == (2, 11, 32)

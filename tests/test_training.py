@@ -1,0 +1,391 @@
+"""From text to a run folder: data, metrics, training, resuming, several processes, and the command line."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction, TrainerCallback
+from transformers.trainer import Trainer
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.configuration import find
+from modeling_nlq.training import data as data_module
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.data import (
+    BlockCollator,
+    load_documents,
+    make_blocks,
+    make_tokenizer,
+    standard_library_documents,
+    unigram_perplexity,
+)
+from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
+from modeling_nlq.training.recipe import Recipe, load_recipe
+from modeling_nlq.training.train import is_complete_checkpoint, last_complete_checkpoint, train
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
+    documents = [row for row in standard_library_documents("") if row["path"].startswith(("json/", "email/", "collections/"))]
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe_file(corpus, tmp_path_factory) -> Path:
+    """A recipe for a very small model, eight steps with a checkpoint every two."""
+    folder = tmp_path_factory.mktemp("recipe")
+    config = {"model_type": "nlq", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "model.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    recipe = {
+        "model": str(folder / "model.json"),
+        "dataset": str(corpus),
+        "validation_fraction": 0.1,
+        "tokenizer": "bpe:512",
+        "block_size": 64,
+        "training": {
+            "max_steps": 8,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "report_to": "tensorboard",
+            "seed": 0,
+            "use_cpu": True,
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
+    """A finished run and its metrics."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    return folder, train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+
+
+def losses(folder: Path) -> list[float]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+class TestData:
+    def test_stream_is_the_documents_joined_and_cut(self, corpus):
+        recipe = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
+        documents = load_documents(recipe)["train"]
+        tokenizer = make_tokenizer(recipe, {"train": documents})
+        blocks = make_blocks(documents, tokenizer, recipe)
+        stream = []
+        for text in documents["text"]:
+            stream += [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        count = len(stream) // 64
+        assert np.array_equal(blocks.dataset["input_ids"][:], np.array(stream[: count * 64]).reshape(count, 64))
+        assert blocks.tokens == len(stream)
+        assert np.array_equal(blocks.counts, np.bincount(stream[: count * 64], minlength=512))
+        total_bytes = sum(len(text.encode()) for text in documents["text"])
+        assert blocks.bytes_per_token == pytest.approx(total_bytes / len(stream))
+
+        recipe.num_proc = 2
+        parallel = make_blocks(documents.select(range(30)), tokenizer, recipe).dataset
+        assert np.array_equal(parallel["input_ids"][:], blocks.dataset["input_ids"][: len(parallel)])
+        assert tokenizer.decode(tokenizer("x = 'ü…'\n\tdef f(): pass")["input_ids"]) == "x = 'ü…'\n\tdef f(): pass"
+
+    def test_split_is_of_documents_and_stable(self, corpus):
+        recipe = Recipe(model="", dataset=str(corpus), validation_fraction=0.2)
+        splits = load_documents(recipe)
+        train_paths, held_out = set(splits["train"]["path"]), set(splits["validation"]["path"])
+        assert train_paths and held_out and not train_paths & held_out
+        assert len(train_paths | held_out) == len(corpus.read_text().splitlines())
+        recipe.streaming = True
+        assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])
+        recipe.max_validation_documents = 2
+        assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])[:2]
+
+    def test_streaming_gives_the_blocks_of_the_stored_corpus(self, corpus):
+        stored = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
+        streamed = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64, streaming=True)
+        tokenizer = make_tokenizer(stored, load_documents(stored))
+        expected = make_blocks(load_documents(stored)["train"], tokenizer, stored).dataset["input_ids"][:]
+        blocks = make_blocks(load_documents(streamed)["train"], tokenizer, streamed).dataset
+        assert np.array_equal([row["input_ids"] for row in blocks], expected)
+
+    @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+    def test_local_files(self, suffix, tmp_path):
+        texts = [f"document {index}\nsecond line" for index in range(50)]
+        path = tmp_path / f"corpus.{suffix}"
+        if suffix == "txt":
+            path.write_text("\n\n".join(texts))
+        elif suffix == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        else:
+            Dataset.from_dict({"text": texts}).to_parquet(path)
+        splits = load_documents(Recipe(model="", dataset=str(path), validation_fraction=0.3))
+        assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(texts)
+
+    def test_packed_documents_restart(self):
+        rows = [{"input_ids": [5, 6, 0, 7, 8, 9, 0, 0, 4]}]
+        batch = BlockCollator(end_of_text=0, restart=True)(rows)
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0]]
+        assert batch["labels"].tolist() == [[5, 6, 0, -100, 8, 9, 0, -100, -100]]
+        assert "position_ids" not in BlockCollator(end_of_text=0)(rows)
+
+    def test_packed_documents_see_themselves_only(self):
+        model = NLQForCausalLM(NLQConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).eval()
+        batch = BlockCollator(end_of_text=0, restart=True)([{"input_ids": [5, 6, 0, 7, 8, 9, 0]}])
+        packed = model(**batch)
+        alone = model(torch.tensor([[7, 8, 9, 0]]))
+        assert torch.allclose(packed.logits[:, 3:], alone.logits, atol=1e-6)
+
+    def test_unigram_baseline(self, corpus):
+        recipe = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.2)
+        documents = load_documents(recipe)
+        tokenizer = make_tokenizer(recipe, documents)
+        blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
+        seen = blocks["train"].dataset["input_ids"][:].ravel()
+        held_out = blocks["validation"].dataset["input_ids"][:].ravel()
+        frequency = {token: (np.sum(seen == token) + 1) / (len(seen) + 512) for token in set(held_out.tolist())}
+        expected = math.exp(-np.mean([math.log(frequency[token]) for token in held_out.tolist()]))
+        assert unigram_perplexity(blocks["train"], blocks["validation"]) == pytest.approx(expected)
+
+    def test_builtin_corpus(self):
+        paths = [row["path"] for row in standard_library_documents("")]
+        assert len(paths) > 100 and "json/decoder.py" in paths and len(paths) == len(set(paths))
+
+
+def test_metric_equals_a_direct_computation():
+    logits = torch.randn(6, 9, 20, dtype=torch.float64)
+    labels = torch.randint(20, (6, 9))
+    labels[2, 4:] = -100
+    metrics = LanguageModelingMetrics(bytes_per_token=3.5)
+    for part in (slice(0, 4), slice(4, 6)):
+        prediction = EvalPrediction(token_losses(logits[part], labels[part]), labels[part])
+        result = metrics(prediction, compute_result=part.stop == 6)
+    log_probabilities = logits.log_softmax(dim=-1)
+    values, hits = [], []
+    for row in range(6):
+        for place in range(8):
+            if (target := labels[row, place + 1].item()) != -100:
+                values.append(-log_probabilities[row, place, target].item())
+                hits.append(logits[row, place].argmax().item() == target)
+    loss = sum(values) / len(values)
+    assert result["loss"] == pytest.approx(loss, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(loss / math.log(2) / 3.5, rel=1e-6)
+    assert result["token_accuracy"] == pytest.approx(sum(hits) / len(hits))
+
+
+class TestRun:
+    def test_folder_has_everything(self, run):
+        folder, metrics = run
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "recipe.yaml", "metrics.json"):
+            assert (folder / name).is_file(), name
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert list(folder.glob("runs/*/events.out.tfevents.*"))
+        stored = json.loads((folder / "metrics.json").read_text())
+        assert stored == metrics
+        assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
+        assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
+        assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
+
+    def test_checkpoints_are_complete_models(self, run):
+        folder = run[0] / "checkpoint-4"
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "configuration_nlq.py"):
+            assert (folder / name).is_file(), name
+        assert AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id == 0
+
+    def test_folder_loads(self, run):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(run[0]), AutoTokenizer.from_pretrained(run[0])
+        inputs = tokenizer("import ", return_tensors="pt")
+        assert (
+            model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=-1).shape[1] > inputs["input_ids"].shape[1]
+        )
+        assert model.config.eos_token_id == tokenizer.eos_token_id and tokenizer.model_max_length == 64
+
+    def test_card(self, run):
+        card = ModelCard.load(run[0] / "README.md")
+        assert card.data.library_name == "transformers" and "nlq" in card.data.tags
+        results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert results["loss"] == pytest.approx(run[1]["eval_loss"])
+        assert "`query_projection` | `nonlinear`" in card.text and "{{" not in card.text
+        assert str(run[0].parent) not in card.content
+
+    def test_finished_run_is_not_repeated(self, run, recipe_file, monkeypatch):
+        before = {path: path.stat().st_mtime_ns for path in run[0].rglob("*")}
+        monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("trained again"))
+        assert train(load_recipe(str(recipe_file), ["--output_dir", str(run[0])])) == run[1]
+        assert {path: path.stat().st_mtime_ns for path in run[0].rglob("*")} == before
+
+    def test_other_recipe_leaves_the_folder_alone(self, run, recipe_file):
+        before = {path: path.stat().st_mtime_ns for path in run[0].rglob("*")}
+        for change, name in ((["--learning_rate", "0.5"], "learning_rate"), (["--set", "qk_norm=l2"], "qk_norm")):
+            with pytest.raises(ValueError, match=f"holds a run of another recipe.*{name}"):
+                train(load_recipe(str(recipe_file), ["--output_dir", str(run[0]), *change]))
+        assert {path: path.stat().st_mtime_ns for path in run[0].rglob("*")} == before
+
+    def test_foreign_folder_is_left_alone(self, recipe_file, tmp_path):
+        (tmp_path / "thesis.tex").write_text("all I have")
+        with pytest.raises(ValueError, match="is no run of `nlq train`"):
+            train(load_recipe(str(recipe_file), ["--output_dir", str(tmp_path)]))
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_interrupted_run_goes_on_to_the_same_result(self, run, recipe_file, tmp_path, monkeypatch):
+        folder = tmp_path / "interrupted"
+        stopped_at = []
+
+        class PowerCut(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 5 and not stopped_at:
+                    stopped_at.append(5)
+                    raise KeyboardInterrupt
+
+        real_init = Trainer.__init__
+        monkeypatch.setattr(Trainer, "__init__", lambda self, **kwargs: real_init(self, callbacks=[PowerCut()], **kwargs))
+        arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
+        assert main(arguments) == 130 and stopped_at == [5]
+        # A checkpoint that was being written when the power went must be passed over, and must not be lost on
+        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
+        (folder / "checkpoint-6" / "trainer_state.json").unlink()
+        assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
+
+        assert main(arguments) == 0
+        assert losses(folder) == pytest.approx(losses(run[0]), abs=1e-6)
+        resumed = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
+            assert torch.allclose(resumed[name], expected, atol=1e-6), name
+
+    def test_damaged_weights_are_no_complete_checkpoint(self, run, tmp_path):
+        folder = tmp_path / "checkpoint-8"
+        shutil.copytree(run[0] / "checkpoint-8", folder)
+        assert is_complete_checkpoint(folder)
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        assert not is_complete_checkpoint(folder)
+        assert not is_complete_checkpoint(tmp_path / "checkpoint-9")
+
+    def test_streaming_and_document_packing(self, recipe_file, tmp_path):
+        overrides = ["--streaming", "--max_validation_documents", "3", "--packing", "documents", "--save_strategy", "no"]
+        overrides += ["--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--set", "attention_activation=sigmoid"]
+        metrics = train(load_recipe(str(recipe_file), overrides))
+        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"]) and metrics["unigram_perplexity"] is None
+
+    def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
+        overrides = ["--model", str(run[0]), "--tokenizer", str(run[0]), "--max_steps", "1", "--learning_rate", "0"]
+        metrics = train(load_recipe(str(recipe_file), [*overrides, "--output_dir", str(tmp_path / "run")]))
+        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
+
+    def test_two_processes_train_as_one(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "two"
+        accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())
+        assert accelerate_file["num_processes"] == 2
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        command += [str(find("accelerate", "cpu-two-processes")), "-m", "modeling_nlq.training", "train", str(recipe_file)]
+        command += ["--output_dir", str(folder), "--per_device_train_batch_size", "4", "--save_strategy", "no"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert metrics["processes"] == 2 and metrics["tokens_seen"] == run[1]["tokens_seen"]
+        assert losses(folder) == pytest.approx(losses(run[0]), abs=2e-4)
+        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], abs=2e-4)
+        assert done.stdout.count("held-out perplexity") == 1
+
+
+class TestCommandLine:
+    def test_params(self, capsys):
+        assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0
+        table = capsys.readouterr().out.splitlines()
+        assert table[0].split()[:2] == ["model", "parameters"]
+        assert table[1].split()[0] == "tiny-linear" and table[1].split()[-1] == "512"
+        assert table[2].split()[0] == "tiny-identity" and table[2].split()[-1] == "576"
+
+    def test_generate(self, run, capsys):
+        assert main(["generate", str(run[0]), "import json", "--max_new_tokens", "5"]) == 0
+        first = capsys.readouterr().out
+        assert first.startswith("import json")
+        main(["generate", str(run[0]), "import json", "--max_new_tokens", "5"])
+        assert capsys.readouterr().out == first
+
+    def test_evaluate_repeats_the_runs_own_result(self, run, corpus, capsys):
+        arguments = ["evaluate", str(run[0]), "--dataset", str(corpus), "--validation_fraction", "0.1"]
+        assert main(arguments) == 0
+        assert f"perplexity {run[1]['eval_perplexity']:.2f}" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "arguments, parts",
+        [
+            (["train", "domo"], ["'domo'", "'demo'"]),
+            (["train", "demo", "--learning_rat", "1"], ["'--learning_rat'", "'--learning_rate'"]),
+            (["train", "demo", "--learning_rate", "fast"], ["learning_rate", "'fast'"]),
+            (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
+            (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
+            (["train", "demo", "--set", "colour=blue"], ["'colour'"]),
+            (["train", "demo", "--set", "num_attention_heads=5"], ["hidden_size=128", "num_attention_heads=5"]),
+            (["train", "demo", "--model", "tiny-nonlinaer"], ["'tiny-nonlinaer'", "'tiny-nonlinear'"]),
+            (["train", "demo", "--block_size", "512"], ["block_size=512", "max_position_embeddings=256"]),
+            (["train", "demo", "--tokenizer", "bpe:9000", "--block_size", "300"], ["vocab_size=8192", "block_size=300"]),
+            (["train", "demo", "--tokenizer", "bpe:many"], ["bpe:many", "257"]),
+            (["train", "demo", "--dataset", "missing.jsonl"], ["'missing.jsonl'", "no such file"]),
+            (["train", "demo", "--dataset", "empty.txt"], ["'empty.txt' is empty"]),
+            (["train", "demo", "--dataset", "broken.jsonl"], ["'broken.jsonl'", "cannot be read"]),
+            (["train", "demo", "--dataset", "fine.jsonl", "--text_column", "body"], ["'body'", "text"]),
+            (["train", "demo", "--dataset", "fine.jsonl"], ["validation"]),
+            (["train", "demo", "--dataset", "owner/nothing-there"], ["'owner/nothing-there'"]),
+            (["train", "demo", "--attn_implementation", "sdpa", "--set", "attention_activation=relu"], ["'sdpa'", "eager"]),
+            (["train", "broken.yaml"], ["broken.yaml", "cannot be read"]),
+            (["train", "unknown.yaml"], ["unknown.yaml", "'learning_speed'", "training"]),
+            (["generate", "no-such-folder", "x"], ["'no-such-folder'"]),
+            (["generate", "half", "x"], ["'half'", "config.json"]),
+            (["generate", "truncated", "x"], [""]),
+            (["params", "tiny-liner"], ["'tiny-liner'", "'tiny-linear'"]),
+            (["params", "tiny-linear", "--match", "10"], ["no MLP width"]),
+        ],
+        ids=lambda value: " ".join(value) if value and value[0] in ("train", "generate", "params") else "",
+    )
+    def test_bad_input_gets_one_line(self, arguments, parts, run, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        Path("empty.txt").write_text("")
+        Path("broken.jsonl").write_text('{"text": "one"}\n{"text": oops\n')
+        Path("fine.jsonl").write_text('{"text": "one document"}\n')
+        Path("broken.yaml").write_text("model: [unclosed")
+        Path("unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
+        Path("half").mkdir()
+        shutil.copytree(run[0], "truncated", ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
+        weights = Path("truncated", "model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:1000])
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        assert main([*arguments]) != 0
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
+        assert len(errors) == 1
+        for part in parts:
+            assert part in errors[0]
+        assert {path: path.read_bytes() for path in before} == before
+
+    def test_tokenizer_larger_than_the_vocabulary(self, run, recipe_file, tmp_path, capsys):
+        arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
+        assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
+        assert "512 tokens, more than the model's vocab_size=400" in capsys.readouterr().err
+
+
+def test_standard_library_split_needs_no_network(monkeypatch):
+    monkeypatch.setattr(data_module, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    splits = load_documents(Recipe(model=""))
+    assert len(splits["validation"]) > 10
