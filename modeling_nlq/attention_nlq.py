@@ -186,7 +186,8 @@ def attention_weights(
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
 
     Returns:
-        Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0.
+        Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0; a sum so small that
+        its reciprocal or its gradient overflows counts as 0.
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if activation.name == "softmax":
@@ -205,7 +206,9 @@ def attention_weights(
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
-        return weights / total.masked_fill(total == 0, 1.0)
+        limits = torch.finfo(total.dtype)
+        is_zero = total < limits.tiny / limits.eps
+        return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
 
 

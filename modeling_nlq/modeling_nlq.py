@@ -40,7 +40,7 @@ from .attention_nlq import (
     make_visibility,
 )
 from .configuration_nlq import NLQConfig
-from .projections_nlq import NLQProjection, make_projection
+from .projections_nlq import make_projection
 
 
 logger = logging.get_logger(__name__)
@@ -117,6 +117,7 @@ class NLQAttention(nn.Module):
         self.k_proj = make_projection(layer.key_projection, config.hidden_size, key_value_size, **options)
         self.v_proj = make_projection(layer.value_projection, config.hidden_size, key_value_size, **options)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
+        self.o_proj.ends_sublayer = True
 
         self.q_norm = self.k_norm = None
         if layer.qk_norm == "rms":
@@ -214,6 +215,7 @@ class NLQMLP(nn.Module):
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.act_fn = ACT2FN[config.hidden_act]
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.fc2.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.act_fn(self.fc1(hidden_states)))
@@ -299,13 +301,13 @@ class NLQPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        if isinstance(module, NLQDecoderLayer):
+        # Marks on the modules that own the parameters: of custom code, Transformers passes no others in here
+        if getattr(module, "ends_sublayer", False):
             # Radford et al. 2019, section 2.3: the residual stream's variance does not grow with depth
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-            init.normal_(module.self_attn.o_proj.weight, mean=0.0, std=std)
-            init.normal_(module.mlp.fc2.weight, mean=0.0, std=std)
-        elif isinstance(module, NLQProjection) and module.projection.starts_at_zero:
-            init.zeros_(module.output_norm.weight)
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif getattr(module, "starts_at_zero", False):
+            init.zeros_(module.weight)
         elif isinstance(module, NLQHeadProjection):
             init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
         elif isinstance(module, NLQL2Norm) and module.scale is not None:

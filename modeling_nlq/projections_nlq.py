@@ -81,6 +81,7 @@ class NLQProjection(nn.Module):
             self.activation = ACT2FN[activation]
             self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
             self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
+            self.output_norm.starts_at_zero = projection.starts_at_zero  # read by `_init_weights`
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, input)` -> `(batch, length, output)`."""

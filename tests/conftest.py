@@ -1,14 +1,20 @@
-"""What all tests share: no network, one seed, and small models whose parameters all matter."""
+"""What all tests share: no network, one seed, small models whose parameters all matter, and one finished training run."""
 
+import json
 import os
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+import yaml
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.training.data import standard_library_documents
+from modeling_nlq.training.recipe import load_recipe
+from modeling_nlq.training.train import train
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +49,51 @@ def _make_model(dtype=torch.float32, implementation="eager", seed=0, **switches)
 def make_model():
     """A function from switches to a small `NLQForCausalLM` with random biases, gains and sinks."""
     return _make_model
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
+    documents = [row for row in standard_library_documents("") if row["path"].startswith(("json/", "email/", "collections/"))]
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in documents))
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe_file(corpus, tmp_path_factory) -> Path:
+    """A recipe for a very small model, eight steps with a checkpoint every two."""
+    folder = tmp_path_factory.mktemp("recipe")
+    config = {"model_type": "nlq", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "model.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    recipe = {
+        "model": str(folder / "model.json"),
+        "dataset": str(corpus),
+        "validation_fraction": 0.1,
+        "tokenizer": "bpe:512",
+        "block_size": 64,
+        "training": {
+            "max_steps": 8,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "report_to": "tensorboard",
+            "seed": 0,
+            "use_cpu": True,
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.fixture(scope="session")
+def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
+    """A finished run and its metrics."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    return folder, train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))

@@ -132,8 +132,8 @@ def split(length, boundaries):
 boundary_sets = st.sets(st.integers(1, 10), max_size=5)
 
 
-def decode(model, input_ids, chunks, cache, attention_mask=None, mask_length=None):
-    """The logits of a sequence fed chunk by chunk. The mask ends with the chunk or, for a static cache, at `mask_length`."""
+def decode(model, input_ids, chunks, cache, attention_mask=None):
+    """The logits of a sequence fed chunk by chunk, with a mask that ends where the chunk does."""
     logits = []
     for start, end in chunks:
         mask = None if attention_mask is None else attention_mask[:, :end]

@@ -34,54 +34,6 @@ from modeling_nlq.training.recipe import Recipe, load_recipe
 from modeling_nlq.training.train import is_complete_checkpoint, last_complete_checkpoint, train
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
-    documents = [row for row in standard_library_documents("") if row["path"].startswith(("json/", "email/", "collections/"))]
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in documents))
-    return path
-
-
-@pytest.fixture(scope="session")
-def recipe_file(corpus, tmp_path_factory) -> Path:
-    """A recipe for a very small model, eight steps with a checkpoint every two."""
-    folder = tmp_path_factory.mktemp("recipe")
-    config = {"model_type": "nlq", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    (folder / "model.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    recipe = {
-        "model": str(folder / "model.json"),
-        "dataset": str(corpus),
-        "validation_fraction": 0.1,
-        "tokenizer": "bpe:512",
-        "block_size": 64,
-        "training": {
-            "max_steps": 8,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-            "eval_strategy": "steps",
-            "eval_steps": 4,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "report_to": "tensorboard",
-            "seed": 0,
-            "use_cpu": True,
-        },
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-@pytest.fixture(scope="session")
-def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
-    """A finished run and its metrics."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    return folder, train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
-
-
 def losses(folder: Path) -> list[float]:
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
