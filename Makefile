@@ -4,7 +4,8 @@ PYTHON ?= python3
 # A torch build other than the one your pip index serves: set this to an index address listed on pytorch.org.
 TORCH_INDEX_URL ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
-PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
+# One thread: the tests' tensors are too small to share
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 
 .PHONY: demo test test-slow lint benchmark clean
 

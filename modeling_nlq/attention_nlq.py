@@ -22,9 +22,6 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 
-ATTENTION_NORMALIZATIONS = ("sum", "length", "none")
-ATTENTION_SINKS = ("zero", "learned")
-
 # Transformers' function names without the two that own parameters: a switch names a function, not a layer.
 FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
 

@@ -40,6 +40,7 @@ from .attention_nlq import (
     make_visibility,
 )
 from .configuration_nlq import NLQConfig
+from .loss_nlq import causal_lm_loss
 from .projections_nlq import make_projection
 
 
@@ -514,6 +515,7 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_function = causal_lm_loss
         self.post_init()
 
     @can_return_tuple

@@ -137,7 +137,7 @@ BAD = {
     "softmax by length": ({"attention_normalization": "length"}, ["attention_normalization='length'", "'sum'"]),
     "unknown normaliser": (
         {"attention_activation": "relu", "attention_normalization": "max"},
-        ["attention_normalization='max'", "length"],
+        ["attention_normalization", "max", "length"],
     ),
     "sum of signed weights": (
         {"attention_activation": "tanh", "attention_normalization": "sum"},

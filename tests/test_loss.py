@@ -1,0 +1,48 @@
+"""The sliced loss is Transformers' loss."""
+
+import pytest
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from modeling_nlq import loss_nlq
+from modeling_nlq.loss_nlq import causal_lm_loss
+
+
+CASES = {
+    "plain": {},
+    "number of items": {"num_items_in_batch": torch.tensor(31)},
+    "integer number of items": {"num_items_in_batch": 31},
+    "shifted labels": {"shift_labels": torch.arange(3 * 11).reshape(3, 11) % 17},
+    "another ignored label": {"ignore_index": 5},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_equals_transformers_loss_and_gradient(case, dtype, monkeypatch):
+    monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 100)  # slices of five rows, the last one shorter
+    labels = torch.randint(17, (3, 11))
+    labels[1, 4:] = CASES[case].get("ignore_index", -100)
+    results = []
+    for function in (ForCausalLMLoss, causal_lm_loss):
+        logits = (4 * torch.randn(3, 11, 17, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+        loss = function(logits, labels, 17, **CASES[case])
+        loss.backward()
+        results.append((loss.detach(), logits.grad))
+    # Theirs computes in float32, also for float64
+    tolerance = {"rtol": 1e-2, "atol": 1e-4} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(results[1][0].float(), results[0][0].float(), **tolerance)
+    torch.testing.assert_close(results[1][1], results[0][1], **tolerance)
+
+
+def test_gradient_in_float64(monkeypatch):
+    monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 20)
+    labels = torch.tensor([[1, 4, -100, 0], [2, 3, 1, 1]])
+    logits = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda logits: causal_lm_loss(logits, labels, 7), logits)
+
+
+def test_vocabulary_larger_than_a_slice(monkeypatch):
+    monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 3)
+    logits, labels = torch.randn(1, 5, 7), torch.randint(7, (1, 5))
+    assert torch.allclose(causal_lm_loss(logits, labels, 7), ForCausalLMLoss(logits, labels, 7))

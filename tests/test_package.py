@@ -1,0 +1,78 @@
+"""The distribution: what a wheel holds, and that it works away from the checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import modeling_nlq
+from modeling_nlq.training.cli import make_parser
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of a copy of the tracked files, so that nothing is left behind in the checkout."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(target), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(target.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_holds_one_package_and_all_its_data(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"modeling_nlq", f"modeling_nlq-{modeling_nlq.__version__}.dist-info"}
+    for folder, pattern in (("configuration", "*/*.json"), ("configuration", "*/*.yaml"), ("training", "**/*.py")):
+        for path in (ROOT / folder).glob(pattern):
+            assert f"modeling_nlq/{path.relative_to(ROOT).as_posix()}" in names
+    assert "modeling_nlq/model_card.md" in names
+
+
+@pytest.mark.slow
+def test_wheel_trains_a_named_recipe_outside_the_checkout(wheel, corpus, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    command = [sys.executable, "-m", "modeling_nlq.training", "train", "demo", "--dataset", str(corpus), "--max_steps", "2"]
+    command += ["--validation_fraction", "0.1", "--tokenizer", "bpe:512", "--report_to", "none", "--use_cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    probe = "import modeling_nlq.training.cli as cli; print(cli.__file__)"
+    where = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert where.stdout.startswith(str(site)), where
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "held-out perplexity" in done.stdout
+    assert (tmp_path / "runs" / "demo" / "README.md").is_file()
+
+
+def test_one_version_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == modeling_nlq.__version__
+    assert f"## {modeling_nlq.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_constraints_are_what_is_installed():
+    from importlib.metadata import version
+
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, pinned = line.partition("==")
+        if name in ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers"):
+            assert version(name).split("+")[0] == pinned, "the tests ran with other versions than constraints.txt names"
+
+
+def test_every_command_has_help(capsys):
+    for command in ("train", "generate", "evaluate", "params"):
+        with pytest.raises(SystemExit) as stopped:
+            make_parser().parse_args([command, "--help"])
+        assert stopped.value.code == 0 and command in capsys.readouterr().out
