@@ -4,7 +4,8 @@
 from transformers.utils.versions import require_version
 
 
-require_version("transformers>=5.23.0", "Upgrade with `pip install -U transformers`: NLQ needs it.")
+MINIMUM_TRANSFORMERS = "5.23.0"
+require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import difflib
 import math

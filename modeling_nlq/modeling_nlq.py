@@ -158,6 +158,14 @@ class NLQAttention(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
+        implementation = self.config._attn_implementation
+        attention_interface: Callable = ATTENTION_BACKENDS.get(implementation)
+        if attention_interface is None:
+            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
+        if not can_compute(attention_interface, self.activation, self.attention_sink):
+            raise ValueError(_refusal(implementation, [self.layer_idx], self.activation, self.attention_sink))
+
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
 
@@ -175,14 +183,6 @@ class NLQAttention(nn.Module):
 
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
-
-        implementation = self.config._attn_implementation
-        attention_interface: Callable = ATTENTION_BACKENDS.get(implementation)
-        if attention_interface is None:
-            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
-        if not can_compute(attention_interface, self.activation, self.attention_sink):
-            raise ValueError(_refusal(implementation, [self.layer_idx], self.activation, self.attention_sink))
 
         attn_output, attn_weights = attention_interface(
             self,

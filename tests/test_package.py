@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import modeling_nlq
+from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS
 from modeling_nlq.training.cli import make_parser
 
 
@@ -60,6 +61,7 @@ def test_one_version_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == modeling_nlq.__version__
     assert f"## {modeling_nlq.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert f'"transformers>={MINIMUM_TRANSFORMERS},<6"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_constraints_are_what_is_installed():

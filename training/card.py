@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
+from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
@@ -59,7 +59,7 @@ def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: 
         model_name=name,
         location=name,
         prompt="import " if given.get("dataset", "python-stdlib") == "python-stdlib" else "The",
-        minimum_transformers="5.23.0 or newer",
+        minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config),
         parameters=metrics["parameters"],
         non_embedding_parameters=metrics["non_embedding_parameters"],

@@ -150,9 +150,12 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
     training.update({name: value for name, value in command_line.items() if name in training_fields})
     training.setdefault("output_dir", f"runs/{path.stem}")
     parser = _make_parser()
-    # bf16 where the device has it, unless the recipe says otherwise
-    precision = {} if {"bf16", "fp16"} & set(training) else {"bf16": _device_has_bf16()}
-    parser.set_defaults(**content, **precision, **training)
+    # What suits the device, unless the recipe says otherwise
+    has_gpu = torch.cuda.is_available()
+    device_defaults = {"dataloader_pin_memory": has_gpu}
+    if not {"bf16", "fp16"} & set(training):
+        device_defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
+    parser.set_defaults(**{**device_defaults, **content, **training})
     if "model" not in content:
         raise ValueError(f"{path}: the field 'model' is missing")
     namespace = parser.parse_args([])  # converts what YAML gave as text, such as 1e-3
@@ -162,10 +165,6 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
     )
     del training["output_dir"]  # where a run lies is no part of what it is
     return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": training})
-
-
-def _device_has_bf16() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def _make_parser() -> _RecipeParser:
