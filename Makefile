@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.10+ and make only; everything else goes into .venv.
+# `make demo` and `make test` need Python 3.11+ and make only; everything else goes into .venv.
 
 PYTHON ?= python3
 # A torch build other than the one your pip index serves: set this to an index address listed on pytorch.org.
