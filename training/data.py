@@ -192,13 +192,11 @@ class Blocks:
         dataset: rows `input_ids` of `block_size` tokens.
         tokens: number of tokens, the remainder that fills no block included; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
-        counts: `(vocabulary,)`, how often each token occurs; `None` for a stream.
     """
 
     dataset: Dataset | IterableDataset
     tokens: int | None = None
     bytes_per_token: float | None = None
-    counts: np.ndarray | None = None
 
 
 def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
@@ -268,20 +266,31 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         cache_file_name=None if folder is None else os.path.join(folder, f"blocks-{fingerprint}.arrow"),
         desc="Cutting blocks",
     )
-    counts = np.zeros(len(tokenizer), dtype=np.int64)
-    for batch in blocks.with_format("numpy").iter(batch_size=1000):
-        counts += np.bincount(batch["input_ids"].reshape(-1), minlength=len(tokenizer))
-    bytes_per_token = float(encoded["bytes"][:].sum() / tokens)
-    return Blocks(blocks.with_format("numpy"), tokens, bytes_per_token, counts)
+    return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
 
 
-def unigram_perplexity(train: Blocks, validation: Blocks) -> float:
+def _count_tokens(blocks: Dataset, vocab_size: int, max_tokens: int) -> np.ndarray:
+    """How often each token occurs, `(vocabulary,)`, in the first blocks."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in blocks.iter(batch_size=1000):
+        counts += np.bincount(batch["input_ids"].reshape(-1), minlength=vocab_size)
+        if counts.sum() >= max_tokens:
+            break
+    return counts
+
+
+def unigram_perplexity(train: Dataset, validation: Dataset, vocab_size: int, max_tokens: int = 2**27) -> float:
     """Perplexity on the validation tokens of their frequencies in the training tokens, plus one each.
 
     The baseline that knows which tokens are common and nothing else.
+
+    Args:
+        train, validation: blocks.
+        vocab_size: number of tokens.
+        max_tokens: how many tokens of each to count, enough for frequencies.
     """
-    probabilities = (train.counts + 1) / (train.counts + 1).sum()
-    return float(np.exp(-(validation.counts * np.log(probabilities)).sum() / validation.counts.sum()))
+    seen, held_out = (_count_tokens(blocks, vocab_size, max_tokens) for blocks in (train, validation))
+    return float(np.exp(-(held_out * np.log((seen + 1) / (seen + 1).sum())).sum() / held_out.sum()))
 
 
 @dataclass

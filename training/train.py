@@ -220,11 +220,14 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
     evaluated = trainer.evaluate()
     trainer.save_model()
 
+    unigram = None
+    if trainer.is_world_process_zero() and not recipe.streaming:
+        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, len(tokenizer))
     size = measure(load_config(recipe.model, resolved.switches), recipe.block_size)
     per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size * recipe.block_size
     metrics = {
         **{name: value for name, value in evaluated.items() if name.startswith("eval_")},
-        "unigram_perplexity": None if recipe.streaming else unigram_perplexity(blocks["train"], blocks["validation"]),
+        "unigram_perplexity": unigram,
         "train_loss": trained.training_loss,
         "train_seconds": trained.metrics["train_runtime"],
         "steps": trainer.state.global_step,
