@@ -84,7 +84,6 @@ def recipe_file(corpus, tmp_path_factory) -> Path:
             "logging_steps": 1,
             "report_to": "tensorboard",
             "seed": 0,
-            "use_cpu": True,
         },
     }
     path = folder / "recipe.yaml"

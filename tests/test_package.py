@@ -46,7 +46,7 @@ def test_wheel_trains_a_named_recipe_outside_the_checkout(wheel, corpus, tmp_pat
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     command = [sys.executable, "-m", "modeling_nlq.training", "train", "demo", "--dataset", str(corpus), "--max_steps", "2"]
-    command += ["--validation_fraction", "0.1", "--tokenizer", "bpe:512", "--report_to", "none", "--use_cpu"]
+    command += ["--validation_fraction", "0.1", "--tokenizer", "bpe:512", "--report_to", "none"]
     environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
     probe = "import modeling_nlq.training.cli as cli; print(cli.__file__)"
     where = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, env=environment, capture_output=True, text=True)

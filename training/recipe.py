@@ -152,7 +152,8 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
     parser = _make_parser()
     # What suits the device, unless the recipe says otherwise
     has_gpu = torch.cuda.is_available()
-    device_defaults = {"dataloader_pin_memory": has_gpu}
+    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each other
+    device_defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
     if not {"bf16", "fp16"} & set(training):
         device_defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
     parser.set_defaults(**{**device_defaults, **content, **training})
