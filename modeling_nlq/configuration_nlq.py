@@ -193,6 +193,10 @@ class NLQConfig(PreTrainedConfig):
         if saved_version is not None and Version(saved_version) > Version(__version__):
             logger.warning(f"This configuration was saved by NLQ {saved_version}; the code at hand is {__version__}.")
         self._check_unknown_keys(kwargs, is_saved=saved_version is not None)
+        if (overrides := kwargs.get("per_layer_config")) is not None:
+            if not isinstance(overrides, dict) or not all(isinstance(switches, dict) for switches in overrides.values()):
+                raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
+            _check_per_layer_switches({name for switches in overrides.values() for name in switches})
 
         positive = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         if all(getattr(self, name) > 0 for name in positive):  # else the validation names the field
@@ -246,27 +250,21 @@ class NLQConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Which fields may differ between layers, sizes, and what a rotary embedding needs."""
         if self.is_heterogeneous:  # first: what differs between layers cannot be read below
-            foreign = set(self.per_layer_attributes) - set(PER_LAYER_SWITCHES)
-            if any("skip" in overrides for overrides in self._heterogeneity_spec.per_layer_overrides.values()):
-                foreign.add("skip")
-            if foreign:
-                raise ValueError(
-                    f"per_layer_config: {', '.join(sorted(foreign))} cannot be set for a layer; "
-                    f"only {', '.join(PER_LAYER_SWITCHES)} can"
-                )
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        for name in (*sizes, "num_key_value_heads", "head_dim", "intermediate_size"):
-            if (value := getattr(self, name)) is None or value <= 0:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        if self.num_attention_heads % self.num_key_value_heads != 0:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
+            overrides = self._heterogeneity_spec.per_layer_overrides.values()
+            _check_per_layer_switches({name for switches in overrides for name in switches})
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            _check_positive(self, name)
         if self.head_dim == self.hidden_size // self.num_attention_heads and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}, "
                 "or head_dim must be given"
+            )
+        for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
+            _check_positive(self, name)
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
             )
         if not getattr(self, "is_causal", True):
             raise ValueError("is_causal=False is not supported: NLQ models see the past only")
@@ -278,6 +276,13 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError("rope_parameters: partial_rotary_factor is not supported; remove it")
             if self.head_dim % 2:
                 raise ValueError(f"head_dim={self.head_dim} must be even with position_embedding='rope'")
+
+    def validate_rope(self):
+        """Transformers' own check, whose error for a missing parameter is no `ValueError`."""
+        try:
+            super().validate_rope()
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
 
     def validate_numbers(self):
         """Ranges of the floating-point fields."""
@@ -304,6 +309,18 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError(f"layer {index}: {error}" if self.is_heterogeneous else str(error)) from None
 
 
+def _check_per_layer_switches(names: set[str]) -> None:
+    if foreign := sorted(names - set(PER_LAYER_SWITCHES)):
+        raise ValueError(
+            f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {', '.join(PER_LAYER_SWITCHES)} can"
+        )
+
+
+def _check_positive(config: NLQConfig, name: str) -> None:
+    if (value := getattr(config, name)) is None or value <= 0:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
 def _check_function(config: NLQConfig, name: str) -> None:
     value = getattr(config, name)
     if value is not None and value not in FUNCTIONS:
@@ -323,8 +340,7 @@ def _check_layer(layer: NLQConfig) -> None:
                 f"{name}={value!r} adds the input itself, so its output must be as wide as hidden_size={layer.hidden_size}, "
                 f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or as many heads as fill the width"
             )
-    if layer.projection_bottleneck_size is None or layer.projection_bottleneck_size <= 0:
-        raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size!r} must be a positive integer")
+    _check_positive(layer, "projection_bottleneck_size")
     if layer.projection_activation is None:
         raise ValueError(f"projection_activation=None must be one of {', '.join(FUNCTIONS)}")
     for name in ("projection_activation", "attention_output_activation"):

@@ -6,7 +6,6 @@ others never reach memory; `docs/benchmarks.md` has what that gains.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
@@ -20,20 +19,27 @@ def _slices(logits: torch.Tensor) -> list[slice]:
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):
-    """`logsumexp(logits) - logits[target]` of each row, in at least float32."""
+    """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the log-sum-exp itself, without gradient."""
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """`(tokens, vocabulary)` and `(tokens,)` -> `(tokens,)`."""
+    def forward(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(tokens, vocabulary)` and `(tokens,)` -> twice `(tokens,)`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         log_normalizers = torch.cat([torch.logsumexp(logits[part].to(dtype), dim=-1) for part in _slices(logits)])
-        ctx.save_for_backward(logits, targets, log_normalizers)
-        return log_normalizers - logits.gather(-1, targets[:, None]).squeeze(-1)
+        return log_normalizers - logits.gather(-1, targets[:, None]).squeeze(-1), log_normalizers
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None]:
         logits, targets, log_normalizers = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: nothing in place
+            chosen = torch.nn.functional.one_hot(targets, logits.shape[-1])
+            result = (torch.softmax(logits.to(log_normalizers.dtype), dim=-1) - chosen) * gradient[:, None]
+            return result.to(logits.dtype), None
         result = torch.empty_like(logits)
         for part in _slices(logits):
             rows = (logits[part].to(log_normalizers.dtype) - log_normalizers[part, None]).exp_().mul_(gradient[part, None])
@@ -70,6 +76,6 @@ def causal_lm_loss(
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1)
     is_counted = targets != ignore_index
-    losses = _NegativeLogLikelihood.apply(logits.reshape(-1, vocab_size), targets.masked_fill(~is_counted, 0))
+    losses, _ = _NegativeLogLikelihood.apply(logits.reshape(-1, vocab_size), targets.masked_fill(~is_counted, 0))
     total = losses.masked_fill(~is_counted, 0.0).sum()
     return total / (is_counted.sum() if num_items_in_batch is None else num_items_in_batch)

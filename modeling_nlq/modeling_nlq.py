@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_causal_mask, create_masks_for_generate, find_packed_sequence_indices
+from transformers.masking_utils import BlockMask, create_causal_mask, create_masks_for_generate, find_packed_sequence_indices
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -391,7 +391,7 @@ class NLQModel(NLQPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        padding_mask = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
+        padding_mask = self._find_padding_mask(attention_mask)
         if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
             attention_mask = padding_mask = None
         segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache, **kwargs)
@@ -405,6 +405,8 @@ class NLQModel(NLQPreTrainedModel):
             query_offset = past_key_values.get_seq_length()
             if isinstance(query_offset, torch.Tensor):
                 query_offset = query_offset.to(inputs_embeds.device)
+        if padding_mask is not None and isinstance(query_offset, int):
+            self._check_padding_mask(padding_mask, inputs_embeds.shape[0], query_offset + query_length)
         visibility = make_visibility(query_length, key_length, query_offset, inputs_embeds.device, padding_mask, segments)
 
         given_position_ids = position_ids
@@ -432,6 +434,23 @@ class NLQModel(NLQPreTrainedModel):
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    @staticmethod
+    def _find_padding_mask(attention_mask: torch.Tensor | BlockMask | None) -> torch.Tensor | None:
+        """The attention mask if it is one of padding, `(batch, key)`; any other shape than that and 4-D is an error."""
+        if attention_mask is None or isinstance(attention_mask, BlockMask):
+            return None
+        dimensions = attention_mask.ndim if isinstance(attention_mask, torch.Tensor) else None
+        if dimensions not in (2, 4):
+            shape = type(attention_mask).__name__ if dimensions is None else tuple(attention_mask.shape)
+            raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
+        return attention_mask if dimensions == 2 else None
+
+    @staticmethod
+    def _check_padding_mask(padding_mask: torch.Tensor, batch: int, seen: int) -> None:
+        if padding_mask.shape[0] != batch or padding_mask.shape[1] < seen:
+            shape = tuple(padding_mask.shape)
+            raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
         if use_cache is not None:

@@ -154,6 +154,13 @@ BAD = {
     "misspelt field": ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
     "misspelt switch": ({"query_projections": "linear"}, ["'query_projections'", "'query_projection'"]),
     "per-layer width": ({"per_layer_config": {0: {"hidden_size": 64}}}, ["per_layer_config", "hidden_size"]),
+    "more heads than the width": ({"num_attention_heads": 64}, ["hidden_size=32", "num_attention_heads=64"]),
+    "rope without its factor": (
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        ["rope_parameters", "factor"],
+    ),
+    "per-layer misspelt": ({"per_layer_config": {1: {"qk_nrom": "l2"}}}, ["per_layer_config", "qk_nrom", "qk_norm"]),
+    "per-layer list": ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
     "per-layer value": ({"per_layer_config": {1: {"attention_activation": "lol"}}}, ["layer 1", "'lol'"]),
     "per-layer skip": ({"per_layer_config": {1: {"skip": ["mlp"]}}}, ["per_layer_config", "skip"]),
 }

@@ -40,6 +40,13 @@ def test_gradient_in_float64(monkeypatch):
     labels = torch.tensor([[1, 4, -100, 0], [2, 3, 1, 1]])
     logits = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda logits: causal_lm_loss(logits, labels, 7), logits)
+    assert torch.autograd.gradgradcheck(lambda logits: causal_lm_loss(logits, labels, 7), logits)
+
+
+def test_functional_gradient():
+    logits, labels = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    expected = torch.func.grad(lambda logits: ForCausalLMLoss(logits, labels, 7))(logits)
+    assert torch.allclose(torch.func.grad(lambda logits: causal_lm_loss(logits, labels, 7))(logits), expected, atol=1e-6)
 
 
 def test_vocabulary_larger_than_a_slice(monkeypatch):

@@ -151,6 +151,22 @@ def test_input_is_checked(tokens):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 11]))
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_of_another_shape(implementation, tokens):
+    model = make(attn_implementation=implementation)
+    padded = torch.ones(2, 11)
+    padded[0, :2] = 0
+    for mask in (torch.zeros(11), torch.zeros(2, 11, 11), {"full_attention": padded}):
+        with pytest.raises(ValueError, match=r"must be \(batch, key\) or"):
+            model(tokens, attention_mask=mask)
+    for mask in (padded[:, :9], padded[:1]):
+        with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 11\)"):
+            model(tokens, attention_mask=mask)
+    past = model(tokens).past_key_values
+    with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 22\), cached positions included"):
+        model(tokens, attention_mask=padded, past_key_values=past)
+
+
 def test_positions_beyond_the_learned_ones():
     model = make()
     message = r"position 32 is beyond the learned ones: max_position_embeddings=32"

@@ -305,6 +305,9 @@ class TestCommandLine:
             (["generate", "no-such-folder", "x"], ["'no-such-folder'"]),
             (["generate", "half", "x"], ["'half'", "config.json"]),
             (["generate", "truncated", "x"], [""]),
+            (["generate", "finished", "x", "--max_new_tokens", "70"], ["max_new_tokens=70", "64 positions"]),
+            (["generate", "finished", ""], ["prompt is empty"]),
+            (["train", "demo", "--attn_implementation", "flash_attention_2"], ["FlashAttention2"]),
             (["params", "tiny-liner"], ["'tiny-liner'", "'tiny-linear'"]),
             (["params", "tiny-linear", "--match", "10"], ["no MLP width"]),
         ],
@@ -318,7 +321,8 @@ class TestCommandLine:
         Path("broken.yaml").write_text("model: [unclosed")
         Path("unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
         Path("half").mkdir()
-        shutil.copytree(run[0], "truncated", ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
+        for name in ("finished", "truncated"):
+            shutil.copytree(run[0], name, ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
         weights = Path("truncated", "model.safetensors")
         weights.write_bytes(weights.read_bytes()[:1000])
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

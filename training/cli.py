@@ -92,8 +92,14 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(arguments.seed)
     inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
-    if inputs["input_ids"].shape[1] == 0:
+    length = inputs["input_ids"].shape[1]
+    if length == 0:
         raise ValueError("the prompt is empty")
+    context = model.config.max_position_embeddings
+    if getattr(model.config, "position_embedding", None) == "learned" and length + arguments.max_new_tokens > context:
+        raise ValueError(
+            f"a prompt of {length} tokens and max_new_tokens={arguments.max_new_tokens} exceed the model's {context} positions"
+        )
     sampling = {"do_sample": False}
     if arguments.temperature > 0:
         sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": arguments.top_k}
@@ -162,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         parsed.run(parsed, rest)
-    except (ValueError, OSError, StrictDataclassError, SafetensorError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
         print(f"nlq: error: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
