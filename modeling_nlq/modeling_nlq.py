@@ -438,13 +438,14 @@ class NLQModel(NLQPreTrainedModel):
     @staticmethod
     def _find_padding_mask(attention_mask: torch.Tensor | BlockMask | None) -> torch.Tensor | None:
         """The attention mask if it is one of padding, `(batch, key)`; any other shape than that and 4-D is an error."""
-        if attention_mask is None or isinstance(attention_mask, BlockMask):
-            return None
-        dimensions = attention_mask.ndim if isinstance(attention_mask, torch.Tensor) else None
-        if dimensions not in (2, 4):
-            shape = type(attention_mask).__name__ if dimensions is None else tuple(attention_mask.shape)
-            raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
-        return attention_mask if dimensions == 2 else None
+        if isinstance(attention_mask, torch.Tensor):
+            if attention_mask.ndim not in (2, 4):
+                shape = tuple(attention_mask.shape)
+                raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
+            return attention_mask if attention_mask.ndim == 2 else None
+        if attention_mask is not None and not isinstance(attention_mask, BlockMask):
+            raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+        return None
 
     @staticmethod
     def _check_padding_mask(padding_mask: torch.Tensor, batch: int, seen: int) -> None:
@@ -503,6 +504,8 @@ class NLQModel(NLQPreTrainedModel):
             if implementation not in (*ATTENTION_BACKENDS, "sdpa"):
                 raise ValueError(f"attn_implementation={implementation!r} takes no 4-D attention_mask; use 'sdpa' or 'eager'")
             return boolean_mask(attention_mask)
+        if not isinstance(attention_mask, torch.Tensor | None) and implementation != "flex_attention":
+            raise ValueError(f"attn_implementation={implementation!r} takes no BlockMask; use 'flex_attention'")
         if implementation in ATTENTION_BACKENDS:
             return visibility
         return create_causal_mask(

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -156,9 +157,14 @@ def test_masks_of_another_shape(implementation, tokens):
     model = make(attn_implementation=implementation)
     padded = torch.ones(2, 11)
     padded[0, :2] = 0
-    for mask in (torch.zeros(11), torch.zeros(2, 11, 11), {"full_attention": padded}):
+    for mask in (torch.zeros(11), torch.zeros(2, 11, 11)):
         with pytest.raises(ValueError, match=r"must be \(batch, key\) or"):
             model(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match="must be a tensor, not dict"):
+        model(tokens, attention_mask={"full_attention": padded})
+    block_mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 11, 11, device="cpu")
+    with pytest.raises(ValueError, match="takes no BlockMask; use 'flex_attention'"):
+        model(tokens, attention_mask=block_mask)
     for mask in (padded[:, :9], padded[:1]):
         with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 11\)"):
             model(tokens, attention_mask=mask)
