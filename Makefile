@@ -41,4 +41,4 @@ benchmark: .venv/installed-test
 	touch $@
 
 clean:
-	rm -rf .venv .cache build dist runs *.egg-info
+	rm -rf .venv .cache build dist *.egg-info

@@ -352,8 +352,8 @@ def _check_layer(layer: NLQConfig) -> None:
         raise ValueError(f"attention_normalization={normalization!r}: softmax is normalised by 'sum' only")
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
-            f"attention_normalization='sum' needs weights that are never negative, and attention_activation="
-            f"{activation.name!r} can be; use 'length' or 'none'"
+            f"attention_normalization='sum' needs weights that are never negative, which attention_activation="
+            f"{activation.name!r} does not promise; use 'length' or 'none'"
         )
     if layer.attention_sink is not None and activation.name != "softmax":
         raise ValueError(

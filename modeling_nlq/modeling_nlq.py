@@ -57,7 +57,9 @@ class NLQL2Norm(nn.Module):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
-        heads = nn.functional.normalize(heads, dim=-1)
+        # In float32: float16 has no number as small as the epsilon that keeps a zero vector at zero
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
         return heads if self.scale is None else heads * self.scale[:, None]
 
 
@@ -294,11 +296,13 @@ class NLQPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing: `NLQConfig` carries the code and all six Auto classes into every saved folder.
+        """Does nothing for the classes of this file: `NLQConfig` carries the code and all six Auto classes everywhere.
 
         A model class registered on its own would write its name at the time of saving over that, and the file that defines
         it; under FSDP2 both are PyTorch's.
         """
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -506,6 +510,9 @@ class NLQModel(NLQPreTrainedModel):
             return boolean_mask(attention_mask)
         if not isinstance(attention_mask, torch.Tensor | None) and implementation != "flex_attention":
             raise ValueError(f"attn_implementation={implementation!r} takes no BlockMask; use 'flex_attention'")
+        if implementation == "flex_attention" and getattr(past_key_values, "is_compileable", False):
+            # Its block mask would count with the cache's own length, which has moved on by the time the kernel runs
+            raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'sdpa'")
         if implementation in ATTENTION_BACKENDS:
             return visibility
         return create_causal_mask(

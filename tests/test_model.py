@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import Trainer, TrainingArguments
+from transformers import StaticCache, Trainer, TrainingArguments
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -278,6 +278,26 @@ def test_gradient_accumulation_equals_a_larger_batch(model_class, tmp_path):
         Trainer(model, arguments, train_dataset=data).train()
         results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.allclose(*results, atol=1e-6)
+
+
+def test_flex_attention_refuses_a_static_cache(tokens):
+    model = make(attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
+        model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+
+
+def test_unit_heads_in_half_precision():
+    model = make(qk_norm="l2", query_projection="identity", norm_position="post", residual_activation="relu").half()
+    norm = model.model.layers[0].self_attn.q_norm
+    assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
+
+
+def test_subclasses_register_themselves():
+    class Descendant(NLQForCausalLM):
+        pass
+
+    Descendant.register_for_auto_class("AutoModelForCausalLM")
+    assert Descendant._auto_class == "AutoModelForCausalLM" and NLQForCausalLM._auto_class is None
 
 
 def test_body_alone(tokens):

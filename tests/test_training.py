@@ -41,7 +41,7 @@ def losses(folder: Path) -> list[float]:
 
 class TestData:
     def test_stream_is_the_documents_joined_and_cut(self, corpus):
-        recipe = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
+        recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
         documents = load_documents(recipe)["train"]
         tokenizer = make_tokenizer(recipe, {"train": documents})
         blocks = make_blocks(documents, tokenizer, recipe)
@@ -60,7 +60,7 @@ class TestData:
         assert tokenizer.decode(tokenizer("x = 'ü…'\n\tdef f(): pass")["input_ids"]) == "x = 'ü…'\n\tdef f(): pass"
 
     def test_split_is_of_documents_and_stable(self, corpus):
-        recipe = Recipe(model="", dataset=str(corpus), validation_fraction=0.2)
+        recipe = Recipe(model="tiny-linear", dataset=str(corpus), validation_fraction=0.2)
         splits = load_documents(recipe)
         train_paths, held_out = set(splits["train"]["path"]), set(splits["validation"]["path"])
         assert train_paths and held_out and not train_paths & held_out
@@ -71,8 +71,8 @@ class TestData:
         assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])[:2]
 
     def test_streaming_gives_the_blocks_of_the_stored_corpus(self, corpus):
-        stored = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
-        streamed = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64, streaming=True)
+        stored = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
+        streamed = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, streaming=True)
         tokenizer = make_tokenizer(stored, load_documents(stored))
         expected = make_blocks(load_documents(stored)["train"], tokenizer, stored).dataset["input_ids"][:]
         blocks = make_blocks(load_documents(streamed)["train"], tokenizer, streamed).dataset
@@ -88,7 +88,7 @@ class TestData:
             path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         else:
             Dataset.from_dict({"text": texts}).to_parquet(path)
-        splits = load_documents(Recipe(model="", dataset=str(path), validation_fraction=0.3))
+        splits = load_documents(Recipe(model="tiny-linear", dataset=str(path), validation_fraction=0.3))
         assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(texts)
 
     def test_packed_documents_restart(self):
@@ -106,7 +106,7 @@ class TestData:
         assert torch.allclose(packed.logits[:, 3:], alone.logits, atol=1e-6)
 
     def test_unigram_baseline(self, corpus):
-        recipe = Recipe(model="", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.2)
+        recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.2)
         documents = load_documents(recipe)
         tokenizer = make_tokenizer(recipe, documents)
         blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
@@ -222,14 +222,44 @@ class TestRun:
         for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
             assert torch.allclose(resumed[name], expected, atol=1e-6), name
 
-    def test_damaged_weights_are_no_complete_checkpoint(self, run, tmp_path):
+    def test_run_cut_after_its_last_step_takes_no_more(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "cut"
+        shutil.copytree(run[0], folder)
+        (folder / "metrics.json").unlink()
+        metrics = train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+        assert metrics["steps"] == 8 and metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"])
+        assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+
+    def test_another_model_does_not_go_on_from_the_checkpoint(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "other"
+        shutil.copytree(run[0], folder)
+        (folder / "metrics.json").unlink()
+        config = json.loads((folder / "checkpoint-8" / "config.json").read_text())
+        for checkpoint in folder.glob("checkpoint-*"):
+            (checkpoint / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
+        with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
+            train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+
+    def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
+        arguments = ["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]
+        assert main([*arguments, "--tokenizer", str(tmp_path / "missing")]) == 1
+        assert main([*arguments, "--save_strategy", "no"]) == 0
+
+    def test_tokens_are_not_written_down(self, recipe_file):
+        resolved = load_recipe(str(recipe_file), ["--hub_token", "hf_secret", "--hub_model_id", "owner/name"])
+        assert "hf_secret" not in json.dumps(resolved.given) and resolved.training_arguments.hub_token == "hf_secret"
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "config.json", "trainer_state.json"])
+    @pytest.mark.parametrize("damage", ["missing", "empty", "half"])
+    def test_damaged_file_makes_a_checkpoint_incomplete(self, name, damage, run, tmp_path):
         folder = tmp_path / "checkpoint-8"
         shutil.copytree(run[0] / "checkpoint-8", folder)
         assert is_complete_checkpoint(folder)
-        weights = (folder / "model.safetensors").read_bytes()
-        (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if damage != "missing":
+            (folder / name).write_bytes(content[: len(content) // 2] if damage == "half" else b"")
         assert not is_complete_checkpoint(folder)
-        assert not is_complete_checkpoint(tmp_path / "checkpoint-9")
 
     def test_streaming_and_document_packing(self, recipe_file, tmp_path):
         overrides = ["--streaming", "--max_validation_documents", "3", "--packing", "documents", "--save_strategy", "no"]
@@ -279,6 +309,12 @@ class TestCommandLine:
         assert main(arguments) == 0
         assert f"perplexity {run[1]['eval_perplexity']:.2f}" in capsys.readouterr().out
 
+    def test_evaluate_takes_a_small_file_whole(self, run, corpus, tmp_path, capsys):
+        path = tmp_path / "few.jsonl"
+        path.write_text("".join(corpus.read_text().splitlines(keepends=True)[:2]))
+        assert main(["evaluate", str(run[0]), "--dataset", str(path)]) == 0
+        assert "held-out perplexity" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         "arguments, parts",
         [
@@ -308,6 +344,8 @@ class TestCommandLine:
             (["generate", "finished", "x", "--max_new_tokens", "70"], ["max_new_tokens=70", "64 positions"]),
             (["generate", "finished", ""], ["prompt is empty"]),
             (["train", "demo", "--attn_implementation", "flash_attention_2"], ["FlashAttention2"]),
+            (["train", "numbers.yaml"], ["numbers.yaml", "training"]),
+            (["train", "demo", "--dataset", "numbers.jsonl"], ["'text'", "3"]),
             (["params", "tiny-liner"], ["'tiny-liner'", "'tiny-linear'"]),
             (["params", "tiny-linear", "--match", "10"], ["no MLP width"]),
         ],
@@ -320,6 +358,8 @@ class TestCommandLine:
         Path("fine.jsonl").write_text('{"text": "one document"}\n')
         Path("broken.yaml").write_text("model: [unclosed")
         Path("unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
+        Path("numbers.yaml").write_text("model: tiny-linear\ntraining: [1]\n")
+        Path("numbers.jsonl").write_text('{"text": 3}\n')
         Path("half").mkdir()
         for name in ("finished", "truncated"):
             shutil.copytree(run[0], name, ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
@@ -342,5 +382,5 @@ class TestCommandLine:
 
 def test_standard_library_split_needs_no_network(monkeypatch):
     monkeypatch.setattr(data_module, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
-    splits = load_documents(Recipe(model=""))
+    splits = load_documents(Recipe(model="tiny-linear"))
     assert len(splits["validation"]) > 10

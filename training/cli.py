@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
     command.add_argument("prompt", help="text to continue")
-    command.add_argument("--max_new_tokens", type=int, default=100, help="length of the continuation, in tokens")
+    command.add_argument("--max_new_tokens", type=int, default=None, help="in tokens; by default 100, or what the model holds")
     command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
     command.add_argument("--seed", type=int, default=0)
@@ -36,7 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--dataset", default="python-stdlib", help="as in a recipe; its validation split is evaluated")
     command.add_argument("--dataset_config", default=None)
     command.add_argument("--text_column", default="text")
-    command.add_argument("--validation_fraction", type=float, default=0.02, help="as in a recipe")
+    command.add_argument(
+        "--validation_fraction", type=float, default=None, help="as in a recipe; by default a local file is evaluated whole"
+    )
     command.add_argument("--max_validation_documents", type=int, default=None, help="as in a recipe")
     command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
     command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
@@ -95,15 +97,17 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")
-    context = model.config.max_position_embeddings
-    if getattr(model.config, "position_embedding", None) == "learned" and length + arguments.max_new_tokens > context:
-        raise ValueError(
-            f"a prompt of {length} tokens and max_new_tokens={arguments.max_new_tokens} exceed the model's {context} positions"
-        )
+    new_tokens = arguments.max_new_tokens
+    if getattr(model.config, "position_embedding", None) == "learned":
+        context = model.config.max_position_embeddings
+        room = context + 1 - length  # the last token generated is not read
+        new_tokens = min(100, room) if new_tokens is None else new_tokens
+        if not 0 < new_tokens <= room:
+            raise ValueError(f"a prompt of {length} tokens and max_new_tokens={new_tokens} do not fit {context} positions")
     sampling = {"do_sample": False}
     if arguments.temperature > 0:
         sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": arguments.top_k}
-    output = model.generate(**inputs, max_new_tokens=arguments.max_new_tokens, **sampling)
+    output = model.generate(**inputs, max_new_tokens=100 if new_tokens is None else new_tokens, **sampling)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
@@ -118,12 +122,13 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         dataset=arguments.dataset,
         dataset_config=arguments.dataset_config,
         text_column=arguments.text_column,
-        validation_fraction=arguments.validation_fraction,
+        validation_fraction=0.02 if arguments.validation_fraction is None else arguments.validation_fraction,
         max_validation_documents=arguments.max_validation_documents,
         block_size=arguments.block_size or model.config.max_position_embeddings,
         packing=arguments.packing,
     )
-    print(f"{arguments.model}: {_describe(evaluate_model(model, tokenizer, recipe, arguments.batch_size))}")
+    is_whole = arguments.validation_fraction is None and os.path.isfile(arguments.dataset)
+    print(f"{arguments.model}: {_describe(evaluate_model(model, tokenizer, recipe, arguments.batch_size, is_whole))}")
 
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
@@ -170,6 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
         parsed.run(parsed, rest)
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
         print(f"nlq: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except Exception as error:  # of some library, for something a user gave it; NLQ_TRACEBACK=1 shows where
+        if os.environ.get("NLQ_TRACEBACK"):
+            raise
+        print(f"nlq: error: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nlq: interrupted", file=sys.stderr)

@@ -54,8 +54,12 @@ def _fingerprint_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_documents(recipe: Recipe) -> DatasetDict | IterableDatasetDict:
+def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | IterableDatasetDict:
     """The documents, with the column `text`, in the splits `train` and `validation`.
+
+    Args:
+        recipe: names the dataset.
+        allow_empty: whether a split may hold no documents.
 
     Raises:
         ValueError: if the dataset is missing, empty, lacks the column, or leaves a split without documents.
@@ -88,7 +92,7 @@ def load_documents(recipe: Recipe) -> DatasetDict | IterableDatasetDict:
     documents = kind(documents)
     if not recipe.streaming:
         for split, dataset in documents.items():
-            if len(dataset) == 0:
+            if len(dataset) == 0 and not allow_empty:
                 raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
     return documents
 
@@ -123,6 +127,8 @@ def _first_line(error: BaseException) -> str:
 
 def _is_held_out(document: dict, column: str, fraction: float) -> bool:
     key = document.get("path") or document[column]
+    if not isinstance(document[column], str) or not isinstance(key, str):
+        raise ValueError(f"column {column!r} must hold text, not {document[column]!r}")
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < fraction * 2**64
 
 

@@ -37,7 +37,8 @@ def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
 
     matrix_weights = sum(parameter.numel() for parameter in body if parameter.ndim >= 2)
     matrix_weights += config.hidden_size * config.vocab_size
-    head_elements = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_elements = config.num_hidden_layers * config.num_attention_heads * head_dim
     products = 2 * (context or config.max_position_embeddings) * head_elements
     return Size(
         total=sum(parameter.numel() for parameter in parameters),

@@ -14,6 +14,11 @@ from transformers import HfArgumentParser, TrainingArguments
 from modeling_nlq.configuration import find
 
 
+def is_saved_model(name: str) -> bool:
+    """Whether a recipe's `model` names weights to go on from (a folder, or a Hub name) rather than a configuration."""
+    return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
+
+
 @dataclass
 class Recipe:
     """The part of a recipe that is not `TrainingArguments`."""
@@ -37,8 +42,12 @@ class Recipe:
         metadata={"help": "Share of documents held out, chosen by a hash, where the dataset has no validation split."},
     )
     max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most so many documents."})
-    tokenizer: str = field(
-        default="bpe:8192", metadata={"help": "`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name)."}
+    tokenizer: str | None = field(
+        default=None,
+        metadata={
+            "help": "`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved "
+            "model, else `bpe:8192`."
+        },
     )
     block_size: int = field(default=1024, metadata={"help": "Length of a training sample, in tokens."})
     packing: Literal["stream", "documents"] = field(
@@ -54,6 +63,11 @@ class Recipe:
     )
 
     def __post_init__(self):
+        for name in ("model", "dataset", "text_column"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
+        if self.tokenizer is None:
+            self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not isinstance(self.block_size, int) or self.block_size < 2:
@@ -70,7 +84,7 @@ class ResolvedRecipe:
         recipe: model, data and packing.
         switches: fields of the model configuration that the recipe sets.
         training_arguments: for `Trainer`.
-        given: all that was given in the file and on the command line, but for `output_dir`, as one YAML-like mapping.
+        given: all that was given in the file and on the command line, but for `output_dir` and the like, as one mapping.
     """
 
     recipe: Recipe
@@ -96,7 +110,7 @@ _YamlLoader.add_implicit_resolver(
 def _check_keys(source: str, keys, known) -> None:
     for key in keys:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
             raise ValueError(f"{source}: unknown field {key!r}{hint}")
 
@@ -130,6 +144,9 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
     content = read_yaml(path)
     training = content.pop("training", None) or {}
     switches = content.pop("switches", None) or {}
+    for name, section in (("training", training), ("switches", switches)):
+        if not isinstance(section, dict):
+            raise ValueError(f"{path}: {name} must hold fields and values, not {section!r}")
     recipe_fields = {item.name for item in dataclasses.fields(Recipe)}
     training_fields = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
     _check_keys(str(path), content, recipe_fields | {"training", "switches"})
@@ -164,7 +181,9 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
         kind(**{item.name: getattr(namespace, item.name) for item in dataclasses.fields(kind) if item.init})
         for kind in (Recipe, TrainingArguments)
     )
-    del training["output_dir"]  # where a run lies is no part of what it is
+    # Where a run lies, where it goes on and whom it is shared with is no part of what it is; a token must not be written down
+    private = ("output_dir", "resume_from_checkpoint", "push_to_hub")
+    training = {name: value for name, value in training.items() if name not in private and not name.startswith("hub_")}
     return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": training})
 
 
@@ -180,4 +199,4 @@ def _parse_switch(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ValueError(f"--set {text!r} must have the form switch=value")
-    return name, yaml.load(value, Loader=_YamlLoader)
+    return name, None if value == "None" else yaml.load(value, Loader=_YamlLoader)

@@ -3,12 +3,14 @@
 import json
 import platform
 import tempfile
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from datasets import concatenate_datasets
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -30,7 +32,7 @@ from modeling_nlq.training.card import render
 from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, make_blocks, make_tokenizer, unigram_perplexity
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, read_yaml
+from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, is_saved_model, read_yaml
 
 
 logger = logging.get_logger(__name__)
@@ -39,11 +41,6 @@ RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.json"
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
 _FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "logging_steps", "report_to", "dataloader_num_workers"}
-
-
-def is_saved_model(name: str) -> bool:
-    """Whether a recipe's `model` names weights to go on from (a folder, or a Hub name) rather than a configuration."""
-    return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -75,6 +72,8 @@ def _check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     size = recipe.tokenizer.removeprefix("bpe:")
     if size != recipe.tokenizer and size.isdecimal() and int(size) > config.vocab_size:
         conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
+    if size != recipe.tokenizer and is_saved_model(recipe.model):
+        conflicts.append(f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another")
     if recipe.streaming and arguments.max_steps <= 0:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
@@ -90,7 +89,13 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
         ValueError: if it holds another run or something else; nothing in it is touched.
     """
     recipe_file = folder / RECIPE_FILE
-    if recipe_file.is_file():
+    has_begun = (folder / METRICS_FILE).exists() or any(folder.glob("checkpoint-*"))
+    if recipe_file.is_file() and not has_begun:
+        # An attempt that failed before its first checkpoint: nothing is lost by beginning anew
+        if is_main_process:
+            (folder / "tokenizer.json").unlink(missing_ok=True)
+            recipe_file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+    elif recipe_file.is_file():
         before, now = _flatten(read_yaml(recipe_file)), _flatten(given)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
@@ -111,15 +116,23 @@ def _flatten(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_complete_checkpoint(folder: Path) -> bool:
-    """Whether Trainer finished writing a checkpoint: its state, written last, and the headers of its weights can be read."""
+    """Whether Trainer finished writing a checkpoint, and what it resumes from can be read.
+
+    That is its state, written last, the headers of its weights (sharded ones lie in folders of their own), and the archives of
+    optimizer, scheduler and random state.
+    """
     try:
-        TrainerState.load_from_json(str(folder / "trainer_state.json"))
-        for weights in folder.glob("*.safetensors"):
-            with safe_open(weights, framework="pt"):
+        state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*"), *folder.glob("global_step*")]
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="pt"):
                 pass
     except (OSError, ValueError, TypeError, SafetensorError):
         return False
-    return True
+    sharded = any(path.is_dir() for path in folder.iterdir())
+    archives = [folder / "scheduler.pt", *([] if sharded else [folder / "optimizer.pt"]), *folder.glob("rng_state*.pth")]
+    return bool(weights) and state.global_step > 0 and all(zipfile.is_zipfile(path) for path in archives)
 
 
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
@@ -133,13 +146,14 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 
 
 def prepare_data(
-    recipe: Recipe, tokenizer_folder: Path | None = None
+    recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
     """Tokenizer, blocks by split, and the fingerprint of the documents.
 
     Args:
         recipe: what data to prepare.
         tokenizer_folder: where the run's tokenizer is, or will be kept for its other processes and for a resumed run.
+        seed: of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     documents = load_documents(recipe)
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
@@ -149,8 +163,20 @@ def prepare_data(
         tokenizer.model_max_length = recipe.block_size
         if tokenizer_folder is not None:
             tokenizer.save_pretrained(str(tokenizer_folder))
+    if recipe.streaming:
+        documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
     return tokenizer, blocks, None if recipe.streaming else documents["train"]._fingerprint
+
+
+def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` where the model that is to go on differs from the one in the checkpoint."""
+    free = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
+    before = type(config).from_pretrained(str(checkpoint)).to_dict()
+    now = config.to_dict()
+    if changed := sorted(key for key in now.keys() - free if before.get(key) != now[key]):
+        changes = ", ".join(f"{key}: {before.get(key)!r} there, {now[key]!r} now" for key in changed)
+        raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
 
 
 def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -194,9 +220,10 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
         return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
 
     with arguments.main_process_first(local=False, desc="data preparation"):
-        tokenizer, blocks, fingerprint = prepare_data(recipe, folder)
+        tokenizer, blocks, fingerprint = prepare_data(recipe, folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
+    size = measure(model.config, recipe.block_size)
     arguments.batch_eval_metrics = True
     trainer = Trainer(
         model=model,
@@ -214,22 +241,29 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
         checkpoint = Path(arguments.resume_from_checkpoint)
         if not is_complete_checkpoint(checkpoint):
             raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
+    state = None
     if checkpoint is not None:
         logger.warning(f"Going on from {checkpoint}")
-    trained = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        _check_same_model(checkpoint, model.config)
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    if state is not None and state.global_step >= state.max_steps:
+        # Cut off after its last step: Trainer would take one more
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = state
+        model.to(arguments.device)
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     evaluated = trainer.evaluate()
     trainer.save_model()
 
     unigram = None
     if trainer.is_world_process_zero() and not recipe.streaming:
         unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, len(tokenizer))
-    size = measure(load_config(recipe.model, resolved.switches), recipe.block_size)
     per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size * recipe.block_size
     metrics = {
         **{name: value for name, value in evaluated.items() if name.startswith("eval_")},
         "unigram_perplexity": unigram,
-        "train_loss": trained.training_loss,
-        "train_seconds": trained.metrics["train_runtime"],
+        "train_loss": next((entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry), None),
         "steps": trainer.state.global_step,
         "tokens_seen": trainer.state.global_step * per_step,
         "train_tokens": blocks["train"].tokens,
@@ -256,7 +290,7 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
 
 
 def evaluate_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, batch_size: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, batch_size: int, is_whole: bool = False
 ) -> dict[str, float]:
     """Loss, perplexity, bits per byte and token accuracy of a model on the validation split of a recipe's dataset.
 
@@ -265,12 +299,21 @@ def evaluate_model(
         tokenizer: its own.
         recipe: names the dataset, block size and packing.
         batch_size: blocks per device.
+        is_whole: whether to evaluate on all documents instead.
     """
-    validation = make_blocks(load_documents(recipe)["validation"], tokenizer, recipe)
+    documents = load_documents(recipe, allow_empty=is_whole)
+    held_out = concatenate_datasets([*documents.values()]) if is_whole else documents["validation"]
+    validation = make_blocks(held_out, tokenizer, recipe)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(folder, per_device_eval_batch_size=batch_size, batch_eval_metrics=True, report_to="none"),
+            args=TrainingArguments(
+                folder,
+                per_device_eval_batch_size=batch_size,
+                batch_eval_metrics=True,
+                dataloader_pin_memory=torch.cuda.is_available(),
+                report_to="none",
+            ),
             data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
             compute_metrics=LanguageModelingMetrics(validation.bytes_per_token),
             preprocess_logits_for_metrics=token_losses,
