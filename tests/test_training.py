@@ -244,6 +244,10 @@ class TestRun:
         arguments = ["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]
         assert main([*arguments, "--tokenizer", str(tmp_path / "missing")]) == 1
         assert main([*arguments, "--save_strategy", "no"]) == 0
+        # Weights without metrics: cut off while finishing, and not to be overwritten by another recipe
+        (tmp_path / "run" / "metrics.json").unlink()
+        assert main([*arguments, "--learning_rate", "0.5"]) == 1
+        assert "holds a run of another recipe" in capsys.readouterr().err
 
     def test_tokens_are_not_written_down(self, recipe_file):
         resolved = load_recipe(str(recipe_file), ["--hub_token", "hf_secret", "--hub_model_id", "owner/name"])

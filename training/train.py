@@ -89,9 +89,9 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
         ValueError: if it holds another run or something else; nothing in it is touched.
     """
     recipe_file = folder / RECIPE_FILE
-    has_begun = (folder / METRICS_FILE).exists() or any(folder.glob("checkpoint-*"))
+    has_begun = any(True for pattern in (METRICS_FILE, "checkpoint-*", "*.safetensors") for _ in folder.glob(pattern))
     if recipe_file.is_file() and not has_begun:
-        # An attempt that failed before its first checkpoint: nothing is lost by beginning anew
+        # An attempt that failed before it saved any weights: nothing is lost by beginning anew
         if is_main_process:
             (folder / "tokenizer.json").unlink(missing_ok=True)
             recipe_file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
