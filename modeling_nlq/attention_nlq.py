@@ -7,23 +7,23 @@ normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"
 query alone, never on the padded, cached or total length: that is what makes cached decoding, padding and packing exact.
 """
 
-import functools
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.integrations.flex_attention import flex_attention_forward
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 
 # Transformers' function names without the two that own parameters: a switch names a function, not a layer.
 FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
+
+NORMALIZATIONS = ("sum", "length", "none")
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,35 @@ class AttentionActivation:
     Attributes:
         name: the value of the switch `attention_activation`.
         function: `phi`, element by element. For softmax it is `exp`, whose sum is taken in a numerically safe order.
+        derivative: `phi'` as a function of the scores and of `phi` there, or `None`: then it is taken by differentiation.
         normalization: the canonical normaliser, used when `attention_normalization` is `None`.
         non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
+        formula: `phi(s)` in words.
         source: where the formula comes from.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
     """
 
     name: str
     function: Callable[[torch.Tensor], torch.Tensor]
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     normalization: str
     non_negative: bool
+    formula: str
     source: str
     subtract_log_count: bool = False
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a weight depends on its own score only, but for the normaliser: not for softmax, whose maximum is shared."""
+        return self.name != "softmax"
+
+    def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the scores."""
+        if self.derivative is None:
+            weights, pull_back = torch.func.vjp(self.function, scores)
+            return weights, pull_back(gradient)[0]
+        weights = self.function(scores)
+        return weights, gradient * self.derivative(scores, weights)
 
 
 def _identity(scores: torch.Tensor) -> torch.Tensor:
@@ -58,51 +75,191 @@ def _relu_squared(scores: torch.Tensor) -> torch.Tensor:
 ATTENTION_ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        AttentionActivation("softmax", torch.exp, "sum", True, "Vaswani et al. 2017, arXiv 1706.03762"),
-        AttentionActivation("sigmoid", torch.sigmoid, "none", True, "Ramapuram et al. 2024, arXiv 2409.04431", True),
-        AttentionActivation("relu", torch.relu, "length", True, "Wortsman et al. 2023, arXiv 2309.08586"),
-        AttentionActivation("relu_squared", _relu_squared, "length", True, "So et al. 2021; Hua et al. 2022"),
-        AttentionActivation("squared", torch.square, "sum", True, "p_i^2 / sum_j p_j^2"),
-        AttentionActivation("softplus", nn.functional.softplus, "sum", True, "a smooth map onto the simplex"),
-        AttentionActivation("tanh", torch.tanh, "length", False, "a bounded map, neither positive nor summing to one"),
-        AttentionActivation("identity", _identity, "length", False, "no activation at all"),
+        AttentionActivation(
+            name="softmax",
+            function=torch.exp,
+            derivative=lambda scores, weights: weights,
+            normalization="sum",
+            non_negative=True,
+            formula="exp(s)",
+            source="Vaswani et al. 2017, arXiv 1706.03762",
+        ),
+        AttentionActivation(
+            name="sigmoid",
+            function=torch.sigmoid,
+            derivative=lambda scores, weights: weights * (1 - weights),
+            normalization="none",
+            non_negative=True,
+            formula="sigmoid(s - log n_i); without log n_i under sum and length",
+            source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
+            subtract_log_count=True,
+        ),
+        AttentionActivation(
+            name="relu",
+            function=torch.relu,
+            derivative=lambda scores, weights: (scores > 0).to(scores.dtype),
+            normalization="length",
+            non_negative=True,
+            formula="max(s, 0)",
+            source="Wortsman et al. 2023, arXiv 2309.08586",
+        ),
+        AttentionActivation(
+            name="relu_squared",
+            function=_relu_squared,
+            derivative=lambda scores, weights: 2 * torch.relu(scores),
+            normalization="length",
+            non_negative=True,
+            formula="max(s, 0)^2",
+            source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
+        ),
+        AttentionActivation(
+            name="squared",
+            function=torch.square,
+            derivative=lambda scores, weights: 2 * scores,
+            normalization="sum",
+            non_negative=True,
+            formula="s^2",
+            source="p_i^2 / sum_j p_j^2: another map onto the simplex",
+        ),
+        AttentionActivation(
+            name="softplus",
+            function=nn.functional.softplus,
+            derivative=lambda scores, weights: torch.sigmoid(scores),
+            normalization="sum",
+            non_negative=True,
+            formula="log(1 + exp(s))",
+            source="a smooth map onto the simplex",
+        ),
+        AttentionActivation(
+            name="tanh",
+            function=torch.tanh,
+            derivative=lambda scores, weights: 1 - weights.square(),
+            normalization="length",
+            non_negative=False,
+            formula="tanh(s)",
+            source="bounded, but neither positive nor summing to one",
+        ),
+        AttentionActivation(
+            name="identity",
+            function=_identity,
+            derivative=lambda scores, weights: torch.ones_like(scores),
+            normalization="length",
+            non_negative=False,
+            formula="s",
+            source="no activation at all",
+        ),
     )
 }
 # Named here so that asking for one says so, instead of offering a near miss.
 UNAVAILABLE_ACTIVATIONS = ("linear", "sparsemax", "entmax15")
 LIBRARY_ACTIVATIONS = tuple(name for name in FUNCTIONS if name not in ATTENTION_ACTIVATIONS and name != "linear")
 
+# Users' own activations, by name, as keyword arguments of `AttentionActivation`. The installed package and every model loaded
+# as remote code have a copy of this file each, so what they share lives outside of it.
+_SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
+_REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
-@functools.cache
-def get_attention_activation(name: str) -> AttentionActivation:
-    """The table's row for `name`, or one made for any other parameter-free function of Transformers (`ACT2FN`).
+
+def register_attention_activation(
+    name: str,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    normalization: str = "length",
+    non_negative: bool = False,
+    formula: str = "",
+    source: str = "",
+    exist_ok: bool = False,
+) -> None:
+    """Adds an attention activation, which every model of this process can then name, downloaded ones included.
+
+    A saved model carries the name only: whoever loads it registers the function first.
+
+    Args:
+        name: the value of the switch `attention_activation`.
+        function: `phi`: a tensor of scores, of any shape, to a tensor of the same shape, element by element.
+        derivative: `phi'(scores, phi(scores))`; by default taken by differentiation, which costs time.
+        normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
+        non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
+        formula, source: for readers.
+        exist_ok: whether to replace an activation registered by this function before.
 
     Raises:
-        ValueError: if `name` is neither.
+        ValueError: for a name that is taken, and for a function that is not what the other arguments say.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name={name!r} must be a Python identifier")
+    if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS or name in UNAVAILABLE_ACTIVATIONS:
+        raise ValueError(f"name={name!r} is an attention activation already; choose another name")
+    if name in _REGISTERED and not exist_ok:
+        raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
+    if normalization == "sum" and not non_negative:
+        raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
+
+    # A sample of scores, off the round numbers where functions have their kinks
+    scores = torch.linspace(-20.03, 20.01, 402, dtype=torch.float64).view(2, 201)
+    weights, slope = AttentionActivation(
+        name, function, None, normalization, non_negative, formula, source
+    ).weights_and_gradient(scores, torch.ones_like(scores))
+    if weights.shape != scores.shape or not torch.allclose(function(scores[1, 5:9]), weights[1, 5:9], equal_nan=True):
+        raise ValueError(f"function of {name!r} must work element by element and keep the shape of the scores")
+    if not weights.isfinite().all():
+        raise ValueError(f"function of {name!r} is not finite for all scores")
+    if non_negative and weights.min() < 0:
+        raise ValueError(f"function of {name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
+    if derivative is not None and not torch.allclose(derivative(scores, weights).expand_as(slope), slope, rtol=1e-4, atol=1e-6):
+        raise ValueError(f"derivative of {name!r} is not that of its function")
+    _REGISTERED[name] = {
+        "name": name,
+        "function": function,
+        "derivative": derivative,
+        "normalization": normalization,
+        "non_negative": non_negative,
+        "formula": formula,
+        "source": source,
+    }
+
+
+def get_attention_activation(name: str) -> AttentionActivation:
+    """The table's row for `name`, a registered one, or one made for any other parameter-free function of Transformers.
+
+    Raises:
+        ValueError: if `name` is none of these.
     """
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
+    if name in _REGISTERED:
+        # Only what this code knows: newer code may have registered more
+        known = [field.name for field in fields(AttentionActivation)]
+        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in known})
     if name in LIBRARY_ACTIVATIONS:
-        return AttentionActivation(name, ACT2FN[name], "length", False, "transformers.activations.ACT2FN")
-    problem = "is not available yet" if name in UNAVAILABLE_ACTIVATIONS else "is unknown"
+        return AttentionActivation(name, ACT2FN[name], None, "length", False, name, "transformers.activations.ACT2FN")
     choices = ", ".join((*ATTENTION_ACTIVATIONS, *LIBRARY_ACTIVATIONS))
-    raise ValueError(f"attention_activation={name!r} {problem}; choose one of {choices}")
+    if name in UNAVAILABLE_ACTIVATIONS:
+        raise ValueError(f"attention_activation={name!r} is not available yet; choose one of {choices}")
+    raise ValueError(
+        f"attention_activation={name!r} is unknown; choose one of {choices}, or, if it is one of your own, call "
+        f"register_attention_activation({name!r}, function) first"
+    )
 
 
 class Visibility(NamedTuple):
     """Which keys each query sees, in O(length) memory.
 
     Attributes:
-        query_index: `(query,)`, each query's own place on the key axis; it sees no key after that.
+        query_index: `(query,)`, each query's own place on the key axis, rising by one; it sees no key after that.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding, or `None` if every key is valid.
-        segments: `(batch, key)` numbers of the packed documents (query and key axis agree), or `None` if not packed.
+        document_start: `(batch, query)`, the first key of each query's packed document; it sees no key before that. `None` if
+            not packed.
     """
 
     query_index: torch.Tensor
     visible_count: torch.Tensor
     key_is_valid: torch.Tensor | None = None
-    segments: torch.Tensor | None = None
+    document_start: torch.Tensor | None = None
 
     def dense(self, key_length: int) -> torch.Tensor:
         """The boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
@@ -110,8 +267,8 @@ class Visibility(NamedTuple):
         visible = (key_index <= self.query_index[:, None])[None, None]
         if self.key_is_valid is not None:
             visible = visible & self.key_is_valid[:, None, None, :]
-        if self.segments is not None:
-            visible = visible & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
+        if self.document_start is not None:
+            visible = visible & (key_index >= self.document_start[:, None, :, None])
         return visible
 
 
@@ -137,7 +294,7 @@ def make_visibility(
         starts_here = torch.ones_like(segments, dtype=torch.bool)
         starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
         document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
-        return Visibility(query_index, query_index - document_start + 1, segments=segments)
+        return Visibility(query_index, query_index - document_start + 1, document_start=document_start)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
         key_is_valid = key_is_valid[:, :key_length]
@@ -164,6 +321,33 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     return ~hidden
 
 
+def read_mask(
+    attention_mask: Visibility | torch.Tensor | None, query_length: int, key_length: int, device: torch.device
+) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
+    """A backend's mask argument, with the case of no mask spelled out.
+
+    Args:
+        attention_mask: a `Visibility`, a 4-D mask, or `None`: then several queries see the keys up to their own place,
+            counted from the first key, and a single query sees all keys.
+
+    Returns:
+        A `Visibility` or a boolean mask `(batch, 1 or heads, query, key)`, and how many keys each query sees,
+        `(batch or 1, 1 or heads, query)`.
+    """
+    if attention_mask is None:
+        attention_mask = make_visibility(query_length, key_length, 0 if query_length > 1 else key_length - 1, device)
+    if isinstance(attention_mask, Visibility):
+        return attention_mask, attention_mask.visible_count[:, None]
+    visible = boolean_mask(attention_mask)[..., :key_length]
+    return visible, visible.sum(dim=-1)
+
+
+def is_zero_sum(total: torch.Tensor) -> torch.Tensor:
+    """Whether a sum of weights counts as 0: so small that its reciprocal, or a gradient, would overflow."""
+    limits = torch.finfo(total.dtype)
+    return total < limits.tiny / limits.eps
+
+
 def attention_weights(
     scores: torch.Tensor,
     visible: torch.Tensor,
@@ -177,7 +361,7 @@ def attention_weights(
     Args:
         scores: `(batch, heads, query, key)`, already scaled.
         visible: booleans that broadcast to the scores.
-        visible_count: `(batch or 1, query)` or, if heads see different keys, `(batch, heads, query)`.
+        visible_count: `(batch or 1, 1 or heads, query)`.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
@@ -195,16 +379,14 @@ def attention_weights(
         weights = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
         return weights.masked_fill(~visible, 0.0)
 
-    count = visible_count.clamp(min=1).to(scores.dtype)
-    count = (count if count.ndim == 3 else count[:, None]).unsqueeze(-1)
+    count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)
     scores = scores.masked_fill(~visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - count.log()
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
-        limits = torch.finfo(total.dtype)
-        is_zero = total < limits.tiny / limits.eps
+        is_zero = is_zero_sum(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
 
@@ -225,24 +407,17 @@ def eager_attention_forward(
         module: the attention layer, whose `activation`, `normalization` and `sink` say what to compute.
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: a `Visibility`, a 4-D mask, or `None`: then several queries see the keys up to their own place,
-            counted from the first key, and a single query sees all keys.
+        attention_mask: as in `read_mask`.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
 
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
-    query_length, key_length = query.shape[2], key.shape[2]
-    if attention_mask is None:
-        offset = 0 if query_length > 1 else key_length - 1
-        attention_mask = make_visibility(query_length, key_length, offset, query.device)
-    if isinstance(attention_mask, Visibility):
-        visible, visible_count = attention_mask.dense(key_length), attention_mask.visible_count
-    else:
-        visible = boolean_mask(attention_mask)[..., :key_length]
-        visible_count = visible.sum(dim=-1)
-
+    key_length = key.shape[2]
+    visible, visible_count = read_mask(attention_mask, query.shape[2], key_length, query.device)
+    if isinstance(visible, Visibility):
+        visible = visible.dense(key_length)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -250,24 +425,3 @@ def eager_attention_forward(
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
-
-
-# Backends of this package, by the name of `attn_implementation`. They take a `Visibility` as their mask.
-ATTENTION_BACKENDS = {"eager": eager_attention_forward}
-UNAVAILABLE_BACKENDS = ("nlq", "nlq_tiled", "nlq_triton")
-# Transformers' own functions. They compute softmax without sinks, whatever the layer asks for.
-SOFTMAX_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
-SOFTMAX_BACKENDS = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-
-
-def can_compute(function: Callable, activation: AttentionActivation, sink: str | None) -> bool:
-    """Whether an attention function computes this activation: the guard against a softmax nobody asked for."""
-    if function in ATTENTION_BACKENDS.values():
-        return True
-    return function in SOFTMAX_FUNCTIONS and activation.name == "softmax" and sink is None
-
-
-def capable_backends(activation: AttentionActivation, sink: str | None) -> tuple[str, ...]:
-    """The values of `attn_implementation` that can compute this activation."""
-    with_library = can_compute(sdpa_attention_forward, activation, sink)
-    return (*ATTENTION_BACKENDS, *(SOFTMAX_BACKENDS if with_library else ()))

@@ -10,7 +10,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import BlockMask, create_causal_mask, create_masks_for_generate, find_packed_sequence_indices
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -27,18 +26,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_nlq import (
-    ATTENTION_BACKENDS,
-    SOFTMAX_BACKENDS,
-    UNAVAILABLE_BACKENDS,
-    AttentionActivation,
-    Visibility,
-    boolean_mask,
-    can_compute,
-    capable_backends,
-    eager_attention_forward,
-    make_visibility,
-)
+from .attention_nlq import Visibility, boolean_mask, eager_attention_forward, make_visibility
+from .backends_nlq import ATTENTION_BACKENDS, AUTOMATIC, UNAVAILABLE_BACKENDS, find_backend
 from .configuration_nlq import NLQConfig
 from .loss_nlq import causal_lm_loss
 from .projections_nlq import make_projection
@@ -73,16 +62,6 @@ class NLQHeadProjection(nn.Module):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> the same shape."""
         return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
-
-
-def _refusal(implementation: str, layers: list[int], activation: AttentionActivation, sink: str | None) -> str:
-    """The message that a backend cannot compute what some layers ask for."""
-    asked = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
-    names = ", ".join(map(str, layers))
-    return (
-        f"attn_implementation={implementation!r} cannot compute {asked} (layer {names}); "
-        f"use one of {', '.join(capable_backends(activation, sink))}"
-    )
 
 
 class NLQAttention(nn.Module):
@@ -151,6 +130,22 @@ class NLQAttention(nn.Module):
             return torch.zeros(self.config.num_attention_heads, device=self.o_proj.weight.device)
         return self.sink_bias if self.attention_sink == "learned" else None
 
+    def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
+        """The name of the backend that computes this layer in this call.
+
+        Raises:
+            ValueError: if `attn_implementation` names one that cannot.
+        """
+        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
+        return find_backend(
+            self.config._attn_implementation,
+            [self.layer_idx],
+            self.activation,
+            self.attention_sink,
+            dropout=self.attention_dropout if self.training else 0.0,
+            needs_weights=self.config.output_attentions if output_attentions is None else output_attentions,
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -160,13 +155,11 @@ class NLQAttention(nn.Module):
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
-        implementation = self.config._attn_implementation
-        attention_interface: Callable = ATTENTION_BACKENDS.get(implementation)
-        if attention_interface is None:
-            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
-        if not can_compute(attention_interface, self.activation, self.attention_sink):
-            raise ValueError(_refusal(implementation, [self.layer_idx], self.activation, self.attention_sink))
+        name = self.find_backend(**kwargs)
+        if name in ATTENTION_BACKENDS:
+            attention_interface: Callable = ATTENTION_BACKENDS[name].function
+        else:
+            attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
@@ -327,19 +320,15 @@ class NLQPreTrainedModel(PreTrainedModel):
             ValueError: if the backend asked for cannot compute the activation of some layer.
         """
         if requested_attention in UNAVAILABLE_BACKENDS:
-            names = (*ATTENTION_BACKENDS, *SOFTMAX_BACKENDS)
-            raise ValueError(f"attn_implementation={requested_attention!r} is not available yet; use one of {', '.join(names)}")
+            names = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
+            raise ValueError(f"attn_implementation={requested_attention!r} is not available yet; use one of {names}")
         layers = [(layer.activation, layer.attention_sink) for layer in self.config.per_layer_config]
         if requested_attention is None:
-            if all(can_compute(sdpa_attention_forward, *layer) for layer in layers):
-                return super().get_correct_attn_implementation(None, is_init_check)
-            return "eager"
-        function = ATTENTION_BACKENDS.get(requested_attention, ALL_ATTENTION_FUNCTIONS.get(requested_attention))
-        if function is not None:
-            for layer in layers:
-                if not can_compute(function, *layer):
-                    indices = [index for index, other in enumerate(layers) if other == layer]
-                    raise ValueError(_refusal(requested_attention, indices, *layer))
+            if any(activation.name != "softmax" for activation, _ in layers):
+                return AUTOMATIC
+            return super().get_correct_attn_implementation(None, is_init_check)
+        for layer in layers:
+            find_backend(requested_attention, [index for index, other in enumerate(layers) if other == layer], *layer)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
 
@@ -418,8 +407,6 @@ class NLQModel(NLQPreTrainedModel):
             position_ids = visibility.query_index[None]
             if padding_mask is not None:
                 position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
-        layer_mask = self._make_layer_mask(visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids)
-
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
             is_plain = given_position_ids is None and padding_mask is None and isinstance(query_offset, int)
@@ -428,13 +415,21 @@ class NLQModel(NLQPreTrainedModel):
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
+        visible_count = None if isinstance(attention_mask, BlockMask) else visibility.visible_count
+        masks = {}  # by backend: layers of different activations may have different ones
         for layer in self.layers:
+            backend = layer.self_attn.find_backend(**kwargs)
+            if backend not in masks:
+                masks[backend] = self._make_mask(
+                    backend, visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids
+                )
             hidden_states = layer(
                 hidden_states,
-                attention_mask=layer_mask,
+                attention_mask=masks[backend],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
+                **({"visible_count": visible_count} if backend == "flex_attention" else {}),
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
@@ -494,26 +489,27 @@ class NLQModel(NLQPreTrainedModel):
             )
         return segments
 
-    def _make_layer_mask(
+    def _make_mask(
         self,
+        backend: str,
         visibility: Visibility,
         inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | BlockMask | None,
         past_key_values: Cache | None,
         position_ids: torch.Tensor | None,
     ):
-        """The mask in the form the attention implementation takes."""
-        implementation = self.config._attn_implementation
+        """The mask in the form that a backend takes."""
+        takes_visibility = backend in ATTENTION_BACKENDS and ATTENTION_BACKENDS[backend].takes_visibility
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-            if implementation not in (*ATTENTION_BACKENDS, "sdpa"):
-                raise ValueError(f"attn_implementation={implementation!r} takes no 4-D attention_mask; use 'sdpa' or 'eager'")
+            if not takes_visibility and backend != "sdpa":
+                raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
             return boolean_mask(attention_mask)
-        if not isinstance(attention_mask, torch.Tensor | None) and implementation != "flex_attention":
-            raise ValueError(f"attn_implementation={implementation!r} takes no BlockMask; use 'flex_attention'")
-        if implementation == "flex_attention" and getattr(past_key_values, "is_compileable", False):
+        if not isinstance(attention_mask, torch.Tensor | None) and backend != "flex_attention":
+            raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
+        if backend == "flex_attention" and getattr(past_key_values, "is_compileable", False):
             # Its block mask would count with the cache's own length, which has moved on by the time the kernel runs
-            raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'sdpa'")
-        if implementation in ATTENTION_BACKENDS:
+            raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
+        if takes_visibility:
             return visibility
         return create_causal_mask(
             config=self.config,
@@ -601,7 +597,7 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
     ):
         # diff with Transformers: our backends take the padding, not a dense mask; as long as the static cache, so that its
         # shape stays the same from token to token
-        if config._attn_implementation not in ATTENTION_BACKENDS:
+        if config._attn_implementation not in (AUTOMATIC, "eager", "nlq_tiled"):
             return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
         if attention_mask is None:
             return None
