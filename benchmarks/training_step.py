@@ -22,7 +22,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import modeling_nlq
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForCausalLM
 
 
 SHAPES = {
@@ -47,6 +47,11 @@ SHAPES = {
 SWITCHES = {
     "nlq linear/softmax": {"query_projection": "linear"},
     "nlq nonlinear/softmax": {"query_projection": "nonlinear"},
+    **{
+        f"nlq linear/{name}": {"query_projection": "linear", "attention_activation": name}
+        for name, activation in ATTENTION_ACTIVATIONS.items()
+        if activation.is_elementwise
+    },
 }
 
 

@@ -152,11 +152,16 @@ ATTENTION_ACTIVATIONS = {
 }
 # Named here so that asking for one says so, instead of offering a near miss.
 UNAVAILABLE_ACTIVATIONS = ("linear", "sparsemax", "entmax15")
-LIBRARY_ACTIVATIONS = tuple(name for name in FUNCTIONS if name not in ATTENTION_ACTIVATIONS and name != "linear")
+LIBRARY_ACTIVATIONS = {
+    name: AttentionActivation(name, ACT2FN[name], None, "length", False, f"{name}(s)", "transformers.activations.ACT2FN")
+    for name in FUNCTIONS
+    if name not in ATTENTION_ACTIVATIONS and name != "linear"
+}
 
 # Users' own activations, by name, as keyword arguments of `AttentionActivation`. The installed package and every model loaded
 # as remote code have a copy of this file each, so what they share lives outside of it.
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
+_FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
@@ -232,10 +237,9 @@ def get_attention_activation(name: str) -> AttentionActivation:
         return ATTENTION_ACTIVATIONS[name]
     if name in _REGISTERED:
         # Only what this code knows: newer code may have registered more
-        known = [field.name for field in fields(AttentionActivation)]
-        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in known})
+        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
     if name in LIBRARY_ACTIVATIONS:
-        return AttentionActivation(name, ACT2FN[name], None, "length", False, name, "transformers.activations.ACT2FN")
+        return LIBRARY_ACTIVATIONS[name]
     choices = ", ".join((*ATTENTION_ACTIVATIONS, *LIBRARY_ACTIVATIONS))
     if name in UNAVAILABLE_ACTIVATIONS:
         raise ValueError(f"attention_activation={name!r} is not available yet; choose one of {choices}")

@@ -26,7 +26,14 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_nlq import Visibility, boolean_mask, eager_attention_forward, make_visibility
+from .attention_nlq import (
+    AttentionActivation,
+    Visibility,
+    boolean_mask,
+    eager_attention_forward,
+    get_attention_activation,
+    make_visibility,
+)
 from .backends_nlq import ATTENTION_BACKENDS, AUTOMATIC, UNAVAILABLE_BACKENDS, find_backend
 from .configuration_nlq import NLQConfig
 from .loss_nlq import causal_lm_loss
@@ -83,8 +90,8 @@ class NLQAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.scaling = layer.score_scaling
-        self.activation = layer.activation
-        self.normalization = layer.attention_normalization or self.activation.normalization
+        self.attention_activation = layer.attention_activation
+        self.attention_normalization = layer.attention_normalization
         self.output_scaling = layer.attention_output_scaling
 
         query_size = config.num_attention_heads * self.head_dim
@@ -122,6 +129,16 @@ class NLQAttention(nn.Module):
         if layer.attention_gate is not None:
             gate_size = query_size if layer.attention_gate == "elementwise" else config.num_attention_heads
             self.gate_proj = nn.Linear(config.hidden_size, gate_size, bias=config.use_bias)
+
+    @property
+    def activation(self) -> AttentionActivation:
+        """The table's row, looked up by name: a registered function may be replaced, and few functions can be pickled."""
+        return get_attention_activation(self.attention_activation)
+
+    @property
+    def normalization(self) -> str:
+        """The normaliser of the weights."""
+        return self.attention_normalization or self.activation.normalization
 
     @property
     def sink(self) -> torch.Tensor | None:
@@ -372,6 +389,8 @@ class NLQModel(NLQPreTrainedModel):
             past_key_values: the cache; also returned.
             inputs_embeds: `(batch, query, hidden)`, in place of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`.
+            cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
+                or beside them.
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned
@@ -387,7 +406,9 @@ class NLQModel(NLQPreTrainedModel):
         padding_mask = self._find_padding_mask(attention_mask)
         if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
             attention_mask = padding_mask = None
-        segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache, **kwargs)
+        if (boundaries := kwargs.get("cu_seq_lens_q")) is not None:
+            position_ids = self._read_boundaries(boundaries, inputs_embeds.shape[:2], attention_mask, position_ids)
+        segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache)
         if past_key_values is None and segments is None and self._wants_cache(use_cache):
             past_key_values = DynamicCache(config=self.config)
 
@@ -457,23 +478,46 @@ class NLQModel(NLQPreTrainedModel):
             return use_cache
         return self.config.use_cache and not (self.gradient_checkpointing and self.training)
 
+    @staticmethod
+    def _read_boundaries(
+        boundaries: torch.Tensor,
+        shape: tuple[int, int],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The positions `(1, query)` that restart at each of `boundaries`, `cu_seq_lens_q` as padding-free collators pass them.
+
+        Raises:
+            ValueError: if the boundaries do not fit the other inputs.
+        """
+        batch, length = shape
+        if batch != 1 or attention_mask is not None:
+            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without padding")
+        index = torch.arange(length, device=boundaries.device)
+        document = torch.bucketize(index, boundaries, right=True) - 1
+        positions = (index - boundaries[document])[None]
+        if is_tracing(boundaries):
+            return positions if position_ids is None else position_ids
+        if boundaries[0] != 0 or boundaries[-1] != length or (boundaries.diff() < 0).any():
+            raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} must rise from 0 to the number of tokens, {length}")
+        if position_ids is None:
+            return positions
+        if ((position_ids.diff() == 1) != (document.diff() == 0)).any():
+            raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} does not agree with position_ids, which restart elsewhere")
+        return position_ids
+
     def _find_packed_documents(
         self,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool | None,
-        **kwargs,
     ) -> torch.Tensor | None:
         """The number `(batch, query)` of each token's packed document, or `None` if there is one document per row.
 
         As in Transformers, documents are looked for where positions are given and no mask.
         """
-        if position_ids is None:
-            if kwargs.get("cu_seq_lens_q") is not None:
-                raise ValueError("cu_seq_lens_q: packed documents need position_ids too, restarting at each document")
-            return None
-        if attention_mask is not None or position_ids.shape[-1] == 1:
+        if position_ids is None or attention_mask is not None or position_ids.shape[-1] == 1:
             return None
         if past_key_values is not None and is_tracing(position_ids):
             return None

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import StaticCache, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -154,8 +154,33 @@ def test_input_is_checked(tokens):
         model(tokens, inputs_embeds=torch.zeros(2, 11, 32))
     with pytest.raises(ValueError, match="is_causal=False"):
         model(tokens, is_causal=False)
-    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+
+
+@pytest.mark.parametrize("activation", RICH)
+@pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
+def test_padding_free_batches(activation, return_position_ids):
+    """What `DataCollatorWithFlattening` makes of documents equals the documents one by one."""
+    model = make(activation, **RICH[activation])
+    documents = [torch.randint(50, (length,)) for length in (5, 1, 9)]
+    collator = DataCollatorWithFlattening(return_position_ids=return_position_ids, return_flash_attn_kwargs=True)
+    batch = collator([{"input_ids": document} for document in documents])
+    outputs = model(**batch)
+    assert outputs.past_key_values is None
+    separate = torch.cat([model(document[None]).logits[0] for document in documents])
+    assert torch.allclose(outputs.logits[0], separate, atol=1e-5)
+
+
+def test_document_boundaries_are_checked(tokens):
+    model = make("relu")
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents come in a batch of 1"):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 11]))
+    for boundaries in ([0, 5], [1, 11], [0, 7, 5, 11]):
+        with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 11"):
+            model(tokens[:1], cu_seq_lens_q=torch.tensor(boundaries))
+    with pytest.raises(ValueError, match="does not agree with position_ids"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), position_ids=torch.arange(11)[None])
+    with pytest.raises(ValueError, match="use_cache"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), use_cache=True)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

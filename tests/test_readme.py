@@ -1,13 +1,18 @@
-"""The README's snippets run as they stand, one after the other."""
+"""The documents say what is so: the README's snippets run as they stand, one after the other, and tables are the code's."""
 
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+
+from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AUTOMATIC
 
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+ATTENTION = README.parent / "docs" / "attention.md"
 
 
 def test_snippets(run, tmp_path, monkeypatch, capsys):
@@ -27,3 +32,36 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+def test_table_of_activations():
+    rows = [
+        f"| `{activation.name}` | `{activation.formula}` | `{activation.normalization}` | "
+        f"{'yes' if activation.non_negative else 'no'} | {activation.source} |"
+        for activation in ATTENTION_ACTIVATIONS.values()
+    ]
+    assert "\n".join(rows) in ATTENTION.read_text()
+    assert ", ".join(f"`{name}`" for name in ATTENTION_ACTIVATIONS) in README.read_text()
+
+
+def test_table_of_backends():
+    rows = {}
+    for line in ATTENTION.read_text().split("## Backends")[1].splitlines():
+        if line.startswith("| `"):
+            names, _, _, dropout, weights = (cell.strip() for cell in line.strip("|").split("|"))
+            first, *rest = re.findall(r"`(\w+)`", names)
+            rows |= dict.fromkeys([first, *(first[: -len(other)] + other for other in rest)], (dropout, weights))
+    assert set(rows) == {AUTOMATIC, *ATTENTION_BACKENDS}
+    for name, backend in ATTENTION_BACKENDS.items():
+        dropout, weights = rows[name]
+        assert dropout == ("yes" if backend.has_dropout else "an error")
+        assert weights == {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}[backend.weights]
+
+
+def test_an_activation_of_your_own(monkeypatch):
+    monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
+    first, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
+    names = {}
+    exec(compile(first, "attention.md", "exec"), names)
+    loss = names["model"](torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss
+    assert loss.isfinite()

@@ -1,0 +1,221 @@
+"""Time and memory of attention for every activation, forward and backward, beside PyTorch's softmax.
+
+    python benchmarks/attention.py                       # time and memory on the CPU, in float32 and bfloat16
+    python benchmarks/attention.py --plot docs/images    # and the two pictures
+    python benchmarks/attention.py --device cuda --heads 12 --batch 8
+
+Causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that what
+else the machine does hits all of them alike; times are medians, ratios medians of the rounds' ratios. Memory is measured on
+fresh processes: how much the peak of one forward and backward pass lies above what the process held before. Before anything
+is timed, `nlq_tiled` must give the outputs and gradients of `eager`.
+"""
+
+import argparse
+import multiprocessing
+import platform
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import modeling_nlq
+from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+
+
+ELEMENTWISE = [name for name, activation in ATTENTION_ACTIVATIONS.items() if activation.is_elementwise]
+BASELINE = ("sdpa", "softmax")
+
+
+def attention(backend: str, name: str, inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    """One forward and backward pass: the output, and the gradients of query, key and value."""
+    activation = get_attention_activation(name)
+    layer = SimpleNamespace(
+        activation=activation,
+        normalization=activation.normalization,
+        sink=None,
+        attention_sink=None,
+        is_causal=True,
+        num_key_value_groups=1,
+        training=True,
+    )
+    output, _ = ATTENTION_BACKENDS[backend].function(layer, *inputs, None, scaling=inputs[0].shape[-1] ** -0.5)
+    return [output, *torch.autograd.grad(output, inputs, gradient)]
+
+
+def make_inputs(arguments: argparse.Namespace, length: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    options = {"dtype": getattr(torch, dtype), "device": arguments.device}
+    shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
+    inputs = [torch.randn(shape, **options, requires_grad=True) for _ in range(3)]
+    return inputs, torch.randn(shape, **options).transpose(1, 2)
+
+
+def gate(arguments: argparse.Namespace) -> None:
+    """No figure for a wrong result.
+
+    Raises:
+        SystemExit: if outputs or gradients of `nlq_tiled` are not those of `eager`.
+    """
+    for name in arguments.activations:
+        inputs, gradient = make_inputs(arguments, 600, "float32")
+        for expected, actual in zip(*(attention(backend, name, inputs, gradient) for backend in ("eager", "nlq_tiled"))):
+            error = (expected - actual).abs().max() / expected.abs().max()
+            if not error < 1e-5:
+                raise SystemExit(f"correctness gate: {name} is off by {error:.2g}; nothing is timed")
+
+
+def seconds(
+    arguments: argparse.Namespace, candidate: tuple[str, str], inputs: list[torch.Tensor], gradient: torch.Tensor
+) -> float:
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    attention(*candidate, inputs, gradient)
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each candidate, `(backend, activation)`, in each round."""
+    inputs, gradient = make_inputs(arguments, length, dtype)
+    candidates = [BASELINE, *((backend, name) for name in arguments.activations for backend in ("nlq_tiled", "eager"))]
+    times = {candidate: [] for candidate in candidates}
+    rounds = arguments.rounds if length <= 2048 else max(arguments.rounds // 3, 3)
+    for round_number in range(rounds + 1):  # the first one warms up
+        for candidate in candidates:
+            elapsed = seconds(arguments, candidate, inputs, gradient)
+            if round_number:
+                times[candidate].append(elapsed)
+    return times
+
+
+def median_ratio(numerator: list[float], denominator: list[float]) -> float:
+    return statistics.median(above / below for above, below in zip(numerator, denominator))
+
+
+def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
+    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax on SDPA (and eager's time as a multiple of nlq_tiled's)")
+    print(f"{'length':>8}{'SDPA, ms':>10}" + "".join(f"{name:>19}" for name in arguments.activations), flush=True)
+    results = {}
+    for length in arguments.lengths:
+        times = results[length] = measure_time(arguments, length, dtype)
+        cells = []
+        for name in arguments.activations:
+            tiled, eager = times["nlq_tiled", name], times["eager", name]
+            cells.append(f"{median_ratio(tiled, times[BASELINE]):.2f} ({median_ratio(eager, tiled):.1f})")
+        milliseconds = 1000 * statistics.median(times[BASELINE])
+        print(f"{length:>8}{milliseconds:>10.1f}" + "".join(f"{cell:>19}" for cell in cells), flush=True)
+    return results
+
+
+def process_memory(field: str) -> int:
+    """Bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}: memory on the CPU can be measured on Linux only")
+
+
+def peak_memory(arguments: argparse.Namespace, backend: str, name: str, length: int, dtype: str) -> int:
+    """Bytes that one forward and backward pass takes at its peak, beyond its inputs; in a process of its own."""
+    attention(backend, name, *make_inputs(arguments, 64, dtype))  # libraries load their kernels
+    inputs, gradient = make_inputs(arguments, length, dtype)
+    if arguments.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(backend, name, inputs, gradient)
+        return torch.cuda.max_memory_allocated() - before
+    before = process_memory("VmRSS")
+    attention(backend, name, inputs, gradient)
+    return process_memory("VmHWM") - before
+
+
+def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[int, dict[tuple[str, str], int]]:
+    candidates = [BASELINE, ("nlq_tiled", name), ("eager", name)]
+    print(f"\n{dtype}: peak memory of forward and backward beyond the inputs, MiB")
+    print(f"{'length':>8}" + "".join(f"{' '.join(candidate):>20}" for candidate in candidates) + f"{'eager/nlq_tiled':>20}")
+    results = {}
+    # A new process for each measurement: a peak cannot be taken back
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for length in arguments.lengths:
+            peaks = results[length] = {
+                candidate: pool.apply(peak_memory, (arguments, *candidate, length, dtype)) for candidate in candidates
+            }
+            cells = "".join(f"{peak / 2**20:>20.1f}" for peak in peaks.values())
+            print(f"{length:>8}{cells}{peaks['eager', name] / peaks['nlq_tiled', name]:>20.1f}", flush=True)
+    return results
+
+
+def plot(folder: Path, dtype: str, times: dict, memory: dict, memory_name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = list(times)
+    styles = {"sdpa": "k--", "nlq_tiled": "-", "eager": ":"}
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    colours = {}
+    for backend, name in times[lengths[0]]:
+        options = {} if backend == "sdpa" else {"color": colours.setdefault(name, f"C{len(colours)}")}
+        values = [1000 * statistics.median(times[length][backend, name]) for length in lengths]
+        label = {"sdpa": "softmax, SDPA", "nlq_tiled": f"{name}, nlq_tiled", "eager": None}[backend]
+        axes.plot(lengths, values, styles[backend], label=label, **options)
+    axes.plot([], [], ":", color="grey", label="the same, eager")
+    axes.set(ylabel="forward and backward, ms", title=f"Causal attention on two CPU cores, {dtype}")
+    _finish(figure, axes, lengths, folder / "attention-time.png")
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for backend, name in memory[lengths[0]]:
+        options = {} if backend == "sdpa" else {"color": colours[memory_name]}
+        values = [memory[length][backend, name] / 2**20 for length in lengths]
+        axes.plot(lengths, values, styles[backend], marker=".", label=f"{name}, {backend}", **options)
+    axes.set(ylabel="peak memory beyond the inputs, MiB", title=f"Causal attention, forward and backward, {dtype}")
+    _finish(figure, axes, lengths, folder / "attention-memory.png")
+
+
+def _finish(figure, axes, lengths: list[int], path: Path) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xlabel("length, tokens")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--activations", nargs="+", default=ELEMENTWISE, choices=[*ELEMENTWISE, *LIBRARY_ACTIVATIONS])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15, help="up to length 2048; a third of them beyond")
+    parser.add_argument("--plot", type=Path, help="folder for the two pictures, drawn from the first dtype")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    gate(arguments)
+    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else threads
+    print(f"{device}; batch {arguments.batch}, {arguments.heads} heads of {arguments.head_dim}, causal, forward and backward")
+    print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}")
+    memory_name = arguments.activations[0]
+    times, memory = {}, {}
+    for dtype in arguments.dtypes:
+        times[dtype] = report_time(arguments, dtype)
+        memory[dtype] = report_memory(arguments, memory_name, dtype)
+    if arguments.plot is not None:
+        dtype = arguments.dtypes[0]
+        plot(arguments.plot, dtype, times[dtype], memory[dtype], memory_name)
+
+
+if __name__ == "__main__":
+    main()
