@@ -87,7 +87,7 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="sigmoid",
             function=torch.sigmoid,
-            derivative=lambda scores, weights: weights * (1 - weights),
+            derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),  # w - w^2, in one pass
             normalization="none",
             non_negative=True,
             formula="sigmoid(s - log n_i); without log n_i under sum and length",
@@ -97,7 +97,7 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="relu",
             function=torch.relu,
-            derivative=lambda scores, weights: (scores > 0).to(scores.dtype),
+            derivative=lambda scores, weights: weights.sign(),
             normalization="length",
             non_negative=True,
             formula="max(s, 0)",

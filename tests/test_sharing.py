@@ -151,6 +151,79 @@ def test_old_revision_lives_beside_the_installed_package(tmp_path):
     assert type(AutoModelForSequenceClassification.from_config(tiny_config()).model) is modeling_nlq.NLQModel
 
 
+REGISTERED = """
+import sys
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+folder, out = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+except StrictDataclassError as error:
+    assert "attention_activation='cube' is unknown" in str(error), error
+    assert "register_attention_activation('cube', function) first" in str(error), error
+else:
+    raise AssertionError("a function that nobody registered was found")
+register = get_class_from_dynamic_module("attention_nlq.register_attention_activation", folder)
+register("cube", lambda scores: scores**3)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
+"""
+
+
+def test_registered_activation_elsewhere(tmp_path, monkeypatch):
+    """A saved model names it; whoever loads the model registers it through the model's own code."""
+    monkeypatch.setattr(modeling_nlq.attention_nlq, "_REGISTERED", {})
+    modeling_nlq.register_attention_activation("cube", lambda scores: scores**3)
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="cube")).eval()
+    model.save_pretrained(tmp_path / "folder")
+    done = run_python(WITHOUT_THIS_PACKAGE + REGISTERED, tmp_path / "folder", tmp_path / "logits.pt", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6) % 50).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_registered_activations_belong_to_the_process(tmp_path):
+    """Registered with the installed package, an activation is known to a model loaded as remote code."""
+    name = "cube_of_the_process"
+    modeling_nlq.register_attention_activation(name, lambda scores: scores**3)
+    try:
+        model = NLQForCausalLM(tiny_config(attention_activation=name)).eval()
+        model.save_pretrained(tmp_path)
+        remote_class = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path))
+        assert remote_class is not NLQForCausalLM
+        inputs = torch.arange(12).reshape(2, 6) % 50
+        with torch.no_grad():
+            assert torch.equal(remote_class.from_pretrained(tmp_path).eval()(inputs).logits, model(inputs).logits)
+    finally:
+        del modeling_nlq.attention_nlq._REGISTERED[name]
+
+
+def test_revisions_have_operators_of_their_own(tmp_path):
+    """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
+    model = NLQForCausalLM(tiny_config(attention_activation="relu", attention_normalization="none")).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "attention_nlq.py"
+    source = path.read_text()
+    assert "function=torch.relu," in source
+    path.write_text(source.replace("function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"))
+    other = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path)).from_pretrained(tmp_path).eval()
+    heads = {}
+    for name, either in (("ours", model), ("other", other)):
+        output = either.model.layers[0].self_attn.o_proj
+        output.register_forward_pre_hook(lambda module, inputs, name=name: heads.update({name: inputs[0]}))
+    inputs = torch.arange(12).reshape(2, 6) % 50
+    with torch.no_grad():
+        before = model(inputs).logits
+        other(inputs)
+        assert torch.equal(model(inputs).logits, before)
+    assert torch.equal(heads["other"], 2 * heads["ours"])
+
+
 def test_import_registers_and_twice_is_harmless():
     import importlib
 
