@@ -5,8 +5,7 @@ import shutil
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments
-from transformers.integrations.flash_attention import flash_attention_forward
+from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification, NLQModel
@@ -63,12 +62,42 @@ class TestSilentSoftmax:
         with pytest.raises(ValueError, match="'sdpa' cannot compute attention_activation='relu'"):
             model(tokens)
 
-    @pytest.mark.parametrize("function", [flash_attention_forward, lambda *_, **__: None], ids=["flash", "unknown"])
-    def test_kernel_name(self, tokens, function, monkeypatch):
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "owner/kernel", function)
+    @pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel"])
+    @pytest.mark.parametrize("at_run_time", [False, True], ids=["made-with", "set-at-run-time"])
+    def test_kernel(self, asked, at_run_time, tokens, monkeypatch):
+        """A kernel's name, and flash attention that Transformers replaces by a kernel, bypass the model's early check."""
+
+        def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            return sdpa(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
+
+        def load(name, **kwargs):
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
+
+        monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
+        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", load)
+        name = modeling_utils.FLASH_ATTN_KERNEL_FALLBACK.get(asked, asked)
+
+        def make_with_kernel(**switches):
+            model = make(**switches, **({} if at_run_time else {"attn_implementation": asked}))
+            if at_run_time:
+                model.set_attn_implementation(asked)
+            assert model.config._attn_implementation == name
+            return model
+
+        with pytest.raises(ValueError, match=rf"'{name}' cannot compute attention_activation='relu' \(layer 0\).*nlq_tiled"):
+            make_with_kernel(activation="relu")(tokens)
+        with pytest.raises(ValueError, match=rf"'{name}' cannot compute .*attention_sink='learned'"):
+            make_with_kernel(attention_sink="learned")(tokens)
+        softmax = make_with_kernel()
+        expected = softmax(tokens).logits
+        softmax.set_attn_implementation("eager")
+        assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
+
+    def test_paged_attention(self, tokens):
         model = make("relu")
-        model.config._attn_implementation = "owner/kernel"
-        with pytest.raises(ValueError, match="'owner/kernel' cannot compute attention_activation='relu'"):
+        model.config._attn_implementation = "paged|eager"
+        with pytest.raises(ValueError, match=r"'paged|eager' cannot compute attention_activation='relu'"):
             model(tokens)
 
     def test_sink_needs_a_backend_that_has_it(self):
