@@ -9,7 +9,7 @@ query alone, never on the padded, cached or total length: that is what makes cac
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -152,8 +152,20 @@ ATTENTION_ACTIVATIONS = {
 }
 # Named here so that asking for one says so, instead of offering a near miss.
 UNAVAILABLE_ACTIVATIONS = ("linear", "sparsemax", "entmax15")
+# Transformers' own divides 0 by 0 in its gradient where softplus underflows.
+_SAFE_FUNCTIONS = {
+    "sqrtsoftplus": lambda scores: nn.functional.softplus(scores).clamp(min=torch.finfo(scores.dtype).tiny).sqrt(),
+}
 LIBRARY_ACTIVATIONS = {
-    name: AttentionActivation(name, ACT2FN[name], None, "length", False, f"{name}(s)", "transformers.activations.ACT2FN")
+    name: AttentionActivation(
+        name=name,
+        function=_SAFE_FUNCTIONS.get(name, ACT2FN[name]),
+        derivative=None,
+        normalization="length",
+        non_negative=False,
+        formula=f"{name}(s)",
+        source="transformers.activations.ACT2FN",
+    )
     for name in FUNCTIONS
     if name not in ATTENTION_ACTIVATIONS and name != "linear"
 }
@@ -203,28 +215,43 @@ def register_attention_activation(
     if normalization == "sum" and not non_negative:
         raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
 
-    # A sample of scores, off the round numbers where functions have their kinks
-    scores = torch.linspace(-20.03, 20.01, 402, dtype=torch.float64).view(2, 201)
-    weights, slope = AttentionActivation(
-        name, function, None, normalization, non_negative, formula, source
-    ).weights_and_gradient(scores, torch.ones_like(scores))
-    if weights.shape != scores.shape or not torch.allclose(function(scores[1, 5:9]), weights[1, 5:9], equal_nan=True):
-        raise ValueError(f"function of {name!r} must work element by element and keep the shape of the scores")
-    if not weights.isfinite().all():
-        raise ValueError(f"function of {name!r} is not finite for all scores")
-    if non_negative and weights.min() < 0:
-        raise ValueError(f"function of {name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
-    if derivative is not None and not torch.allclose(derivative(scores, weights).expand_as(slope), slope, rtol=1e-4, atol=1e-6):
-        raise ValueError(f"derivative of {name!r} is not that of its function")
-    _REGISTERED[name] = {
-        "name": name,
-        "function": function,
-        "derivative": derivative,
-        "normalization": normalization,
-        "non_negative": non_negative,
-        "formula": formula,
-        "source": source,
-    }
+    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
+    _check_function(row)
+    _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
+
+
+def _check_function(row: AttentionActivation) -> None:
+    """Tries a user's function on a sample of scores.
+
+    Raises:
+        ValueError: if it is not elementwise, not finite, negative against its word, or not what the derivative belongs to.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # Off the round numbers, where functions have their kinks, and in no order
+    scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
+    try:
+        weights = row.function(scores)
+        is_elementwise = weights.shape == scores.shape and all(
+            torch.allclose(row.function(score), weight, equal_nan=True) for score, weight in zip(scores[0], weights[0])
+        )
+    except (IndexError, RuntimeError, TypeError):  # on a single score: it looks for others
+        is_elementwise = False
+    if not is_elementwise:
+        raise ValueError(f"function of {row.name!r} must work element by element and keep the shape of the scores")
+    _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
+    for tensor, what in ((weights, "function"), (slope, "the derivative of the function")):
+        if not tensor.isfinite().all():
+            raise ValueError(f"{what} of {row.name!r} is not finite for all scores from -20 to 20")
+    if row.non_negative and weights.min() < 0:
+        raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
+    if row.derivative is not None:
+        try:
+            _, own_slope = row.weights_and_gradient(scores, torch.ones_like(scores))
+            agrees = torch.allclose(own_slope, slope, rtol=1e-4, atol=1e-6)
+        except Exception as error:
+            raise ValueError(f"derivative of {row.name!r} fails on a tensor of scores: {error}") from error
+        if not agrees:
+            raise ValueError(f"derivative of {row.name!r} is not that of its function")
 
 
 def get_attention_activation(name: str) -> AttentionActivation:
@@ -346,7 +373,7 @@ def read_mask(
     return visible, visible.sum(dim=-1)
 
 
-def is_zero_sum(total: torch.Tensor) -> torch.Tensor:
+def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     """Whether a sum of weights counts as 0: so small that its reciprocal, or a gradient, would overflow."""
     limits = torch.finfo(total.dtype)
     return total < limits.tiny / limits.eps
@@ -390,7 +417,7 @@ def attention_weights(
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
-        is_zero = is_zero_sum(total)
+        is_zero = counts_as_zero(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
 

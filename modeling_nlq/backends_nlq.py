@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_nlq import AttentionActivation, eager_attention_forward, is_zero_sum
+from .attention_nlq import AttentionActivation, counts_as_zero, eager_attention_forward
 from .tiled_nlq import tiled_attention_forward
 
 
@@ -51,15 +51,17 @@ def sdpa_with_sink_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    inputs = (module, query, key, value, attention_mask)
+    if scaling == 0.0:
+        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel returns NaN for a scale of 0
     if module.attention_sink is None:
+        inputs = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
     head_dim = query.shape[-1]
     pad = nn.functional.pad
     is_learned = module.attention_sink == "learned"
     key, value = pad(key, (0, int(is_learned), 1, 0)), pad(value, (0, int(is_learned), 1, 0))
     if is_learned:
-        # The scaling moves into the query: it may be 0, so the logit cannot be divided by it
+        # The scaling moves into the query, which the logit joins unscaled
         logit = module.sink.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
         query, scaling = torch.cat([query * scaling, logit], dim=-1), 1.0
         key[:, :, 0, -1] = 1.0
@@ -73,10 +75,10 @@ def sdpa_with_sink_forward(
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
-    """`log phi(scores)`, minus infinity where `phi` is 0, with a gradient of 0 there instead of none."""
+    """`log phi(scores)`, minus infinity where `phi` counts as 0, with a gradient of 0 there instead of none."""
     weights = activation.function(scores)
-    is_positive = weights > 0
-    return torch.where(is_positive, torch.where(is_positive, weights, 1.0).log(), -torch.inf)
+    is_zero = counts_as_zero(weights)
+    return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1.0, weights).log())
 
 
 def flex_attention_with_log_forward(
@@ -114,9 +116,9 @@ def flex_attention_with_log_forward(
     """
     activation, normalization = module.activation, module.normalization
     _check_flex_attention_on_cpu(module, query, key, value)
-    if not activation.is_elementwise:
+    if activation.name == "softmax" and module.sink is None:
         inputs = (module, query, key, value, attention_mask)
-        output, _ = flex_attention_forward(*inputs, scaling=scaling, s_aux=module.sink, **kwargs)
+        output, _ = flex_attention_forward(*inputs, scaling=scaling, **kwargs)
         return output, None
     needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
     if needs_count and visible_count is None:
@@ -132,9 +134,9 @@ def flex_attention_with_log_forward(
     def score_mod(score, batch, head, query_index, key_index):
         if log_count is not None:
             score = score - log_count[batch, query_index]
-        return log_function(activation, score)
+        return score if activation.name == "softmax" else log_function(activation, score)
 
-    needs_sum = normalization != "sum"
+    needs_sum = normalization != "sum" or module.sink is not None
     result = compile_friendly_flex_attention(
         query,
         key,
@@ -149,10 +151,12 @@ def flex_attention_with_log_forward(
     if not needs_sum:
         return result.transpose(1, 2).contiguous(), None
     output, auxiliary = result
-    factor = auxiliary.lse.exp()
-    factor = torch.where(is_zero_sum(factor), 0.0, factor)
-    if normalization == "length":
-        factor = factor / visible_count[:, None]
+    if activation.name == "softmax":
+        factor = torch.sigmoid(auxiliary.lse - module.sink.float()[:, None])  # sum / (sum + exp(sink))
+    elif normalization == "length":
+        factor = auxiliary.lse.exp() / visible_count[:, None]
+    else:
+        factor = auxiliary.lse.exp()
     output = (output * factor[..., None]).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
 

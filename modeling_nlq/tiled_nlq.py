@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, is_zero_sum, read_mask
+from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation, read_mask
 
 
 # Queries and keys of a tile. Its scores should stay in a CPU's cache: smaller tiles where many heads share it.
@@ -46,7 +46,7 @@ class _Problem:
         self.normalization = normalization
         self.scaling = scaling
         self.dropout, self.seed = dropout, seed
-        self.query = (self._by_group(query) * scaling).to(self.dtype).contiguous()
+        self.query = self._by_group(query).to(self.dtype).contiguous()
         self.key, self.value = (states.to(self.dtype).flatten(0, 1).contiguous() for states in (key, value))
 
         # (batch or 1, key_value_heads or 1, group or 1, query)
@@ -56,7 +56,7 @@ class _Problem:
             self.log_count = self.count.log()
 
         tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
-        query_tile = min(tile, self.query_length)
+        query_tile = max(min(tile, self.query_length), 1)
         self.query_tiles = _cut(self.query_length, query_tile)
         self.key_tiles = _cut(self.key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
         query_index, key_is_valid, document_start, self.visible = masks
@@ -123,20 +123,52 @@ class _Problem:
         return by_head.masked_fill(hidden, 0.0).view_as(tile)
 
     def scores(self, query_tile: int, key_tile: int) -> torch.Tensor:
+        """The scores of a pair of tiles, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
         (start, end), (key_start, key_end) = self.query_tiles[query_tile], self.key_tiles[key_tile]
         keys = self.key[:, key_start:key_end].transpose(1, 2)
-        scores = torch.bmm(self.rows(self.query, start, end), keys).to(self.sum_dtype)
+        scores = torch.bmm(self.rows(self.query, start, end), keys).to(self.sum_dtype).mul_(self.scaling)
         if self.log_count is not None:
             by_head = scores.view(*self.shape, end - start, key_end - key_start)
             by_head -= self.log_count[..., start:end, None]
         return scores
 
-    def kept(self, query_tile: int, key_tile: int, like: torch.Tensor) -> torch.Tensor | None:
-        """What dropout multiplies the weights of a tile with: the same in every pass, for the tile has its own seed."""
+    def weights_gradient(self, rows: torch.Tensor, key_tile: int, kept: torch.Tensor | None) -> torch.Tensor:
+        """`G V^T` of a pair of tiles, 0 where dropout drops the weight."""
+        key_start, key_end = self.key_tiles[key_tile]
+        gradient = torch.bmm(rows, self.value[:, key_start:key_end].transpose(1, 2)).to(self.sum_dtype)
+        return gradient if kept is None else gradient.mul_(kept)
+
+    def kept(self, query_tile: int, key_tile: int) -> torch.Tensor | None:
+        """What dropout multiplies the weights of a pair of tiles with: each pair has a seed, so every pass draws the same."""
         if self.dropout == 0.0:
             return None
-        generator = torch.Generator(like.device).manual_seed(self.seed + query_tile * len(self.key_tiles) + key_tile)
-        return torch.empty_like(like).bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
+        (start, end), (key_start, key_end) = self.query_tiles[query_tile], self.key_tiles[key_tile]
+        shape = (self.key.shape[0], self.shape[2] * (end - start), key_end - key_start)
+        generator = torch.Generator(self.key.device).manual_seed(self.seed + query_tile * len(self.key_tiles) + key_tile)
+        kept = torch.empty(shape, dtype=self.sum_dtype, device=self.key.device)
+        return kept.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
+
+    def mean_gradient(self, scaled: torch.Tensor, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """`rowsum(G * O)`, which is the mean of `G V^T` weighted with `P / Z`: `(batch * key_value_heads, group, query, 1)`.
+
+        Args:
+            scaled: `G`, `(batch * key_value_heads, group, query, head_dim)`.
+            output: `O`, `(batch, query, heads, head_dim)`.
+            scale: `1 / Z`, `(batch, heads, query)`.
+        """
+        if output.dtype == self.sum_dtype:
+            return (scaled * self._by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
+        # The rounding of `G V^T` must cancel, or what is left of it is multiplied with `phi' / Z`, which has no bound: so the
+        # mean is taken of the very numbers it is subtracted from
+        mean = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
+        for i, (start, end) in enumerate(self.query_tiles):
+            rows = self.rows(scaled, start, end)
+            for j in range(len(self.key_tiles)):
+                if not self.is_hidden(i, j):
+                    weights = self.hide(self.activation.function(self.scores(i, j)), self.hidden(i, j))
+                    total = (weights * self.weights_gradient(rows, j, self.kept(i, j))).sum(dim=-1)
+                    mean[:, :, start:end, 0] += total.view(mean.shape[0], mean.shape[1], end - start)
+        return mean * self._by_group(scale[..., None])
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds `left @ right`, multiplied in the inputs' precision, to a sum in float32 or more."""
@@ -182,11 +214,11 @@ def _tiled_attention(
                 weights = problem.hide(problem.activation.function(problem.scores(i, j)), problem.hidden(i, j))
                 if normalization == "sum":
                     total += weights.sum(dim=-1)
-                if (kept := problem.kept(i, j, weights)) is not None:
+                if (kept := problem.kept(i, j)) is not None:
                     weights = weights * kept
                 problem.add_product(weighted, weights, problem.value[:, key_start:key_end])
             if normalization == "sum":
-                scale_rows = torch.where(is_zero_sum(total), 0.0, 1.0 / total).view(*problem.shape, end - start)
+                scale_rows = torch.where(counts_as_zero(total), 0.0, 1.0 / total).view(*problem.shape, end - start)
             elif normalization == "length":
                 scale_rows = (1.0 / problem.count[..., start:end]).expand(*problem.shape, -1)
             else:
@@ -220,24 +252,19 @@ def _tiled_attention_backward(
     seed = None if seed is None else int(seed)
     with torch.autocast(query.device.type, enabled=False):
         problem = _Problem(query, key, value, visible_count, masks, activation, normalization, scaling, dropout, seed)
-        scaled = gradient.transpose(1, 2).to(problem.sum_dtype) * scale[..., None]
-        mean = None
-        if normalization == "sum":
-            mean = problem._by_group((scaled * output.transpose(1, 2)).sum(dim=-1, keepdim=True))
-        scaled = problem._by_group(scaled).to(problem.dtype)
+        scaled = problem._by_group(gradient.transpose(1, 2).to(problem.sum_dtype) * scale[..., None]).to(problem.dtype)
+        mean = problem.mean_gradient(scaled, output, scale) if normalization == "sum" else None
 
         query_gradient = torch.zeros_like(problem.query, dtype=problem.sum_dtype)
         key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (problem.key, problem.value))
         for j, (key_start, key_end) in enumerate(problem.key_tiles):
-            keys, values = problem.key[:, key_start:key_end], problem.value[:, key_start:key_end]
+            keys = problem.key[:, key_start:key_end]
             key_sum, value_sum = (torch.zeros_like(keys, dtype=problem.sum_dtype) for _ in range(2))
             for i, (start, end) in enumerate(problem.query_tiles):
                 if problem.is_hidden(i, j):
                     continue
-                rows = problem.rows(scaled, start, end)
-                weights_gradient = torch.bmm(rows, values.transpose(1, 2)).to(problem.sum_dtype)
-                if (kept := problem.kept(i, j, weights_gradient)) is not None:
-                    weights_gradient *= kept
+                rows, kept = problem.rows(scaled, start, end), problem.kept(i, j)
+                weights_gradient = problem.weights_gradient(rows, j, kept)
                 if mean is not None:
                     weights_gradient -= problem.rows(mean, start, end)
                 weights, scores_gradient = problem.activation.weights_and_gradient(problem.scores(i, j), weights_gradient)
@@ -250,7 +277,7 @@ def _tiled_attention_backward(
                 tile_gradient = torch.zeros_like(rows, dtype=problem.sum_dtype)
                 problem.add_product(tile_gradient, scores_gradient, keys)
                 query_gradient[:, :, start:end] += tile_gradient.view(*query_gradient.shape[:2], end - start, -1)
-            key_gradient[:, key_start:key_end] = key_sum
+            key_gradient[:, key_start:key_end] = key_sum * scaling
             value_gradient[:, key_start:key_end] = value_sum
         query_gradient = (query_gradient * scaling).to(query.dtype)
     return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)

@@ -1,0 +1,254 @@
+"""Attention in float64, written from the formulas and from none of the backends, and the cases that backends are tested on.
+
+Shapes: query and key `(batch, heads, length, head_dim)`, outputs `(batch, query, heads, head_dim)`.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modeling_nlq.attention_nlq import get_attention_activation, make_visibility
+
+
+# The formulas, written a second time. Softmax is apart: its sum needs a maximum.
+PHI = {
+    "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
+    "relu": lambda s: torch.where(s > 0, s, 0.0),
+    "relu_squared": lambda s: torch.where(s > 0, s * s, 0.0),
+    "squared": lambda s: s * s,
+    "softplus": lambda s: torch.logaddexp(s, torch.zeros_like(s)),
+    "tanh": lambda s: 2 / (1 + torch.exp(-2 * s)) - 1,
+    "identity": lambda s: s,
+    "gelu": lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2,
+    "silu": lambda s: s / (1 + torch.exp(-s)),
+    "leaky_relu": lambda s: torch.where(s > 0, s, 0.01 * s),
+}
+NON_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
+ALL_COMBINATIONS = [
+    (name, normalization) for name in PHI for normalization in (*(["sum"] if name in NON_NEGATIVE else []), "length", "none")
+]
+
+
+def combinations(pairs):
+    ids = [f"{name}-{normalization}" for name, normalization in pairs]
+    return pytest.mark.parametrize("activation, normalization", pairs, ids=ids)
+
+
+def reference(query, key, value, visible, activation, normalization, scaling, sink=None, kept=1.0):
+    """The output `(batch, query, heads, head_dim)` in float64, by the formulas.
+
+    `visible` is `(batch, heads, query, key)`; `kept` is what dropout multiplies the weights with.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = scaling * torch.einsum("bhid,bhjd->bhij", query, key)
+    if activation == "softmax":
+        logits = torch.where(visible, scores, -math.inf)
+        if sink is not None:
+            logits = torch.cat([logits, sink.double()[None, :, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        largest = logits.amax(dim=-1, keepdim=True).clamp(min=-1e300)
+        phi, total = torch.exp(logits - largest)[..., : key.shape[2]], torch.exp(logits - largest).sum(dim=-1, keepdim=True)
+    else:
+        count = visible.sum(dim=-1, keepdim=True).double()
+        if activation == "sigmoid" and normalization == "none":
+            scores = scores - torch.log(torch.where(count > 0, count, 1.0))
+        phi = torch.where(visible, PHI[activation](scores), 0.0)
+        total = {"sum": phi.sum(dim=-1, keepdim=True), "length": count, "none": torch.ones_like(count)}[normalization]
+    weights = torch.where(total > 0, phi / torch.where(total > 0, total, 1.0), 0.0)
+    return torch.einsum("bhij,bhjd->bihd", weights * kept, value)
+
+
+def mask_of(*rows):
+    """`mask_of("0111")` is the attention mask of one row with one padding token before three real ones."""
+    return torch.tensor([[int(digit) for digit in row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Lengths, heads and a mask as the backends take it; `sees(batch, head, query, key)` says the same, pair by pair."""
+
+    sees: Callable
+    mask: Callable = lambda: None
+    query_length: int = 7
+    key_length: int = 7
+    batch: int = 2
+    heads: int = 2
+    key_value_heads: int = 2
+
+    @functools.cached_property
+    def visible(self):
+        sizes = (self.batch, self.heads, self.query_length, self.key_length)
+        return torch.tensor([bool(self.sees(*place)) for place in itertools.product(*map(range, sizes))]).view(sizes)
+
+    def states(self, dtype=torch.float32, head_dim=4):
+        """Query, key and value, strided as a layer makes them, rounded to `dtype`, with gradients.
+
+        Queries are drawn again where their sum of weights nearly vanishes, for that amplifies every rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(length, heads):
+            states = torch.randn(self.batch, length, heads, head_dim, generator=generator, dtype=torch.float64)
+            return states.to(dtype).transpose(1, 2)
+
+        key, value = (draw(self.key_length, self.key_value_heads) for _ in range(2))
+        query = draw(self.query_length, self.heads)
+        keys = key.double().repeat_interleave(self.heads // self.key_value_heads, dim=1)
+        for _ in range(20):
+            scores = query.double() @ keys.transpose(2, 3)
+            largest = torch.where(self.visible, scores, -torch.inf).amax(dim=-1)
+            magnitude = torch.where(self.visible, scores.abs(), 0.0).amax(dim=-1)
+            is_small = ((largest > 0) & (largest < 0.3)) | (magnitude < 0.5)
+            query[is_small] = draw(self.query_length, self.heads)[is_small]
+        return [tensor.requires_grad_() for tensor in (query, key, value)]
+
+
+def padded(*rows, query_length=None, offset=0, **sizes):
+    query_length = query_length or len(rows[0])
+    key_length = len(rows[0])
+
+    def mask():
+        return make_visibility(query_length, key_length, offset, torch.device("cpu"), mask_of(*rows))
+
+    def sees(batch, head, query, key):
+        return key <= query + offset and rows[batch][key] == "1"
+
+    return Layout(sees, mask, query_length, key_length, len(rows), **sizes)
+
+
+def packed(*rows, **sizes):
+    """`packed("aab")` is a document of two tokens and another of one."""
+    segments = torch.tensor([[ord(letter) for letter in row] for row in rows])
+    length = segments.shape[1]
+
+    def mask():
+        return make_visibility(length, length, 0, torch.device("cpu"), segments=segments)
+
+    return Layout(lambda b, h, i, j: j <= i and rows[b][i] == rows[b][j], mask, length, length, len(rows), **sizes)
+
+
+def chunk(query_length, key_length, offset, **sizes):
+    def mask():
+        return make_visibility(query_length, key_length, offset, torch.device("cpu"))
+
+    return Layout(lambda b, h, i, j: j <= i + int(offset), mask, query_length, key_length, **sizes)
+
+
+def dense(visible, mask=None, **sizes):
+    """A caller's own mask; `mask` is what it is given as, if not as booleans."""
+
+    def sees(b, h, i, j):
+        return visible[b % len(visible), h % visible.shape[1], i, j]
+
+    return Layout(sees, lambda: visible if mask is None else mask, visible.shape[2], visible.shape[3], **sizes)
+
+
+def random_booleans(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
+
+
+def causal(batch, head, query, key):
+    return key <= query
+
+
+LAYOUTS = {
+    "causal": Layout(causal),
+    "one_token": Layout(causal, query_length=1, key_length=1, batch=5),
+    "odd_length": chunk(13, 13, 0, batch=1, key_value_heads=1),
+    "left_padding": padded("0011111", "0000001"),
+    "right_padding": padded("1110000", "1111110"),
+    "holes": padded("1001101", "0100010"),
+    "nothing_visible": padded("0000000", "0000110"),
+    "packed": packed("aaabbbbbcc", "abbbbbcccc"),
+    "packed_singles": packed("abcdefg"),
+    "grouped_queries": Layout(causal, heads=4),
+    "one_key_value_head": padded("1111111", "0110111", heads=3, key_value_heads=1),
+    "packed_grouped_queries": packed("aaabbbb", "aabbccc", heads=4),
+    "one_query": Layout(lambda b, h, i, j: True, query_length=1, key_length=9, heads=4),
+    "one_query_long_cache": padded("0" * 9 + "1" * 31, "1" * 17 + "0" + "1" * 22, query_length=1, offset=39),
+    "chunk_after_cache": chunk(3, 11, 8, heads=4),
+    "chunk_in_static_cache": chunk(3, 16, torch.tensor(5)),
+    "padded_chunk_in_static_cache": padded("0011111110000", "1" * 9 + "0" * 4, query_length=4, offset=torch.tensor(5)),
+    "static_cache_without_mask": Layout(causal, query_length=5, key_length=9),
+    "mask_per_batch": dense(random_booleans(2, 1, 7, 7), heads=4),
+    "mask_per_head": dense(random_booleans(2, 4, 6, 9), heads=4),
+    "mask_of_one_row": dense(random_booleans(1, 1, 7, 7)),
+    "additive_mask": dense(
+        random_booleans(2, 1, 7, 7), torch.where(random_booleans(2, 1, 7, 7), 0.0, torch.finfo(torch.float32).min)
+    ),
+}
+all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+SCALING = 0.5  # a power of two: exact in every precision
+
+
+def layer(activation, normalization=None, *, heads=1, key_value_heads=1, training=False, sink=None, attention_sink=None):
+    """What the attention functions read of an attention layer."""
+    row = get_attention_activation(activation)
+    return SimpleNamespace(
+        activation=row,
+        normalization=normalization or row.normalization,
+        num_key_value_groups=heads // key_value_heads,
+        training=training,
+        sink=sink,
+        attention_sink=attention_sink,
+        is_causal=True,
+        layer_idx=0,
+    )
+
+
+def layer_for(layout, activation, normalization=None, **options):
+    return layer(activation, normalization, heads=layout.heads, key_value_heads=layout.key_value_heads, **options)
+
+
+def random_factors(output):
+    """A gradient of the output, the same in every precision."""
+    generator = torch.Generator().manual_seed(100)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(output.dtype)
+
+
+def results(output, inputs):
+    """The output and the gradients of the inputs."""
+    return [output.detach(), *torch.autograd.grad(output, inputs, random_factors(output))]
+
+
+def run(function, layout, module, states, mask=None, **options):
+    output, _ = function(module, *states, layout.mask() if mask is None else mask, scaling=SCALING, **options)
+    return results(output, states)
+
+
+def expected_of(layout, activation, normalization, states, **options):
+    output = reference(*states, layout.visible, activation, normalization, SCALING, **options)
+    return [tensor.double() for tensor in results(output, states)]
+
+
+NAMES = ("output", "query", "key", "value", "sink")
+
+
+def error(actual, expected):
+    """The largest difference, relative to the largest magnitude, or to 1 where all of `expected` is 0 but for rounding."""
+    magnitude = expected.abs().max().item()
+    return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > 1e-6 else 1.0)
+
+
+def check(actual, expected, tolerance):
+    for name, one, other in zip(NAMES, actual, expected, strict=False):
+        assert one.shape == other.shape, name
+        assert one.isfinite().all(), name
+        assert error(one, other) <= tolerance, f"{name}: {error(one, other):.2e}"
+
+
+def check_rounding(actual, eager, expected):
+    """As close to `expected` as twice the error of eager in the same precision, which is a few roundings."""
+    for name, one, other, exact in zip(NAMES, actual, eager, expected, strict=False):
+        assert one.dtype == other.dtype, name
+        rounding = torch.finfo(one.dtype).eps
+        assert error(other, exact) <= 4 * rounding, name
+        budget = max(2 * error(other, exact), 2 * rounding)
+        assert error(one, exact) <= budget, f"{name}: {error(one, exact):.2e}, not {budget:.2e}"
