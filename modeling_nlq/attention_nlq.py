@@ -23,6 +23,9 @@ from transformers.utils.import_utils import is_tracing
 # Transformers' function names without the two that own parameters: a switch names a function, not a layer.
 FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
 
+# The value of `attn_implementation` that leaves the choice to each layer and call.
+AUTOMATIC = "nlq"
+
 NORMALIZATIONS = ("sum", "length", "none")
 
 

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_nlq import AttentionActivation, counts_as_zero, eager_attention_forward
+from .attention_nlq import AUTOMATIC, AttentionActivation, counts_as_zero, eager_attention_forward
 from .tiled_nlq import tiled_attention_forward
 
 
@@ -226,8 +226,7 @@ ATTENTION_BACKENDS = {
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, takes_visibility=True
     ),
 }
-# The name of the automatic choice, and the backends it tries, in this order. The last one computes everything.
-AUTOMATIC = "nlq"
+# The backends that the automatic choice tries, in this order. The last one computes everything.
 PREFERENCE = ("sdpa", "nlq_tiled", "eager")
 UNAVAILABLE_BACKENDS = ("nlq_triton",)
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from .attention_nlq import FUNCTIONS, AttentionActivation, get_attention_activation
+from .attention_nlq import AUTOMATIC, FUNCTIONS, AttentionActivation, get_attention_activation
 from .projections_nlq import PROJECTIONS
 
 
@@ -227,6 +227,20 @@ class NLQConfig(PreTrainedConfig):
             if near and not is_saved:
                 raise ValueError(f"NLQConfig has no field {key!r}; did you mean {near[0]!r}?")
             logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
+
+    def validate_output_attentions(self):
+        """`output_attentions` needs a backend that returns the weights."""
+        if self._attn_implementation != AUTOMATIC:
+            super().validate_output_attentions()
+
+    def _set_output_attentions(self, value: bool) -> None:
+        if self._attn_implementation == AUTOMATIC:
+            self._output_attentions = value
+        else:
+            PreTrainedConfig.output_attentions.fset(self, value)
+
+    # diff with PreTrainedConfig: not only "eager" returns the weights, the automatic choice does too, when it is asked
+    output_attentions = property(PreTrainedConfig.output_attentions.fget, _set_output_attentions)
 
     def to_dict(self) -> dict:
         # diff with PreTrainedConfig: saving a model writes the class at hand into `auto_map`, which under FSDP2 is a class

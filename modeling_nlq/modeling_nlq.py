@@ -27,6 +27,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_nlq import (
+    AUTOMATIC,
     AttentionActivation,
     Visibility,
     boolean_mask,
@@ -34,7 +35,7 @@ from .attention_nlq import (
     get_attention_activation,
     make_visibility,
 )
-from .backends_nlq import ATTENTION_BACKENDS, AUTOMATIC, UNAVAILABLE_BACKENDS, find_backend
+from .backends_nlq import ATTENTION_BACKENDS, UNAVAILABLE_BACKENDS, find_backend
 from .configuration_nlq import NLQConfig
 from .loss_nlq import causal_lm_loss
 from .projections_nlq import make_projection
@@ -341,7 +342,7 @@ class NLQPreTrainedModel(PreTrainedModel):
             raise ValueError(f"attn_implementation={requested_attention!r} is not available yet; use one of {names}")
         layers = [(layer.activation, layer.attention_sink) for layer in self.config.per_layer_config]
         if requested_attention is None:
-            if any(activation.name != "softmax" for activation, _ in layers):
+            if self.config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
                 return AUTOMATIC
             return super().get_correct_attn_implementation(None, is_init_check)
         for layer in layers:
@@ -436,14 +437,13 @@ class NLQModel(NLQPreTrainedModel):
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
+        # One mask for each backend, all of them before the first layer advances the cache they are counted from
+        backends = [layer.self_attn.find_backend(**kwargs) for layer in self.layers]
+        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids)
+        masks = {backend: self._make_mask(backend, *mask_inputs) for backend in dict.fromkeys(backends)}
         visible_count = None if isinstance(attention_mask, BlockMask) else visibility.visible_count
-        masks = {}  # by backend: layers of different activations may have different ones
-        for layer in self.layers:
-            backend = layer.self_attn.find_backend(**kwargs)
-            if backend not in masks:
-                masks[backend] = self._make_mask(
-                    backend, visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids
-                )
+
+        for layer, backend in zip(self.layers, backends):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[backend],

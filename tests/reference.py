@@ -116,6 +116,11 @@ def rms_norm(x, gain, eps):
     return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps) * gain
 
 
+def unit(x):
+    length = torch.sqrt((x**2).sum(dim=-1, keepdim=True))
+    return torch.where(length > 0, x / length, 0.0)
+
+
 def layer_norm(x, parameters, eps):
     centred = x - x.mean(dim=-1, keepdim=True)
     output = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps) * parameters["weight"]
@@ -187,8 +192,8 @@ def attention(config, layer, x, parameters, positions, visible):
             query = rms_norm(query, parameters["q_norm.weight"], eps)
             key = rms_norm(key, parameters["k_norm.weight"], eps)
         elif layer.qk_norm == "l2":
-            query = query / query.norm(dim=-1, keepdim=True) * parameters["q_norm.scale"][head]
-            key = key / key.norm(dim=-1, keepdim=True)
+            query = unit(query) * parameters["q_norm.scale"][head]
+            key = unit(key)
         if config.position_embedding == "rope":
             query, key = rotate(query, positions, config), rotate(key, positions, config)
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]

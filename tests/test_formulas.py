@@ -8,7 +8,7 @@ import reference
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
 from modeling_nlq.attention_nlq import (
     ATTENTION_ACTIVATIONS,
     LIBRARY_ACTIVATIONS,
@@ -45,6 +45,8 @@ ACTIVATION_AND_NORMALIZATION = [
     for name, normalizations in NORMALIZATIONS.items()
     for normalization in normalizations
 ]
+ELEMENTWISE_AND_NORMALIZATION = [case for case in ACTIVATION_AND_NORMALIZATION if case.values[0] != "softmax"]
+NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 
 # Source text 000 proposes A, a ReLU after each Add/Norm, and B, a ReLU before each sub-layer.
 BLOCKS = {
@@ -399,24 +401,117 @@ def logits_and_gradients(model, input_ids, inputs):
     return logits.detach(), gradients
 
 
-class TestBackends:
-    """Every backend of softmax equals eager."""
+def parametrize_inputs(cases):
+    return pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in cases.items()])
 
-    @pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in {**MASKS, **DENSE_MASKS}.items()])
-    @parametrize_switches(BACKEND_SWITCHES)
-    def test_sdpa(self, make_model, switches, inputs):
+
+SINKS = {
+    "sink_zero": {"attention_sink": "zero"},
+    "sink_learned": {"attention_sink": "learned", "num_key_value_heads": 2},
+}
+# Models whose layers differ, which `nlq` hands to several backends, or one backend calls with several functions.
+HYBRIDS = {
+    "softmax_first": {
+        "attention_sink": "learned",
+        "per_layer_config": {
+            1: {"attention_activation": "relu", "attention_sink": None},
+            2: {"attention_activation": "sigmoid", "attention_sink": None},
+        },
+    },
+    "softmax_last": {
+        "attention_activation": "tanh",
+        "num_key_value_heads": 2,
+        "per_layer_config": {
+            1: {"attention_activation": "squared", "attention_normalization": "length"},
+            2: {"attention_activation": "softmax", "attention_sink": "zero"},
+        },
+    },
+    "softmax_between": {
+        "attention_activation": "softplus",
+        "position_embedding": "rope",
+        "per_layer_config": {1: {"attention_activation": "softmax"}},
+    },
+}
+ELEMENTWISE_HYBRIDS = {
+    "relu_sigmoid_tanh": {
+        "attention_activation": "relu",
+        "num_key_value_heads": 2,
+        "per_layer_config": {
+            1: {"attention_activation": "sigmoid"},
+            2: {"attention_activation": "tanh", "attention_normalization": "none", "qk_norm": "rms"},
+        },
+    },
+}
+# What flex_attention computes on the CPU: what is never negative, normalised by its sum.
+SUMS = {name: {"attention_activation": name, "attention_normalization": "sum"} for name in NEVER_NEGATIVE}
+SUM_HYBRIDS = {
+    "softmax_and_sums": {"per_layer_config": {1: SUMS["squared"], 2: SUMS["relu"]}},
+}
+ON_GPU = {
+    "softmax": {},
+    **SINKS,
+    "sigmoid_none": {"attention_activation": "sigmoid"},
+    "sigmoid_sum": SUMS["sigmoid"],
+    "relu_length": {"attention_activation": "relu"},
+    "relu_squared_sum": SUMS["relu_squared"],
+    "squared_sum": SUMS["squared"],
+    "softplus_none": {"attention_activation": "softplus", "attention_normalization": "none"},
+}
+
+
+class TestBackends:
+    """Every backend equals eager, in outputs and gradients of a whole model."""
+
+    @pytest.fixture(autouse=True)
+    def tiny_tiles(self, monkeypatch):
+        """So small that seven queries and keys take several."""
+        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
+            monkeypatch.setattr(tiled_nlq, name, value)
+
+    @staticmethod
+    def check(make_model, implementation, inputs, **switches):
         input_ids = random_tokens(3, 7)
         expected = logits_and_gradients(make_model(torch.float64, "eager", **switches), input_ids, inputs)
-        actual = logits_and_gradients(make_model(torch.float64, "sdpa", **switches), input_ids, inputs)
+        actual = logits_and_gradients(make_model(torch.float64, implementation, **switches), input_ids, inputs)
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
-    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
-    @pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in MASKS.items()])
+    @pytest.mark.parametrize("implementation", ["sdpa", "nlq"])
+    @parametrize_inputs({**MASKS, **DENSE_MASKS})
+    @parametrize_switches({**BACKEND_SWITCHES, **SINKS})
+    def test_softmax(self, make_model, switches, inputs, implementation):
+        self.check(make_model, implementation, inputs, **switches)
+
+    @parametrize_inputs({**MASKS, **DENSE_MASKS})
+    @pytest.mark.parametrize("activation, normalization", ELEMENTWISE_AND_NORMALIZATION)
+    def test_elementwise(self, make_model, activation, normalization, inputs):
+        switches = {"attention_activation": activation, "attention_normalization": normalization}
+        self.check(make_model, "nlq_tiled", inputs, num_hidden_layers=1, **switches)
+
+    @pytest.mark.parametrize("activation", ["sigmoid", "squared", "tanh"])
+    @pytest.mark.parametrize("implementation", ["nlq_tiled", "nlq"])
+    @parametrize_inputs({**MASKS, **DENSE_MASKS})
     @parametrize_switches(BACKEND_SWITCHES)
+    def test_elementwise_with_switches(self, make_model, switches, inputs, implementation, activation):
+        self.check(make_model, implementation, inputs, attention_activation=activation, **switches)
+
+    @parametrize_inputs({**MASKS, **DENSE_MASKS})
+    @parametrize_switches({**HYBRIDS, **ELEMENTWISE_HYBRIDS})
+    def test_layers_differ(self, make_model, switches, inputs):
+        self.check(make_model, "nlq", inputs, num_hidden_layers=3, **switches)
+
+    @parametrize_inputs({**MASKS, **DENSE_MASKS})
+    @parametrize_switches(ELEMENTWISE_HYBRIDS)
+    def test_elementwise_layers_differ(self, make_model, switches, inputs):
+        self.check(make_model, "nlq_tiled", inputs, num_hidden_layers=3, **switches)
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
+    @parametrize_inputs(MASKS)
+    @parametrize_switches({**BACKEND_SWITCHES, **SUMS, **SUM_HYBRIDS})
     def test_flex_attention(self, make_model, switches, inputs):
         """Outputs only, for flex_attention has no backward on the CPU."""
         input_ids = random_tokens(3, 7)
         is_real = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
+        switches = {"num_hidden_layers": 3, **switches}
         with torch.no_grad():
             expected = make_model(implementation="eager", **switches)(input_ids, **inputs).logits
             # Uncompiled, since a compiler may be missing: the same function and mask without the fused kernel.
@@ -426,10 +521,11 @@ class TestBackends:
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has no backward on the CPU: needs CUDA")
-    @pytest.mark.parametrize("inputs", [pytest.param(inputs, id=name) for name, inputs in MASKS.items()])
-    def test_flex_attention_gradients(self, make_model, inputs):
+    @parametrize_inputs(MASKS)
+    @parametrize_switches(ON_GPU)
+    def test_flex_attention_gradients(self, make_model, switches, inputs):
         # Heads of 16: the kernels take no smaller ones.
-        switches = {"hidden_size": 64, "num_key_value_heads": 2}
+        switches = {"hidden_size": 64, "num_key_value_heads": 2, **switches}
         input_ids, inputs = random_tokens(3, 7).cuda(), {name: tensor.cuda() for name, tensor in inputs.items()}
         expected = logits_and_gradients(make_model(implementation="eager", **switches).cuda(), input_ids, inputs)
         actual = logits_and_gradients(make_model(implementation="flex_attention", **switches).cuda(), input_ids, inputs)

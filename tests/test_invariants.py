@@ -1,6 +1,9 @@
-"""What holds for every configuration: hypothesis chooses switches, shapes, paddings, packings and chunks."""
+"""What holds for every configuration and backend: hypothesis chooses switches, shapes, paddings, packings and chunks."""
 
+import copy
+import io
 import itertools
+import pickle
 import tempfile
 
 import pytest
@@ -11,7 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
 
 
 def examples(count):
@@ -37,62 +43,104 @@ BLOCKS = {
 }
 
 
+# What a layer's weights are: every activation, and softmax with each sink.
+KINDS = {
+    "softmax": {"attention_activation": "softmax"},
+    "softmax_sink_zero": {"attention_activation": "softmax", "attention_sink": "zero"},
+    "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
+    **{name: {"attention_activation": name} for name in ACTIVATIONS[1:]},
+}
+# Which kinds each backend computes on the CPU, where flex_attention knows no sink and no normaliser but the sum.
+BACKENDS = {
+    "eager": tuple(KINDS),
+    "nlq": tuple(KINDS),
+    "sdpa": tuple(kind for kind in KINDS if kind.startswith("softmax")),
+    "nlq_tiled": ACTIVATIONS[1:],
+    "flex_attention": ("softmax", *NEVER_NEGATIVE),
+}
+CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
+
+
+def cases(*, without=()):
+    """The parameters of `draw_model`, without some backends."""
+    chosen = [case for case in CASES if case[1] not in without]
+    return pytest.mark.parametrize("draw_model", chosen, ids="-".join, indirect=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_tiles():
+    """Tiles so small that these tests' short sequences take several."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
+            monkeypatch.setattr(tiled_nlq, name, value)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncompiled():
+    """flex_attention compiles itself. A compiler may be missing, and the same function and mask run without."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def switches_of(kind, implementation):
+    """The switches of a kind, with a normaliser that the backend computes."""
+    if implementation == "flex_attention" and kind in NEVER_NEGATIVE:
+        return {**KINDS[kind], "attention_normalization": "sum"}
+    return KINDS[kind]
+
+
 @st.composite
-def attention_switches(draw, activation):
+def attention_switches(draw, kind, implementation):
     """The switches of the scores, weights and heads' outputs of one layer."""
     switches = {
         "query_projection": draw(st.sampled_from(PROJECTIONS)),
-        "attention_activation": activation,
         "qk_norm": draw(st.sampled_from([None, None, "rms", "l2"])),
         "attention_gate": draw(st.sampled_from([None, None, "headwise", "elementwise"])),
         "attention_output_activation": draw(st.sampled_from([None, None, "gelu"])),
         "attention_output_scaling": draw(st.sampled_from([None, 0.5])),
         "head_projection": draw(st.booleans()),
+        # An absent sink would be inherited from the model.
+        "attention_sink": None,
+        **KINDS[kind],
     }
-    if activation == "softmax":
-        switches["attention_sink"] = draw(st.sampled_from([None, "zero", "learned"]))
+    if switches["attention_activation"] == "softmax":
+        allowed = [None]
+    elif implementation == "flex_attention":
+        allowed = ["sum"]
     else:
-        allowed = [None, "length", "none"] + (["sum"] if activation in NEVER_NEGATIVE else [])
-        switches["attention_normalization"] = draw(st.sampled_from(allowed))
-    return switches
+        allowed = [None, "length", "none"] + (["sum"] if kind in NEVER_NEGATIVE else [])
+    return {**switches, "attention_normalization": draw(st.sampled_from(allowed))}
 
 
 @st.composite
-def switch_combinations(draw, activation):
+def switch_combinations(draw, kind, implementation):
     """The switches of a whole model, whose other layer may differ."""
     key_value_heads = draw(st.sampled_from([4, 2, 1]))
-    kinds = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
+    projections = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
     switches = {
-        **draw(attention_switches(activation)),
+        **draw(attention_switches(kind, implementation)),
         **BLOCKS[draw(st.sampled_from(sorted(BLOCKS)))],
         "num_key_value_heads": key_value_heads,
-        "key_projection": draw(st.sampled_from(kinds)),
-        "value_projection": draw(st.sampled_from(kinds)),
+        "key_projection": draw(st.sampled_from(projections)),
+        "value_projection": draw(st.sampled_from(projections)),
         "position_embedding": draw(st.sampled_from(["learned", "rope", "none"])),
         "use_bias": draw(st.booleans()),
     }
     if draw(st.booleans()):
-        # An absent sink or normaliser would be inherited from the model.
-        other = draw(attention_switches(draw(st.sampled_from(ACTIVATIONS))))
-        other = {"attention_sink": None, "attention_normalization": None, **other}
+        other = draw(attention_switches(draw(st.sampled_from(BACKENDS[implementation])), implementation))
         switches["per_layer_config"] = {draw(st.sampled_from([0, 1])): other}
     return switches
 
 
-def implementation_of(switches):
-    """Softmax without sinks runs on SDPA too; everything else on eager only."""
-    layers = [switches, *switches.get("per_layer_config", {}).values()]
-    softmax = all(layer["attention_activation"] == "softmax" and layer["attention_sink"] is None for layer in layers)
-    return "sdpa" if softmax else "eager"
-
-
-@pytest.fixture(params=ACTIVATIONS, scope="module")
+@pytest.fixture(params=CASES, ids="-".join, scope="module")
 def draw_model(request, make_model):
-    """A function that lets hypothesis choose every switch but the activation, and returns the model."""
+    """A function that lets hypothesis choose every switch but the activation and sink, and returns the model."""
+    kind, implementation = request.param
 
     def draw(data, **options):
-        switches = {**data.draw(switch_combinations(request.param), label="switches"), **options}
-        return make_model(implementation=implementation_of(switches), **switches)
+        switches = {**data.draw(switch_combinations(kind, implementation), label="switches"), **options}
+        return make_model(implementation=implementation, **switches)
 
     return draw
 
@@ -129,6 +177,13 @@ def split(length, boundaries):
     return list(itertools.pairwise(edges))
 
 
+def make_cache(model, length, static):
+    """A cache for `length` tokens, with room to spare if it is static; flex_attention takes no static one."""
+    if static and model.config._attn_implementation != "flex_attention":
+        return StaticCache(config=model.config, max_cache_len=length + 3)
+    return DynamicCache(config=model.config)
+
+
 boundary_sets = st.sets(st.integers(1, 10), max_size=5)
 
 
@@ -146,34 +201,34 @@ def decode(model, input_ids, chunks, cache, attention_mask=None):
 class TestCachedDecoding:
     """Invariant 1: cached decoding equals the full forward pass."""
 
-    @examples(20)
+    @examples(6)
     @given(st.data(), token_rows(min_length=2), padding_sides, st.integers(0, 2), boundary_sets, st.booleans())
     def test_chunks(self, draw_model, data, rows, left, extra, boundaries, static):
         model = draw_model(data)
         input_ids, attention_mask, places = pad(rows, left, extra)
         length = input_ids.shape[1]
-        cache = StaticCache(config=model.config, max_cache_len=length + 3) if static else None
+        cache = make_cache(model, length, static)
         with torch.no_grad():
             expected = model(input_ids, attention_mask=attention_mask, use_cache=False).logits
             actual = decode(model, input_ids, split(length, boundaries), cache, attention_mask)
         for index, place in enumerate(places):
             torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
 
-    @examples(6)
+    @examples(3)
     @given(st.data(), st.integers(2, 10), boundary_sets, st.booleans())
     def test_chunks_without_mask(self, draw_model, data, length, boundaries, static):
         model = draw_model(data)
         input_ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
-        cache = StaticCache(config=model.config, max_cache_len=length + 3) if static else DynamicCache(config=model.config)
+        cache = make_cache(model, length, static)
         with torch.no_grad():
             expected = model(input_ids, use_cache=False).logits
             actual = decode(model, input_ids, split(length, boundaries), cache)
         torch.testing.assert_close(actual, expected, **TOLERANCES)
 
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_token_by_token(self, make_model, activation):
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_token_by_token(self, make_model, kind, implementation):
         """The first token too is a chunk of its own."""
-        model = make_model(attention_activation=activation)
+        model = make_model(implementation=implementation, **switches_of(kind, implementation))
         input_ids = torch.randint(VOCABULARY, (2, 9))
         with torch.no_grad():
             expected = model(input_ids, use_cache=False).logits
@@ -184,7 +239,7 @@ class TestCachedDecoding:
 class TestPadding:
     """Invariants 2 and 5: a padded row equals the row alone, and a row of padding only is finite."""
 
-    @examples(20)
+    @examples(6)
     @given(st.data(), token_rows(min_rows=2), padding_sides, st.integers(0, 2))
     def test_padded_batch(self, draw_model, data, rows, left, extra):
         model = draw_model(data)
@@ -195,7 +250,7 @@ class TestPadding:
                 alone = model(torch.tensor([row])).logits[0]
                 torch.testing.assert_close(padded[index, place], alone, **TOLERANCES)
 
-    @examples(20)
+    @examples(6)
     @given(st.data(), st.lists(st.integers(0, 1), min_size=2, max_size=9).filter(any))
     def test_holes(self, draw_model, data, mask):
         """Padding between tokens counts for as little as padding around them."""
@@ -208,16 +263,21 @@ class TestPadding:
             alone = model(input_ids[is_real][None]).logits[0]
         torch.testing.assert_close(padded, alone, **TOLERANCES)
 
-    @examples(4)
+    @examples(3)
     @given(st.data(), st.integers(1, 6))
     def test_row_of_padding_only(self, draw_model, data, length):
         model = draw_model(data)
+        heads = []
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0]))
         input_ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
         attention_mask = torch.ones(2, length).long()
         attention_mask[1] = 0
         with torch.no_grad():
             logits = model(input_ids, attention_mask=attention_mask).logits
+            assert all((output[1] == 0).all() for output in heads)
             alone = model(input_ids[:1]).logits
+        assert len(heads) == 4  # two layers, in two calls
         assert logits.isfinite().all()
         torch.testing.assert_close(logits[:1], alone, **TOLERANCES)
 
@@ -238,15 +298,22 @@ def packed_batches(draw):
 class TestPacking:
     """Invariant 3: packed documents equal separate ones."""
 
-    @examples(20)
-    @given(st.data(), packed_batches(), st.booleans())
-    def test_packed_documents(self, draw_model, data, batch, with_mask):
+    @examples(6)
+    @given(st.data(), packed_batches(), st.sampled_from(["positions", "mask_of_ones", "boundaries", "both"]))
+    def test_packed_documents(self, draw_model, data, batch, how):
         documents, position_ids = batch
         model = draw_model(data)
         input_ids = torch.stack([torch.cat(row, dim=1)[0] for row in documents])
-        attention_mask = torch.ones_like(input_ids) if with_mask else None
+        inputs = {"position_ids": position_ids}
+        if how == "mask_of_ones":
+            inputs["attention_mask"] = torch.ones_like(input_ids)
+        elif how in ("boundaries", "both") and len(documents) == 1:
+            lengths = [document.shape[1] for document in documents[0]]
+            inputs["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(lengths)])
+            if how == "boundaries":
+                del inputs["position_ids"]
         with torch.no_grad():
-            packed = model(input_ids, position_ids=position_ids, attention_mask=attention_mask)
+            packed = model(input_ids, **inputs)
             for logits, row in zip(packed.logits, documents):
                 separate = torch.cat([model(document).logits[0] for document in row])
                 torch.testing.assert_close(logits, separate, **TOLERANCES)
@@ -278,10 +345,53 @@ class TestPacking:
             model(torch.ones(2, 4).long(), position_ids=torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), use_cache=False)
 
 
+@st.composite
+def padded_or_packed(draw):
+    """Inputs of a model, and which of their tokens are real."""
+    if draw(st.booleans()):
+        documents, position_ids = draw(packed_batches())
+        input_ids = torch.stack([torch.cat(row, dim=1)[0] for row in documents])
+        return {"input_ids": input_ids, "position_ids": position_ids}, torch.ones_like(input_ids).bool()
+    input_ids, attention_mask, _ = pad(draw(token_rows()), draw(padding_sides))
+    return {"input_ids": input_ids, "attention_mask": attention_mask}, attention_mask.bool()
+
+
+class TestBackends:
+    """Invariant 4: every backend equals eager, in outputs and gradients."""
+
+    @cases(without=["eager", "flex_attention"])
+    @examples(6)
+    @given(st.data(), padded_or_packed())
+    def test_gradients(self, draw_model, data, batch):
+        inputs, is_real = batch
+        model = draw_model(data, dtype=torch.float64)
+        results = []
+        for implementation in (model.config._attn_implementation, "eager"):
+            model.set_attn_implementation(implementation)
+            logits = model(**inputs).logits[is_real]
+            direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
+            gradients = torch.autograd.grad((logits * direction).sum(), list(model.parameters()), materialize_grads=True)
+            results.append((logits.detach(), gradients))
+        torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
+
+    @cases(without=["eager", "sdpa", "nlq", "nlq_tiled"])
+    @examples(6)
+    @given(st.data(), padded_or_packed())
+    def test_outputs(self, draw_model, data, batch):
+        """flex_attention has no gradients on the CPU."""
+        inputs, is_real = batch
+        model = draw_model(data)
+        with torch.no_grad():
+            actual = model(**inputs).logits
+            model.set_attn_implementation("eager")
+            expected = model(**inputs).logits
+        torch.testing.assert_close(actual[is_real], expected[is_real], **TOLERANCES)
+
+
 class TestCausality:
     """Invariant 6: changing a token changes no logit before it."""
 
-    @examples(10)
+    @examples(4)
     @given(st.data(), st.integers(2, 9))
     def test_future_is_invisible(self, draw_model, data, length):
         model = draw_model(data)
@@ -312,7 +422,7 @@ class TestCausality:
 class TestSaving:
     """Invariant 7: loading gives back the same bits."""
 
-    @examples(4)
+    @examples(2)
     @given(st.data(), st.booleans())
     def test_save_and_load(self, draw_model, data, tied):
         model = draw_model(data, tie_word_embeddings=tied)
@@ -339,7 +449,8 @@ class TestSaving:
 class TestMasks:
     """A caller's own 4-D masks."""
 
-    @examples(10)
+    @cases(without=["flex_attention"])
+    @examples(4)
     @given(st.data(), token_rows(min_rows=2, min_length=2), st.sampled_from(["boolean", "additive", "integer"]))
     def test_equals_the_padding_mask(self, draw_model, data, rows, kind):
         model = draw_model(data)
@@ -356,11 +467,14 @@ class TestMasks:
         for index, place in enumerate(places):
             torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
 
+    @cases(without=["flex_attention"])
     @examples(4)
     @given(st.data(), st.integers(0, 100))
     def test_equals_the_reference(self, draw_model, data, seed):
         """A mask of its own for each row, with queries that see nothing."""
-        model = draw_model(data, position_embedding="learned", dtype=torch.float64)
+        # After a ReLU nothing may be left of a head, and its direction is 0/0 in the formula.
+        options = {"position_embedding": "learned", "residual_activation": None, "sublayer_activation": None}
+        model = draw_model(data, dtype=torch.float64, **options)
         generator = torch.Generator().manual_seed(seed)
         input_ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
         visible = (torch.rand(2, 1, 5, 5, generator=generator) < 0.6).tril()
@@ -369,21 +483,31 @@ class TestMasks:
         expected, _ = reference.forward(model.config, model.state_dict(), input_ids, visible=visible)
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
-    @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-    def test_refuses_a_bias(self, make_model, implementation):
+    @pytest.mark.parametrize(
+        "activation, implementation", [("softmax", "eager"), ("softmax", "sdpa"), ("softmax", "nlq"), ("relu", "nlq_tiled")]
+    )
+    def test_refuses_a_bias(self, make_model, activation, implementation):
+        model = make_model(implementation=implementation, attention_activation=activation)
         with pytest.raises(ValueError, match="additive biases"):
-            make_model(implementation=implementation)(torch.ones(1, 3).long(), attention_mask=torch.full((1, 1, 3, 3), -1.5))
+            model(torch.ones(1, 3).long(), attention_mask=torch.full((1, 1, 3, 3), -1.5))
 
-    @pytest.mark.parametrize("kind", ["boolean", "additive"])
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_with_a_cache(self, make_model, activation, kind):
+    @pytest.mark.parametrize("kind", ["squared", "softmax", "softmax_sink_zero"])
+    def test_flex_attention_refuses_a_tensor(self, make_model, kind):
+        model = make_model(**KINDS[kind])
+        model.config._attn_implementation = "flex_attention"
+        with pytest.raises(ValueError, match=r"flex_attention.* takes no 4-D attention_mask"):
+            model(torch.ones(1, 3).long(), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
+
+    @pytest.mark.parametrize("mask_kind", ["boolean", "additive"])
+    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[1] != "flex_attention"])
+    def test_with_a_cache(self, make_model, kind, implementation, mask_kind):
         """The mask of a chunk has a row for each of its queries and a column for each key so far."""
-        model = make_model(attention_activation=activation)
+        model = make_model(implementation=implementation, **KINDS[kind])
         input_ids = torch.randint(VOCABULARY, (2, 6))
         visible = torch.ones(6, 6).tril().bool().repeat(2, 1, 1, 1)
         visible[1, :, 2:, 1] = False
         mask = visible
-        if kind == "additive":
+        if mask_kind == "additive":
             mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         with torch.no_grad():
             expected = model(input_ids, attention_mask=mask, use_cache=False).logits
@@ -393,88 +517,112 @@ class TestMasks:
 
 
 class TestHybrids:
+    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
+    @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-    def test_layers_differ(self, make_model, activation):
-        """Each layer computes its own activation, in one pass and chunk by chunk."""
-        layers = {1: {"attention_activation": activation, "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
-        model = make_model(torch.float64, num_hidden_layers=3, per_layer_config=layers)
+    def test_layers_differ(self, make_model, activation, layer, implementation):
+        """Each layer computes its own activation, in one pass and chunk by chunk, whichever comes first."""
+        layers = {layer: {"attention_activation": activation, "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
+        model = make_model(torch.float64, implementation, num_hidden_layers=3, per_layer_config=layers)
         input_ids, attention_mask, places = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
         expected, _ = reference.forward(model.config, model.state_dict(), input_ids, attention_mask)
+        chunks = [(0, 2), (2, 3), (3, 6)]
         with torch.no_grad():
             at_once = model(input_ids, attention_mask=attention_mask).logits
-            in_chunks = decode(model, input_ids, [(0, 2), (2, 3), (3, 6)], None, attention_mask)
-        for index, place in enumerate(places):
-            torch.testing.assert_close(at_once[index, place], expected[index, place], rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(in_chunks[index, place], expected[index, place], rtol=1e-10, atol=1e-10)
+            in_chunks = decode(model, input_ids, chunks, None, attention_mask)
+            static = decode(model, input_ids, chunks, make_cache(model, 6, static=True), attention_mask)
+        for logits in (at_once, in_chunks, static):
+            for index, place in enumerate(places):
+                torch.testing.assert_close(logits[index, place], expected[index, place], rtol=1e-10, atol=1e-10)
 
     def test_softmax_backend_is_refused(self, make_model):
         with pytest.raises(ValueError, match=r"sdpa.*relu.*layer 1.*eager"):
             make_model(implementation="sdpa", per_layer_config={1: {"attention_activation": "relu"}})
 
 
-def next_tokens_without_cache(model, input_ids, count):
-    """Greedy decoding of one row with a full forward pass for each token."""
-    for _ in range(count):
-        logits = model(input_ids, use_cache=False).logits
-        input_ids = torch.cat([input_ids, logits[:, -1:].argmax(dim=-1)], dim=1)
-    return input_ids
+class TestAtRunTime:
+    """What is asked of a model once it is made."""
 
+    @pytest.mark.parametrize("how", ["set", "assigned"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_change_of_backend(self, make_model, kind, how):
+        """Every backend takes over from every other, or says that it cannot; none of them changes the result."""
 
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6]]
-GENERATION = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        def use(implementation):
+            if how == "set":
+                model.set_attn_implementation(implementation)
+            else:
+                model.config._attn_implementation = implementation
 
-
-class TestGeneration:
-    """`generate` with a cache equals the uncached forward pass."""
-
-    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
-    @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_greedy(self, make_model, activation, cache, position_embedding):
-        model = make_model(attention_activation=activation, position_embedding=position_embedding)
-        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
-        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        generated = model.generate(input_ids, attention_mask=attention_mask, **options, **GENERATION)
+        model = make_model(**switches_of(kind, "flex_attention"))
+        input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
         with torch.no_grad():
-            for row, prompt in zip(generated, PROMPTS):
-                expected = next_tokens_without_cache(model, torch.tensor([prompt]), 8)[0]
-                assert row[-8:].tolist() == expected[-8:].tolist()
+            expected = model(input_ids, attention_mask=attention_mask).logits
+            for implementation in itertools.chain.from_iterable(itertools.permutations(BACKENDS, 2)):
+                if kind in BACKENDS[implementation]:
+                    use(implementation)
+                else:
+                    with pytest.raises(ValueError, match=f"{implementation}' cannot compute .*use one of nlq"):
+                        use(implementation)
+                        model(input_ids)
+                    use("nlq")
+                actual = model(input_ids, attention_mask=attention_mask).logits
+                torch.testing.assert_close(actual, expected, **TOLERANCES)
 
-    @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    def test_greedy_with_sdpa(self, make_model, cache):
-        model = make_model(implementation="sdpa", num_key_value_heads=2)
-        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
-        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        generated = model.generate(input_ids, attention_mask=attention_mask, **options, **GENERATION)
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_weights(self, make_model, kind, implementation):
+        """`output_attentions=True` gives eager's weights, an error, or, as in all of Transformers under SDPA, nothing."""
+        switches = switches_of(kind, implementation)
+        model = make_model(implementation=implementation, **switches)
+        input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "output_attentions": True}
         with torch.no_grad():
-            for row, prompt in zip(generated, PROMPTS):
-                expected = next_tokens_without_cache(model, torch.tensor([prompt]), 8)[0]
-                assert row[-8:].tolist() == expected[-8:].tolist()
+            expected = make_model(**switches)(**inputs)
+            if implementation in ("nlq_tiled", "flex_attention"):
+                with pytest.raises(ValueError, match=f"{implementation}' cannot compute the weights .*use one of nlq, eager"):
+                    model(**inputs)
+                return
+            actual = model(**inputs)
+        torch.testing.assert_close(actual.logits, expected.logits, **TOLERANCES)
+        assert [tuple(weights.shape) for weights in expected.attentions] == [(2, 4, 6, 6)] * 2
+        if implementation == "sdpa":
+            assert not actual.attentions
+        else:
+            torch.testing.assert_close(actual.attentions, expected.attentions, **TOLERANCES)
 
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_beam_search(self, make_model, activation):
-        model = make_model(attention_activation=activation)
-        input_ids, attention_mask, _ = pad(PROMPTS, left=[100])
-        options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True, **GENERATION}
-        generated = model.generate(input_ids, attention_mask=attention_mask, **options)
-        # The score of a sequence is its mean log-probability, which the uncached model finds alike ...
-        for index, prompt in enumerate(PROMPTS):
-            sequence = torch.cat([torch.tensor(prompt), generated.sequences[index, -8:]])[None]
-            with torch.no_grad():
-                logits = model(sequence, use_cache=False).logits[0, -9:-1]
-            chosen = logits.log_softmax(dim=-1).gather(1, sequence[0, -8:, None])
-            torch.testing.assert_close(generated.sequences_scores[index], chosen.mean(), **TOLERANCES)
-        # ... and so are the sequences.
-        uncached = model.generate(input_ids, attention_mask=attention_mask, use_cache=False, **options)
-        assert torch.equal(generated.sequences, uncached.sequences)
-
-    @pytest.mark.parametrize("activation", ACTIVATIONS)
-    def test_assisted(self, make_model, activation):
-        """A second model proposes several tokens at a time, some of which are taken back from the cache."""
-        model = make_model(attention_activation=activation)
-        assistant = make_model(attention_activation="relu", seed=1, num_hidden_layers=1)
-        input_ids = torch.tensor(PROMPTS[:1])
-        options = {"assistant_model": assistant, **GENERATION}
-        generated = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_copies(self, make_model, kind, implementation):
+        model = make_model(implementation=implementation, **switches_of(kind, implementation))
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+        input_ids = torch.randint(VOCABULARY, (2, 7))
         with torch.no_grad():
-            assert torch.equal(generated, next_tokens_without_cache(model, input_ids, 8))
+            expected = model(input_ids).logits
+            for other in copies:
+                assert other.config._attn_implementation == implementation
+                assert torch.equal(other(input_ids).logits, expected)
+            # A copy has parameters of its own.
+            copies[0].lm_head.weight.zero_()
+            assert torch.equal(model(input_ids).logits, expected)
+
+    @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[1] != "flex_attention"])
+    def test_dropout_under_gradient_checkpointing(self, make_model, kind, implementation, reentrant):
+        """Recomputing a layer drops the same weights again."""
+        layers = {1: {"attention_activation": "relu", "attention_sink": None}} if implementation == "nlq" else None
+        switches = {**KINDS[kind], "attention_dropout": 0.4}
+        model = make_model(torch.float64, implementation, per_layer_config=layers, **switches).train()
+        input_ids = torch.randint(VOCABULARY, (2, 7))
+
+        def gradients(seed):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            model(input_ids, labels=input_ids).loss.backward()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+        expected, others = gradients(1), gradients(2)
+        assert not torch.allclose(expected[0], others[0])
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.testing.assert_close(gradients(1), expected)

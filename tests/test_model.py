@@ -363,3 +363,19 @@ def test_subclasses_register_themselves():
 def test_body_alone(tokens):
     model = NLQModel(NLQConfig(**TINY)).eval()
     assert model(tokens).last_hidden_state.shape == (2, 11, 32)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_weights_by_configuration(activation, tokens, tmp_path):
+    model = make(activation, output_attentions=True)
+    assert model.config._attn_implementation == "nlq"
+    assert [tuple(weights.shape) for weights in model(tokens).attentions] == [(2, 4, 11, 11)] * 2
+    model.save_pretrained(tmp_path)
+    assert len(NLQForCausalLM.from_pretrained(tmp_path)(tokens).attentions) == 2
+    model.config.output_attentions = False
+    assert model(tokens).attentions is None
+    model.config.output_attentions = True
+    assert len(model(tokens).attentions) == 2
+    tiled = make("relu", attn_implementation="nlq_tiled")
+    with pytest.raises(ValueError, match="output_attentions"):
+        tiled.config.output_attentions = True

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AUTOMATIC
+from modeling_nlq.attention_nlq import AUTOMATIC
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 
 
 README = Path(__file__).resolve().parents[1] / "README.md"

@@ -94,11 +94,6 @@ DESELECTED = (
         "It selects SDPA, which computes softmax only.",
     ),
     (
-        "test_eager_matches_sdpa_inference_*",
-        NOT_SOFTMAX,
-        "SDPA computes softmax only; refused, the test falls back to comparing the eager backend with itself.",
-    ),
-    (
         "test_sdpa_can_dispatch_non_composite_models",
         NOT_SOFTMAX,
         "It expects SDPA by default, which computes softmax only.",
@@ -117,11 +112,6 @@ DESELECTED = (
         "test_flash_attn_*",
         NOT_SOFTMAX,
         "It selects flash attention, which computes softmax only.",
-    ),
-    (
-        "test_flex_attention_with_grads",
-        NOT_SOFTMAX,
-        "It selects flex attention, which computes softmax only as Transformers calls it.",
     ),
 )
 
@@ -198,6 +188,12 @@ class LinearReluRopeGroupedTest(TransformersSuite, unittest.TestCase):
 
 class NonlinearSquaredPostTest(TransformersSuite, unittest.TestCase):
     configuration = "nonlinear-squared-post"
+
+
+@pytest.mark.parametrize("configuration", NOT_SOFTMAX)
+def test_eager_is_compared_with_another_backend(configuration):
+    """`test_eager_matches_sdpa_inference_*` compare eager with the default where SDPA is refused."""
+    assert NLQModel(ModelTester(CONFIGURATIONS[configuration]).get_config()).config._attn_implementation == "nlq"
 
 
 @pytest.mark.parametrize("pattern", [row[0] for row in DESELECTED])
