@@ -197,12 +197,14 @@ def register_attention_activation(
 
     Args:
         name: the value of the switch `attention_activation`.
-        function: `phi`: a tensor of scores, of any shape, to a tensor of the same shape, element by element.
+        function: `phi`: a tensor of scores, of any shape, to a new tensor of the same shape, element by element; without
+            parameters of its own, for nothing would train them.
         derivative: `phi'(scores, phi(scores))`; by default taken by differentiation, which costs time.
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: for readers.
-        exist_ok: whether to replace an activation registered by this function before.
+        exist_ok: whether to replace an activation registered before by one that keeps its normaliser and sign: models that
+            exist compute the new function from then on.
 
     Raises:
         ValueError: for a name that is taken, and for a function that is not what the other arguments say.
@@ -213,12 +215,16 @@ def register_attention_activation(
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
         raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
+    if not callable(function):
+        raise ValueError(f"function={function!r} of {name!r} must be a function of a tensor")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
         raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
+    if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
+        raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
     _check_function(row)
     _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
 
@@ -230,21 +236,30 @@ def _check_function(row: AttentionActivation) -> None:
         ValueError: if it is not elementwise, not finite, negative against its word, or not what the derivative belongs to.
     """
     generator = torch.Generator().manual_seed(0)
-    # Off the round numbers, where functions have their kinks, and in no order
+    # In no order, and off the round numbers, where functions have their kinks
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
     try:
-        weights = row.function(scores)
-        is_elementwise = weights.shape == scores.shape and all(
-            torch.allclose(row.function(score), weight, equal_nan=True) for score, weight in zip(scores[0], weights[0])
-        )
-    except (IndexError, RuntimeError, TypeError):  # on a single score: it looks for others
-        is_elementwise = False
-    if not is_elementwise:
-        raise ValueError(f"function of {row.name!r} must work element by element and keep the shape of the scores")
+        weights = row.function(given := scores.clone())
+        if weights.shape != scores.shape:
+            raise ValueError(f"it returns {tuple(weights.shape)} for scores {tuple(scores.shape)}")
+        alone = [row.function(score.clone()) for score in scores[0]]
+        if not all(torch.allclose(one, weight, equal_nan=True) for one, weight in zip(alone, weights[0])):
+            raise ValueError("it gives a score another value when it is alone")
+    except Exception as error:
+        asked = "must work element by element and keep the shape of the scores"
+        raise ValueError(f"function of {row.name!r} {asked}, also in float64: {error}") from error
+    if not torch.equal(given, scores):
+        raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
+    if weights.requires_grad:
+        raise ValueError(f"function of {row.name!r} must have no parameters of its own: nothing would train them")
     _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
     for tensor, what in ((weights, "function"), (slope, "the derivative of the function")):
         if not tensor.isfinite().all():
             raise ValueError(f"{what} of {row.name!r} is not finite for all scores from -20 to 20")
+    # Where all scores are equal, or a query is 0, they are exactly 0
+    zero = torch.zeros(1, dtype=torch.float64)
+    if not all(tensor.isfinite().all() for tensor in row.weights_and_gradient(zero, torch.ones_like(zero))):
+        raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for a score of 0")
     if row.non_negative and weights.min() < 0:
         raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
     if row.derivative is not None:
@@ -270,7 +285,7 @@ def get_attention_activation(name: str) -> AttentionActivation:
         return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
-    choices = ", ".join((*ATTENTION_ACTIVATIONS, *LIBRARY_ACTIVATIONS))
+    choices = ", ".join((*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS))
     if name in UNAVAILABLE_ACTIVATIONS:
         raise ValueError(f"attention_activation={name!r} is not available yet; choose one of {choices}")
     raise ValueError(
@@ -356,22 +371,33 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def read_mask(
-    attention_mask: Visibility | torch.Tensor | None, query_length: int, key_length: int, device: torch.device
+    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
-    """A backend's mask argument, with the case of no mask spelled out.
+    """A backend's mask argument, checked, with the case of no mask spelled out.
 
     Args:
         attention_mask: a `Visibility`, a 4-D mask, or `None`: then several queries see the keys up to their own place,
             counted from the first key, and a single query sees all keys.
+        query: `(batch, heads, query, head_dim)`.
+        key: `(batch, key_value_heads, key, head_dim)`.
 
     Returns:
-        A `Visibility` or a boolean mask `(batch, 1 or heads, query, key)`, and how many keys each query sees,
+        A `Visibility` or a boolean mask `(batch or 1, 1 or heads, query, key)`, and how many keys each query sees,
         `(batch or 1, 1 or heads, query)`.
+
+    Raises:
+        ValueError: if a 4-D mask has another shape, or holds numbers that say neither visible nor hidden.
     """
+    (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
     if attention_mask is None:
-        attention_mask = make_visibility(query_length, key_length, 0 if query_length > 1 else key_length - 1, device)
+        offset = 0 if query_length > 1 else key_length - 1
+        attention_mask = make_visibility(query_length, key_length, offset, query.device)
     if isinstance(attention_mask, Visibility):
         return attention_mask, attention_mask.visible_count[:, None]
+    shape = tuple(attention_mask.shape)
+    if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != query_length or shape[3] < key_length:
+        expected = f"({batch}, 1 or {heads}, {query_length}, {key_length})"
+        raise ValueError(f"attention_mask={shape} must be (batch, 1 or heads, query, key)={expected}")
     visible = boolean_mask(attention_mask)[..., :key_length]
     return visible, visible.sum(dim=-1)
 
@@ -448,10 +474,9 @@ def eager_attention_forward(
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
-    key_length = key.shape[2]
-    visible, visible_count = read_mask(attention_mask, query.shape[2], key_length, query.device)
+    visible, visible_count = read_mask(attention_mask, query, key)
     if isinstance(visible, Visibility):
-        visible = visible.dense(key_length)
+        visible = visible.dense(key.shape[2])
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling

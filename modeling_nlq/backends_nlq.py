@@ -37,7 +37,8 @@ def sdpa_with_sink_forward(
     """Softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
     The sink is one more key before all others, whose value is 0. A learned logit `b` needs one more column: 1 in the sink's
-    key, 0 in the other keys, `b` in every query. Exact, for a term `exp(b)` in the denominator is all that this adds.
+    key, 0 in the other keys, `b` in every query; more columns of 0 keep the head's width a multiple of 8, which CUDA's kernels
+    want. Exact, for a term `exp(b)` in the denominator is all that this adds.
 
     Args:
         module: the attention layer.
@@ -51,20 +52,21 @@ def sdpa_with_sink_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    if scaling == 0.0:
-        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel returns NaN for a scale of 0
+    if scaling <= 0.0:
+        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel hides keys before it scales: NaN from 0 times infinity
     if module.attention_sink is None:
         inputs = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
     head_dim = query.shape[-1]
     pad = nn.functional.pad
     is_learned = module.attention_sink == "learned"
-    key, value = pad(key, (0, int(is_learned), 1, 0)), pad(value, (0, int(is_learned), 1, 0))
+    columns = 8 - head_dim % 8 if is_learned else 0
+    key, value = pad(key, (0, columns, 1, 0)), pad(value, (0, columns, 1, 0))
     if is_learned:
         # The scaling moves into the query, which the logit joins unscaled
         logit = module.sink.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
-        query, scaling = torch.cat([query * scaling, logit], dim=-1), 1.0
-        key[:, :, 0, -1] = 1.0
+        query, scaling = pad(torch.cat([query * scaling, logit], dim=-1), (0, columns - 1)), 1.0
+        key[:, :, 0, head_dim] = 1.0
     is_aligned = attention_mask is None and query.shape[2] > 1
     if is_aligned:
         query = pad(query, (0, 0, 1, 0))  # a query in the sink's place, so that each still sees the keys up to its own
@@ -173,9 +175,11 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         refused = "gradients"
     if refused is not None:
+        asked = (module.activation, module.attention_sink)
+        able = [name for name, row in ATTENTION_BACKENDS.items() if name != "flex_attention" and row.computes(*asked)]
         raise ValueError(
             f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); use one of "
-            f"{AUTOMATIC}, eager"
+            f"{', '.join((AUTOMATIC, *able))}"
         )
 
 
@@ -257,6 +261,9 @@ def find_backend(
     """
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
+    if name in UNAVAILABLE_BACKENDS:
+        choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
+        raise ValueError(f"attn_implementation={name!r} is not available yet; use one of {choices}")
     if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))

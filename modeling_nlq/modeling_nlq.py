@@ -43,6 +43,9 @@ from .projections_nlq import make_projection
 
 logger = logging.get_logger(__name__)
 
+# Its block mask would count with the cache's own length, which has moved on by the time the kernel runs.
+NO_STATIC_CACHE = "attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'"
+
 
 class NLQL2Norm(nn.Module):
     """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
@@ -337,14 +340,15 @@ class NLQPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: if the backend asked for cannot compute the activation of some layer.
         """
-        if requested_attention in UNAVAILABLE_BACKENDS:
-            names = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
-            raise ValueError(f"attn_implementation={requested_attention!r} is not available yet; use one of {names}")
         layers = [(layer.activation, layer.attention_sink) for layer in self.config.per_layer_config]
         if requested_attention is None:
             if self.config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
                 return AUTOMATIC
             return super().get_correct_attn_implementation(None, is_init_check)
+        known = ("eager", *ATTENTION_BACKENDS, *UNAVAILABLE_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
+        if requested_attention not in known:
+            choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
+            raise ValueError(f"attn_implementation={requested_attention!r} is unknown; use one of {choices}")
         for layer in layers:
             find_backend(requested_attention, [index for index, other in enumerate(layers) if other == layer], *layer)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -405,23 +409,23 @@ class NLQModel(NLQPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
 
         padding_mask = self._find_padding_mask(attention_mask)
+        query_length = key_length = inputs_embeds.shape[1]
+        query_offset = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if padding_mask is not None and isinstance(query_offset, int):
+            self._check_padding_mask(padding_mask, inputs_embeds.shape[0], query_offset + query_length)
         if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
             attention_mask = padding_mask = None
-        if (boundaries := kwargs.get("cu_seq_lens_q")) is not None:
+        boundaries = self._find_boundaries(position_ids, **kwargs)
+        if boundaries is not None:
             position_ids = self._read_boundaries(boundaries, inputs_embeds.shape[:2], attention_mask, position_ids)
         segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache)
         if past_key_values is None and segments is None and self._wants_cache(use_cache):
             past_key_values = DynamicCache(config=self.config)
 
-        query_length = key_length = inputs_embeds.shape[1]
-        query_offset = 0
         if past_key_values is not None:
             key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
-            query_offset = past_key_values.get_seq_length()
             if isinstance(query_offset, torch.Tensor):
                 query_offset = query_offset.to(inputs_embeds.device)
-        if padding_mask is not None and isinstance(query_offset, int):
-            self._check_padding_mask(padding_mask, inputs_embeds.shape[0], query_offset + query_length)
         visibility = make_visibility(query_length, key_length, query_offset, inputs_embeds.device, padding_mask, segments)
 
         given_position_ids = position_ids
@@ -477,6 +481,25 @@ class NLQModel(NLQPreTrainedModel):
         if use_cache is not None:
             return use_cache
         return self.config.use_cache and not (self.gradient_checkpointing and self.training)
+
+    @staticmethod
+    def _find_boundaries(
+        position_ids: torch.Tensor | None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor | None:
+        """`cu_seq_lens_q`, checked; other ways to say where packed documents begin are no substitute for it or positions."""
+        if cu_seq_lens_q is None:
+            if cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
+                raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
+            return None
+        if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.ndim != 1 or cu_seq_lens_q.is_floating_point():
+            raise ValueError(f"cu_seq_lens_q={cu_seq_lens_q!r} must be a tensor (documents + 1,) of integers")
+        if cu_seq_lens_k is not None and not is_tracing(cu_seq_lens_q) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
+            raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
+        return cu_seq_lens_q
 
     @staticmethod
     def _read_boundaries(
@@ -551,8 +574,7 @@ class NLQModel(NLQPreTrainedModel):
         if not isinstance(attention_mask, torch.Tensor | None) and backend != "flex_attention":
             raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
         if backend == "flex_attention" and getattr(past_key_values, "is_compileable", False):
-            # Its block mask would count with the cache's own length, which has moved on by the time the kernel runs
-            raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
+            raise ValueError(NO_STATIC_CACHE)
         if takes_visibility:
             return visibility
         return create_causal_mask(
@@ -641,7 +663,11 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
     ):
         # diff with Transformers: our backends take the padding, not a dense mask; as long as the static cache, so that its
         # shape stays the same from token to token
-        if config._attn_implementation not in (AUTOMATIC, "eager", "nlq_tiled"):
+        implementation = config._attn_implementation
+        if implementation == "flex_attention" and getattr(past_key_values, "is_compileable", False):
+            raise ValueError(NO_STATIC_CACHE)
+        is_own = implementation in ATTENTION_BACKENDS and ATTENTION_BACKENDS[implementation].takes_visibility
+        if implementation != AUTOMATIC and not is_own:
             return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
         if attention_mask is None:
             return None

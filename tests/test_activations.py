@@ -152,9 +152,14 @@ class TestRegistration:
             NLQConfig(attention_activation="cauchy")
         register_attention_activation("cauchy", cauchy)
         assert NLQConfig(attention_activation="cauchy").activation.function is cauchy
+        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* identity, cauchy, "):
+            NLQConfig(attention_activation="couchy")
         with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
-        register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
+        with pytest.raises(ValueError, match="'cauchy' is in use with another normalization or non_negative"):
+            register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
+        attention_nlq._REGISTERED.clear()
+        register_attention_activation("cauchy", cauchy, non_negative=True)
         NLQConfig(attention_activation="cauchy", attention_normalization="sum")
 
     def test_model(self, make_model, tmp_path):
@@ -255,4 +260,21 @@ print(NLQForCausalLM.from_pretrained({str(tmp_path)!r}).model.layers[1].self_att
         """Finite itself, but its gradient is NaN."""
         with pytest.raises(ValueError, match="the derivative of the function of 'mine' is not finite"):
             register_attention_activation("mine", lambda s: (0 * s).sqrt())
+        assert not registry
+
+    @pytest.mark.parametrize(
+        "function, message",
+        [
+            pytest.param(
+                lambda s: torch.nn.Parameter(torch.ones(1, dtype=s.dtype)) * s, "no parameters of its own", id="parameter"
+            ),
+            pytest.param(lambda s: s.tanh_(), "return a new tensor", id="in_place"),
+            pytest.param(lambda s: s.abs().sqrt(), "not finite for a score of 0", id="zero"),
+            pytest.param("tanh", "must be a function of a tensor", id="name"),
+            pytest.param(lambda s: torch.nn.PReLU()(s), "also in float64: ", id="float32_only"),
+        ],
+    )
+    def test_functions_that_cannot_serve(self, registry, function, message):
+        with pytest.raises(ValueError, match=message):
+            register_attention_activation("mine", function)
         assert not registry

@@ -246,6 +246,40 @@ class TestGradients:
         with pytest.raises(RuntimeError, match="no autograd formula"):
             gradient.square().sum().backward()
 
+    def test_no_forward_mode_in_silence(self):
+        states = [tensor.detach() for tensor in LAYOUTS["causal"].states()]
+
+        def function(query):
+            return tiled_attention_forward(layer("sigmoid"), query, *states[1:], None, scaling=SCALING)[0]
+
+        with pytest.raises(RuntimeError, match="jvp"):
+            torch.func.jvp(function, (states[0],), (torch.ones_like(states[0]),))
+
+    @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
+    @pytest.mark.parametrize("shape", [(2, 1, 1, 300), (3, 1, 300, 300), (2, 3, 300, 300), (2, 1, 300, 257)])
+    def test_masks_of_another_shape(self, shape, function):
+        """A short axis would be read as keys that are hidden, or as one mask for many queries."""
+        states = [torch.randn(2, 2, 300, 4) for _ in range(3)]
+        with pytest.raises(ValueError, match=r"must be \(batch, 1 or heads, query, key\)=\(2, 1 or 2, 300, 300\)"):
+            function(layer("sigmoid"), *states, torch.ones(shape, dtype=torch.bool), scaling=SCALING)
+
+    def test_shapes_without_data(self):
+        states = [torch.randn(2, 4, 5, 8, device="meta") for _ in range(3)]
+        output, _ = tiled_attention_forward(layer("sigmoid"), *states, None, scaling=SCALING)
+        assert output.shape == (2, 5, 4, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@combinations(ALL_COMBINATIONS)
+def test_tiled_attention_on_a_gpu(activation, normalization):
+    module = layer(activation, normalization)
+    shape, device = (2, 4, 300, 64), torch.device("cuda")
+    states = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
+    expected = results(eager_attention_forward(module, *states, None, scaling=SCALING)[0], states)
+    actual = results(tiled_attention_forward(module, *states, None, scaling=SCALING)[0], states)
+    check(actual, expected, 1e-4)
+
 
 class TestWork:
     """What is hidden altogether is not computed, and memory grows with the length only."""
@@ -615,13 +649,14 @@ class TestSinks:
 
     @pytest.mark.parametrize("name", ["causal", "left_padding", "one_query"])
     @kinds
-    def test_scaling_of_zero(self, kind, name):
-        """Equal scores, which leave only the sink to choose."""
+    @pytest.mark.parametrize("scaling", [0.0, -0.5])
+    def test_scaling_without_sign(self, scaling, kind, name):
+        """Equal scores, which leave only the sink to choose, and turned ones: PyTorch's causal kernel returns NaN for both."""
         layout = LAYOUTS[name]
         module, states = self.module(kind, layout), layout.states()
-        output = reference(*states, layout.visible, "softmax", "sum", 0.0, sink=module.sink)
+        output = reference(*states, layout.visible, "softmax", "sum", scaling, sink=module.sink)
         expected = results(output, self.inputs(module, states))
-        check(self.run(sdpa_with_sink_forward, module, layout, states, scaling=0.0), expected, 1e-5)
+        check(self.run(sdpa_with_sink_forward, module, layout, states, scaling=scaling), expected, 1e-5)
 
     @kinds
     def test_finite_differences(self, kind):
@@ -739,21 +774,22 @@ class TestFlexAttentionHere:
         torch.testing.assert_close(*[tensor[attention_mask.bool()] for tensor in logits], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize(
-        "module, refused",
+        "module, refused, choice",
         [
-            (layer("relu", "length"), "attention_activation='relu' normalised by 'length'"),
-            (layer("sigmoid", "none"), "attention_activation='sigmoid' normalised by 'none'"),
-            (layer("softmax", sink=torch.zeros(2), attention_sink="zero"), "attention_sink='zero'"),
-            (layer("relu", "sum"), "gradients"),
+            (layer("relu", "length"), "attention_activation='relu' normalised by 'length'", "nlq_tiled"),
+            (layer("sigmoid", "none"), "attention_activation='sigmoid' normalised by 'none'", "nlq_tiled"),
+            (layer("softmax", sink=torch.zeros(2), attention_sink="zero"), "attention_sink='zero'", "sdpa"),
+            (layer("relu", "sum"), "gradients", "nlq_tiled"),
         ],
         ids=["length", "none", "sink", "gradients"],
     )
-    def test_refusals(self, module, refused):
+    def test_refusals(self, module, refused, choice):
         layout = LAYOUTS["causal"]
         with pytest.raises(ValueError) as error, torch.enable_grad():
             run_flex(layout, module, layout.states())
         assert str(error.value) == (
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer 0); use one of nlq, eager"
+            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer 0); "
+            f"use one of nlq, eager, {choice}"
         )
 
 
@@ -910,12 +946,12 @@ class TestWithPyTorch:
     def test_operators(self, dropout, name):
         layout = LAYOUTS[name]
         states, mask = layout.states(), layout.mask()
-        visibility, count = attention_nlq.read_mask(mask, layout.query_length, layout.key_length, states[0].device)
+        states = [tensor.detach() for tensor in states]
+        visibility, count = attention_nlq.read_mask(mask, *states[:2])
         masks = (None, None, None, visibility)
         if isinstance(visibility, attention_nlq.Visibility):
             masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
         rest = (count, *masks, torch.tensor(5) if dropout else None, "softplus", "sum", SCALING, dropout)
         torch.library.opcheck(tiled_nlq._forward_operator, (*states, *rest))
-        output, scale = (tensor.detach() for tensor in tiled_nlq._forward_operator(*states, *rest))
-        states = [tensor.detach() for tensor in states]
+        output, scale = tiled_nlq._forward_operator(*states, *rest)
         torch.library.opcheck(tiled_nlq._backward_operator, (torch.randn_like(output), *states, output, scale, *rest))

@@ -105,9 +105,16 @@ class TestSilentSoftmax:
         with pytest.raises(ValueError, match="attention_sink='zero'"):
             make(attention_sink="zero", attn_implementation="flash_attention_2")
 
-    def test_later_backends_say_so(self):
-        with pytest.raises(ValueError, match="'nlq_triton' is not available yet; use one of nlq, eager, sdpa"):
-            make("relu", attn_implementation="nlq_triton")
+    def test_later_and_unknown_backends_say_so(self, tokens):
+        for activation in ("softmax", "relu"):
+            with pytest.raises(ValueError, match="'nlq_triton' is not available yet; use one of nlq, eager, sdpa"):
+                make(activation, attn_implementation="nlq_triton")
+            with pytest.raises(ValueError, match="'tiled' is unknown; use one of nlq, eager, sdpa"):
+                make(activation, attn_implementation="tiled")
+            model = make(activation)
+            model.config._attn_implementation = "nlq_triton"
+            with pytest.raises(ValueError, match="'nlq_triton' is not available yet"):
+                model(tokens)
 
     def test_automatic_choice(self):
         assert make().config._attn_implementation == "sdpa"
@@ -210,6 +217,15 @@ def test_document_boundaries_are_checked(tokens):
         model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), position_ids=torch.arange(11)[None])
     with pytest.raises(ValueError, match="use_cache"):
         model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), use_cache=True)
+    for boundaries in ([0, 5, 11], torch.tensor([[0, 5, 11]]), torch.tensor([0.0, 5.0, 11.0])):
+        with pytest.raises(ValueError, match=r"must be a tensor \(documents \+ 1,\) of integers"):
+            model(tokens[:1], cu_seq_lens_q=boundaries)
+    # What the collator can say besides is not enough, or must agree
+    for others in ({"cu_seq_lens_k": torch.tensor([0, 5, 11])}, {"seq_idx": torch.tensor([[0] * 5 + [1] * 6])}):
+        with pytest.raises(ValueError, match="packed documents need position_ids or cu_seq_lens_q"):
+            model(tokens[:1], **others)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must equal cu_seq_lens_q"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), cu_seq_lens_k=torch.tensor([0, 4, 11]))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -225,7 +241,7 @@ def test_masks_of_another_shape(implementation, tokens):
     block_mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 11, 11, device="cpu")
     with pytest.raises(ValueError, match="takes no BlockMask; use 'flex_attention'"):
         model(tokens, attention_mask=block_mask)
-    for mask in (padded[:, :9], padded[:1]):
+    for mask in (padded[:, :9], padded[:1], torch.ones(2, 9)):
         with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 11\)"):
             model(tokens, attention_mask=mask)
     past = model(tokens).past_key_values
@@ -344,6 +360,15 @@ def test_flex_attention_refuses_a_static_cache(tokens):
     model = make(attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
         model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+    with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static")
+
+
+def test_negative_scaling(tokens):
+    logits = [make(attention_scaling=-0.5, attn_implementation=name) for name in ("sdpa", "eager")]
+    logits[1].load_state_dict(logits[0].state_dict())
+    logits = [model(tokens).logits for model in logits]
+    assert torch.allclose(*logits, atol=1e-5)
 
 
 def test_unit_heads_in_half_precision():
