@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import platform
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,18 +53,21 @@ def make_inputs(arguments: argparse.Namespace, length: int, dtype: str) -> tuple
     return inputs, torch.randn(shape, **options).transpose(1, 2)
 
 
-def gate(arguments: argparse.Namespace) -> None:
+def gate(arguments: argparse.Namespace, dtype: str) -> None:
     """No figure for a wrong result.
 
     Raises:
-        SystemExit: if outputs or gradients of `nlq_tiled` are not those of `eager`.
+        SystemExit: if outputs or gradients of `nlq_tiled` are not those of `eager` in float32, up to the rounding of `dtype`.
     """
+    tolerance = 1e-5 if dtype == "float32" else 4 * torch.finfo(getattr(torch, dtype)).eps
     for name in arguments.activations:
-        inputs, gradient = make_inputs(arguments, 600, "float32")
-        for expected, actual in zip(*(attention(backend, name, inputs, gradient) for backend in ("eager", "nlq_tiled"))):
-            error = (expected - actual).abs().max() / expected.abs().max()
-            if not error < 1e-5:
-                raise SystemExit(f"correctness gate: {name} is off by {error:.2g}; nothing is timed")
+        inputs, gradient = make_inputs(arguments, 600, dtype)
+        exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+        expected = attention("eager", name, exact, gradient.float())
+        for one, other in zip(expected, attention("nlq_tiled", name, inputs, gradient)):
+            error = (one - other).abs().max() / one.abs().max()
+            if not error < tolerance:
+                raise SystemExit(f"correctness gate: {name} in {dtype} is off by {error:.2g}; nothing is timed")
 
 
 def seconds(
@@ -92,22 +96,23 @@ def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict
     return times
 
 
-def median_ratio(numerator: list[float], denominator: list[float]) -> float:
-    return statistics.median(above / below for above, below in zip(numerator, denominator))
+def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
+    """The quartiles of the rounds' ratios; the second is the median."""
+    return statistics.quantiles([above / below for above, below in zip(numerator, denominator)], n=4, method="inclusive")
 
 
 def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
-    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax on SDPA (and eager's time as a multiple of nlq_tiled's)")
-    print(f"{'length':>8}{'SDPA, ms':>10}" + "".join(f"{name:>19}" for name in arguments.activations), flush=True)
+    gate(arguments, dtype)
+    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax on SDPA (quartiles), eager's as a multiple of nlq_tiled's")
+    width = max(map(len, arguments.activations))
     results = {}
     for length in arguments.lengths:
         times = results[length] = measure_time(arguments, length, dtype)
-        cells = []
+        print(f"length {length}, SDPA {1000 * statistics.median(times[BASELINE]):.1f} ms")
         for name in arguments.activations:
-            tiled, eager = times["nlq_tiled", name], times["eager", name]
-            cells.append(f"{median_ratio(tiled, times[BASELINE]):.2f} ({median_ratio(eager, tiled):.1f})")
-        milliseconds = 1000 * statistics.median(times[BASELINE])
-        print(f"{length:>8}{milliseconds:>10.1f}" + "".join(f"{cell:>19}" for cell in cells), flush=True)
+            low, middle, high = ratios(times["nlq_tiled", name], times[BASELINE])
+            _, eager, _ = ratios(times["eager", name], times["nlq_tiled", name])
+            print(f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})  eager {eager:.1f}", flush=True)
     return results
 
 
@@ -149,7 +154,7 @@ def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[
     return results
 
 
-def plot(folder: Path, dtype: str, times: dict, memory: dict, memory_name: str) -> None:
+def plot(folder: Path, device: str, dtype: str, times: dict, memory: dict, memory_name: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +170,7 @@ def plot(folder: Path, dtype: str, times: dict, memory: dict, memory_name: str) 
         label = {"sdpa": "softmax, SDPA", "nlq_tiled": f"{name}, nlq_tiled", "eager": None}[backend]
         axes.plot(lengths, values, styles[backend], label=label, **options)
     axes.plot([], [], ":", color="grey", label="the same, eager")
-    axes.set(ylabel="forward and backward, ms", title=f"Causal attention on two CPU cores, {dtype}")
+    axes.set(ylabel="forward and backward, ms", title=f"Causal attention, {device}, {dtype}")
     _finish(figure, axes, lengths, folder / "attention-time.png")
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
@@ -202,11 +207,11 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    gate(arguments)
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else threads
     print(f"{device}; batch {arguments.batch}, {arguments.heads} heads of {arguments.head_dim}, causal, forward and backward")
-    print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(f"nlq {modeling_nlq.__version__} {commit}, torch {torch.__version__}")
     memory_name = arguments.activations[0]
     times, memory = {}, {}
     for dtype in arguments.dtypes:
@@ -214,7 +219,7 @@ def main() -> None:
         memory[dtype] = report_memory(arguments, memory_name, dtype)
     if arguments.plot is not None:
         dtype = arguments.dtypes[0]
-        plot(arguments.plot, dtype, times[dtype], memory[dtype], memory_name)
+        plot(arguments.plot, device, dtype, times[dtype], memory[dtype], memory_name)
 
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ class NLQPreTrainedModel(PreTrainedModel):
         known = ("eager", *ATTENTION_BACKENDS, *UNAVAILABLE_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
         if requested_attention not in known:
             choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
-            raise ValueError(f"attn_implementation={requested_attention!r} is unknown; use one of {choices}")
+            raise ValueError(f'Specified `attn_implementation="{requested_attention}"` is not supported; use one of {choices}')
         for layer in layers:
             find_backend(requested_attention, [index for index, other in enumerate(layers) if other == layer], *layer)
         return super().get_correct_attn_implementation(requested_attention, is_init_check)

@@ -399,5 +399,8 @@ def tiled_attention_forward(
     dropout = dropout if module.training else 0.0
     seed = torch.randint(2**62, ()) if dropout > 0.0 else None
     options = (module.activation.name, module.normalization, float(scaling), float(dropout))
-    output, _ = _TiledAttention.apply(query, key, value, visible_count, *masks, seed, *options)
+    # Dynamo (torch 2.13) fails on a function with a context where gradients are off, and there it needs none
+    is_plain = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    function = _forward_operator if is_plain else _TiledAttention.apply
+    output, _ = function(query, key, value, visible_count, *masks, seed, *options)
     return output, None

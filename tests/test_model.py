@@ -109,7 +109,7 @@ class TestSilentSoftmax:
         for activation in ("softmax", "relu"):
             with pytest.raises(ValueError, match="'nlq_triton' is not available yet; use one of nlq, eager, sdpa"):
                 make(activation, attn_implementation="nlq_triton")
-            with pytest.raises(ValueError, match="'tiled' is unknown; use one of nlq, eager, sdpa"):
+            with pytest.raises(ValueError, match='"tiled"` is not supported; use one of nlq, eager, sdpa'):
                 make(activation, attn_implementation="tiled")
             model = make(activation)
             model.config._attn_implementation = "nlq_triton"
