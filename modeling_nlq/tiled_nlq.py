@@ -159,12 +159,18 @@ class _Problem:
 
     def scores(self, i: int, j: int) -> torch.Tensor:
         """The scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
-        keys = self.columns(self.key, j).transpose(1, 2)
-        scores = torch.bmm(self.rows(self.query, i), keys).to(self.sum_dtype).mul_(self.scaling)
-        if self.log_count is not None:
-            start, end = self.query_tiles[i]
-            by_head = scores.view(*self.shape, end - start, -1)
-            by_head -= self.log_count[..., start:end, None]
+        rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
+        start, end = self.query_tiles[i]
+        has_bias = self.log_count is not None
+        if self.dtype == self.sum_dtype:
+            # Bias and scaling ride along with the product, which saves two passes over the scores
+            scores = rows.new_empty(*rows.shape[:2], keys.shape[2])
+            if has_bias:
+                scores.view(*self.shape, end - start, -1).copy_(-self.log_count[..., start:end, None])
+            return scores.baddbmm_(rows, keys, beta=float(has_bias), alpha=self.scaling)
+        scores = torch.bmm(rows, keys).to(self.sum_dtype).mul_(self.scaling)
+        if has_bias:
+            scores.view(*self.shape, end - start, -1).sub_(self.log_count[..., start:end, None])
         return scores
 
     def weights(self, i: int, j: int) -> torch.Tensor:
