@@ -85,7 +85,8 @@ def seconds(
 def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict[tuple[str, str], list[float]]:
     """Seconds of each candidate, `(backend, activation)`, in each round."""
     inputs, gradient = make_inputs(arguments, length, dtype)
-    candidates = [BASELINE, *((backend, name) for backend in ("nlq_tiled", "eager") for name in arguments.activations)]
+    backends = ("nlq_tiled", "eager") if arguments.eager else ("nlq_tiled",)
+    candidates = [BASELINE, *((backend, name) for backend in backends for name in arguments.activations)]
     times = {candidate: [] for candidate in candidates}
     rounds = arguments.rounds if length <= 2048 else max(arguments.rounds // 3, 3)
     for round_number in range(rounds + 1):  # the first one warms up
@@ -104,7 +105,7 @@ def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
 
 def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
     gate(arguments, dtype)
-    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax on SDPA (quartiles), eager's as a multiple of nlq_tiled's")
+    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax's on SDPA (quartiles); eager's as a multiple of nlq_tiled's")
     width = max(map(len, arguments.activations))
     results = {}
     for length in arguments.lengths:
@@ -112,8 +113,10 @@ def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tup
         print(f"length {length}, SDPA {1000 * statistics.median(times[BASELINE]):.1f} ms")
         for name in arguments.activations:
             low, middle, high = ratios(times["nlq_tiled", name], times[BASELINE])
-            _, eager, _ = ratios(times["eager", name], times["nlq_tiled", name])
-            print(f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})  eager {eager:.1f}", flush=True)
+            line = f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})"
+            if arguments.eager:
+                line += f"  eager {ratios(times['eager', name], times['nlq_tiled', name])[1]:.1f}"
+            print(line, flush=True)
     return results
 
 
@@ -204,6 +207,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head_dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15, help="up to length 2048; a third of them beyond")
+    parser.add_argument(
+        "--eager", action=argparse.BooleanOptionalAction, default=True, help="eager's time too, and memory: most of the minutes"
+    )
     parser.add_argument("--plot", type=Path, help="folder for the two pictures, drawn from the first dtype")
     arguments = parser.parse_args()
 
@@ -217,8 +223,9 @@ def main() -> None:
     times, memory = {}, {}
     for dtype in arguments.dtypes:
         times[dtype] = report_time(arguments, dtype)
-        memory[dtype] = report_memory(arguments, memory_name, dtype)
-    if arguments.plot is not None:
+        if arguments.eager:
+            memory[dtype] = report_memory(arguments, memory_name, dtype)
+    if arguments.plot is not None and arguments.eager:
         dtype = arguments.dtypes[0]
         plot(arguments.plot, device, dtype, times[dtype], memory[dtype], memory_name)
 
