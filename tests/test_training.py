@@ -276,6 +276,12 @@ class TestRun:
         metrics = train(load_recipe(str(recipe_file), [*overrides, "--output_dir", str(tmp_path / "run")]))
         assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
 
+    def test_trains_with_the_models_own_backend(self, run, recipe_file, tmp_path):
+        """Counting the parameters once left every model with the slow reference backend."""
+        assert run[1]["attn_implementation"] == "sdpa"
+        options = ["--output_dir", str(tmp_path / "relu"), "--max_steps", "2", "--set", "attention_activation=relu"]
+        assert train(load_recipe(str(recipe_file), options))["attn_implementation"] == "nlq"
+
     def test_two_processes_train_as_one(self, run, recipe_file, tmp_path):
         folder = tmp_path / "two"
         accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())

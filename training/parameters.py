@@ -1,5 +1,6 @@
 """Sizes and costs of a configuration, without allocating it."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
     Norms, activations and the softmax are not counted.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # A copy, for the backend named here is written into the configuration, which may be that of a model in use
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     embeddings.add(id(model.get_output_embeddings().weight))
     parameters = list(model.parameters())

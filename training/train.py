@@ -272,6 +272,7 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
         "parameters": size.total,
         "non_embedding_parameters": size.non_embedding,
         "flops_per_token": size.flops_per_token,
+        "attn_implementation": model.config._attn_implementation,
         "processes": arguments.world_size,
         "device": torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
         "versions": {
