@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
 from modeling_nlq.training.data import standard_library_documents
 from modeling_nlq.training.recipe import load_recipe
 from modeling_nlq.training.train import train
@@ -96,3 +96,19 @@ def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
     """A finished run and its metrics."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     return folder, train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+
+
+@pytest.fixture(scope="module")
+def tiny_tiles():
+    """Tiles so small that these tests' short sequences take several."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
+            monkeypatch.setattr(tiled_nlq, name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def uncompiled():
+    """flex_attention compiles itself. A compiler may be missing, and the same function and mask run without."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

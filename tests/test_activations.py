@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_cases import LAYOUTS, NON_NEGATIVE, PHI, check, expected_of, layer_for, run
 from huggingface_hub.errors import StrictDataclassError
+from reference import CANONICAL_NORMALIZATION
 from transformers.activations import ACT2FN
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, attention_nlq
@@ -20,31 +21,21 @@ from modeling_nlq.attention_nlq import (
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
-NORMALIZATION = {
-    "softmax": "sum",
-    "sigmoid": "none",
-    "relu": "length",
-    "relu_squared": "length",
-    "squared": "sum",
-    "softplus": "sum",
-    "tanh": "length",
-    "identity": "length",
-}
-FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in NORMALIZATION if name != "softmax"}}
+FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in CANONICAL_NORMALIZATION if name != "softmax"}}
 # Off 0, where some have a kink
 SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
 
 
 class TestTable:
     def test_names(self):
-        assert set(ATTENTION_ACTIVATIONS) == set(NORMALIZATION)
-        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(NORMALIZATION) - {"linear", "prelu", "xielu"}
+        assert set(ATTENTION_ACTIVATIONS) == set(CANONICAL_NORMALIZATION)
+        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"linear", "prelu", "xielu"}
 
-    @pytest.mark.parametrize("name", NORMALIZATION)
+    @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
     def test_row(self, name):
         row = get_attention_activation(name)
         assert row.name == name
-        assert row.normalization == NORMALIZATION[name]
+        assert row.normalization == CANONICAL_NORMALIZATION[name]
         assert row.non_negative == (name in (*NON_NEGATIVE, "softmax"))
         assert row.is_elementwise == (name != "softmax")
         assert row.subtract_log_count == (name == "sigmoid")
@@ -52,7 +43,7 @@ class TestTable:
         assert row.source
         assert (row.function(SCORES).min() >= 0) == row.non_negative
 
-    @pytest.mark.parametrize("name", NORMALIZATION)
+    @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
     def test_function_and_derivative(self, name):
         row = get_attention_activation(name)
         scores = SCORES.clone().requires_grad_()
@@ -65,7 +56,7 @@ class TestTable:
             torch.testing.assert_close(actual, other.detach(), rtol=1e-9, atol=1e-12)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", [name for name in NORMALIZATION if name != "softmax"])
+    @pytest.mark.parametrize("name", [name for name in CANONICAL_NORMALIZATION if name != "softmax"])
     def test_derivative_is_finite(self, name, dtype):
         row = get_attention_activation(name)
         scores = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1e-30, 1.0, 90.0, 1e4], dtype=dtype)

@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from modeling_nlq import tiled_nlq
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
 
@@ -51,20 +49,7 @@ OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sampl
 BEAMS = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tiny_tiles():
-    """Tiles so small that these tests' short sequences take several."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
-            monkeypatch.setattr(tiled_nlq, name, value)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uncompiled():
-    """flex_attention compiles itself. A compiler may be missing, and the same function and mask run without."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("tiny_tiles", "uncompiled")
 
 
 @pytest.fixture(scope="module")

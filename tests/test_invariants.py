@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
@@ -67,20 +67,7 @@ def cases(*, without=()):
     return pytest.mark.parametrize("draw_model", chosen, ids="-".join, indirect=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tiny_tiles():
-    """Tiles so small that these tests' short sequences take several."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
-            monkeypatch.setattr(tiled_nlq, name, value)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uncompiled():
-    """flex_attention compiles itself. A compiler may be missing, and the same function and mask run without."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("tiny_tiles", "uncompiled")
 
 
 def switches_of(kind, implementation):
