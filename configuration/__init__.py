@@ -1,15 +1,15 @@
-"""Named configurations that ship with the package: models, recipes and accelerate files."""
+"""Named configurations that ship with the package: models, recipes, comparisons and accelerate files."""
 
 import difflib
 from pathlib import Path
 
 
 _ROOT = Path(__file__).parent
-_SUFFIXES = {"models": ".json", "recipes": ".yaml", "accelerate": ".yaml"}
+_SUFFIXES = {"models": ".json", "recipes": ".yaml", "comparisons": ".yaml", "accelerate": ".yaml"}
 
 
 def names(kind: str) -> list[str]:
-    """The names there are of a kind: `"models"`, `"recipes"` or `"accelerate"`."""
+    """The names there are of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
     return sorted(path.stem for path in (_ROOT / kind).glob(f"*{_SUFFIXES[kind]}"))
 
 
@@ -17,7 +17,7 @@ def find(kind: str, name: str) -> Path:
     """The file of a named configuration.
 
     Args:
-        kind: `"models"`, `"recipes"` or `"accelerate"`.
+        kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`.
         name: a name without folder and suffix, or the path of a file of one's own.
 
     Raises:

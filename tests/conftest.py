@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
-from modeling_nlq.training.data import standard_library_documents
+from modeling_nlq.training.data import python_documents
 from modeling_nlq.training.recipe import load_recipe
 from modeling_nlq.training.train import train
 
@@ -54,7 +54,7 @@ def make_model():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
-    documents = [row for row in standard_library_documents("") if row["path"].startswith(("json/", "email/", "collections/"))]
+    documents = [row for row in python_documents("python-stdlib", "") if row["path"].startswith(("json/", "email/", "collections/"))]
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in documents))
     return path

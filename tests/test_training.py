@@ -26,7 +26,7 @@ from modeling_nlq.training.data import (
     load_documents,
     make_blocks,
     make_tokenizer,
-    standard_library_documents,
+    python_documents,
     unigram_perplexity,
 )
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
@@ -117,7 +117,7 @@ class TestData:
         assert unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, 512) == pytest.approx(expected)
 
     def test_builtin_corpus(self):
-        paths = [row["path"] for row in standard_library_documents("")]
+        paths = [row["path"] for row in python_documents("python-stdlib", "")]
         assert len(paths) > 100 and "json/decoder.py" in paths and len(paths) == len(set(paths))
 
 
@@ -208,7 +208,9 @@ class TestRun:
                     raise KeyboardInterrupt
 
         real_init = Trainer.__init__
-        monkeypatch.setattr(Trainer, "__init__", lambda self, **kwargs: real_init(self, callbacks=[PowerCut()], **kwargs))
+        monkeypatch.setattr(
+            Trainer, "__init__", lambda self, callbacks, **kwargs: real_init(self, callbacks=[*callbacks, PowerCut()], **kwargs)
+        )
         arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
         assert main(arguments) == 130 and stopped_at == [5]
         # A checkpoint that was being written when the power went must be passed over, and must not be lost on

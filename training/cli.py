@@ -7,7 +7,7 @@ import sys
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="nlq", description="Train, evaluate and use NLQ models.")
+    parser = argparse.ArgumentParser(prog="nlq", description="Train, compare, evaluate and use NLQ models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser(
@@ -21,6 +21,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("recipe", help="name of a shipped recipe, or a YAML file")
     command.set_defaults(run=_train)
+
+    command = commands.add_parser(
+        "compare",
+        help="compare models over learning rates and seeds",
+        description="Train the models of a comparison, each at its own best learning rate and over several seeds, and report "
+        "which differ from the baseline by more than noise. Run again, the same command goes on where it was interrupted.",
+        epilog="Fields of the recipe that all models share can be set as in `nlq train`: --max_steps 100. Several processes "
+        "share the runs between them, each on a device of its own: accelerate launch --config_file "
+        "configuration/accelerate/multi-gpu.yaml -m modeling_nlq.training compare COMPARISON, or the same command in several "
+        "terminals.",
+        allow_abbrev=False,
+    )
+    command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
+    command.add_argument("--output_dir", default=None, help="results folder; by default runs/NAME")
+    command.add_argument("--dry-run", action="store_true", help="print the plan and its cost, and stop")
+    command.set_defaults(run=_compare)
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
@@ -63,7 +79,30 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 
 
+def _compare(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from pathlib import Path
+
+    from modeling_nlq.training.comparison import load_comparison
+
+    comparison = load_comparison(arguments.comparison, overrides)
+    is_main_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if is_main_process:
+        print("\n".join(comparison.describe()), flush=True)
+    if arguments.dry_run:
+        return
+    from modeling_nlq.training.compare import compare
+    from modeling_nlq.training.report import describe, write_report
+
+    folder = Path(arguments.output_dir or f"runs/{comparison.name}")
+    results = compare(comparison, folder)
+    if is_main_process:
+        write_report(results, folder)
+        print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
+
+
 def _describe(metrics: dict) -> str:
+    if metrics.get("diverged_at") is not None:
+        return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
     parts = [f"held-out perplexity {metrics['eval_perplexity']:.2f}"]
     if metrics.get("unigram_perplexity"):
         parts.append(f"unigram baseline {metrics['unigram_perplexity']:.2f}")
@@ -132,13 +171,13 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.parameters import matching_intermediate_size, measure
+    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
     from modeling_nlq.training.train import load_config
 
     budget = None
     if arguments.match is not None:
         text = arguments.match.replace(",", "").replace("_", "")
-        budget = int(text) if text.isdecimal() else measure(load_config(arguments.match)).non_embedding
+        budget = Size(0, int(text), 0) if text.isdecimal() else measure(load_config(arguments.match))
     header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
     rows = [header]
     for name in arguments.models:
@@ -165,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; what a user can cause ends in one line on stderr and exit status 1."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command != "train":
+    if rest and parsed.command not in ("train", "compare"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     from huggingface_hub.errors import StrictDataclassError

@@ -1,5 +1,6 @@
 """Text to blocks of tokens: corpora, the split of documents, tokenizers and packing, all through `datasets`."""
 
+import functools
 import hashlib
 import os
 import sysconfig
@@ -24,20 +25,26 @@ _TOKENS = Features({"input_ids": List(Value("int32"))})
 _FILE_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def standard_library_files() -> list[Path]:
-    """The Python files of the running interpreter's standard library, in a fixed order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+# The built-in corpora, and where of `sysconfig.get_paths()` their Python files lie.
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
 
 
-def standard_library_documents(fingerprint: str) -> Iterator[dict[str, str]]:
-    """The built-in corpus: one document per file that is valid Python source text.
+def python_files(corpus: str) -> list[Path]:
+    """The Python files of a built-in corpus, in a fixed order: `python-stdlib` is the running interpreter's standard library,
+    `python-site-packages` what is installed beside it."""
+    root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
+    return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
+
+
+def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
+    """The documents of a built-in corpus: one per file that is valid Python source text.
 
     Args:
+        corpus: a key of `BUILT_IN_CORPORA`.
         fingerprint: of the files; `datasets` caches by it.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in standard_library_files():
+    root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
+    for path in python_files(corpus):
         try:
             with tokenize.open(path) as file:  # honours the encoding that the file declares
                 text = file.read()
@@ -55,7 +62,7 @@ def _fingerprint_of_files(files: list[Path]) -> str:
 
 
 def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | IterableDatasetDict:
-    """The documents, with the column `text`, in the splits `train` and `validation`.
+    """The documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
 
     Args:
         recipe: names the dataset.
@@ -65,10 +72,10 @@ def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | I
         ValueError: if the dataset is missing, empty, lacks the column, or leaves a split without documents.
     """
     name = recipe.dataset
-    if name == "python-stdlib":
-        files = standard_library_files()
+    if name in BUILT_IN_CORPORA:
+        fingerprint = _fingerprint_of_files(python_files(name))
         splits = Dataset.from_generator(
-            standard_library_documents, gen_kwargs={"fingerprint": _fingerprint_of_files(files)}, split="train"
+            python_documents, gen_kwargs={"corpus": name, "fingerprint": fingerprint}, split="train"
         )
         splits = splits.to_iterable_dataset() if recipe.streaming else splits
     else:
@@ -82,12 +89,10 @@ def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | I
     if splits["train"].column_names is not None and column not in splits["train"].column_names:
         columns = ", ".join(splits["train"].column_names)
         raise ValueError(f"dataset {name!r} has no column {column!r}; set text_column to one of {columns}")
-    if "validation" in splits:
-        documents = {split: splits[split] for split in ("train", "validation")}
-    else:
-        documents = _split_by_hash(splits["train"], recipe)
+    documents = _hold_out(splits, recipe)
     if recipe.max_validation_documents is not None:
-        documents["validation"] = _take(documents["validation"], recipe.max_validation_documents)
+        for split in documents.keys() - {"train"}:
+            documents[split] = _take(documents[split], recipe.max_validation_documents)
     kind = IterableDatasetDict if recipe.streaming else DatasetDict
     documents = kind(documents)
     if not recipe.streaming:
@@ -125,21 +130,30 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _is_held_out(document: dict, column: str, fraction: float) -> bool:
+def _lies_between(document: dict, column: str, first: float, last: float) -> bool:
+    """Whether a hash of a document's path, or of its text, lies in a part of [0, 1): the same in every process and order."""
     key = document.get("path") or document[column]
     if not isinstance(document[column], str) or not isinstance(key, str):
         raise ValueError(f"column {column!r} must hold text, not {document[column]!r}")
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < fraction * 2**64
+    return first <= int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64 < last
 
 
-def _split_by_hash(dataset, recipe: Recipe) -> dict:
-    """Held-out documents by a hash of the path, or of the text: the same in every process, order and streaming run."""
-    column, fraction = recipe.text_column, recipe.validation_fraction
+def _hold_out(splits: dict, recipe: Recipe) -> dict:
+    """The dataset's own splits, and held-out documents of its training split for those that it has not."""
+    column = recipe.text_column
+    wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
+    documents, bounds, end = {"train": splits["train"]}, {}, 0.0
+    for split, fraction in wanted.items():
+        if fraction > 0.0 and split in splits:
+            documents[split] = splits[split]
+        elif fraction > 0.0:
+            bounds[split] = (end, end + fraction)
+            end += fraction
     options = {} if recipe.streaming else {"num_proc": recipe.num_proc}
-    return {
-        "train": dataset.filter(lambda document: not _is_held_out(document, column, fraction), **options),
-        "validation": dataset.filter(lambda document: _is_held_out(document, column, fraction), **options),
-    }
+    for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
+        lies_here = functools.partial(_lies_between, column=column, first=first, last=last)
+        documents[split] = splits["train"].filter(lies_here, **options)
+    return documents
 
 
 def _take(dataset, count: int):

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -49,15 +50,29 @@ def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
     )
 
 
-def matching_intermediate_size(config: PreTrainedConfig, non_embedding: int) -> int:
-    """The MLP width that brings the model's non-embedding parameters nearest to a budget.
+def matching_intermediate_size(
+    config: PreTrainedConfig, budget: Size, match: Literal["parameters", "flops"] = "parameters", context: int | None = None
+) -> int:
+    """The MLP width that brings a model nearest to a budget.
+
+    Args:
+        config: of the model.
+        budget: the size to match.
+        match: whether in non-embedding parameters or in FLOPs per token.
+        context: as in `measure`, for FLOPs.
 
     Raises:
         ValueError: if even a width of 1 exceeds it.
     """
-    per_unit = config.num_hidden_layers * (2 * config.hidden_size + int(config.use_bias))
-    surplus = non_embedding - measure(config).non_embedding
-    width = config.intermediate_size + round(surplus / per_unit)
+    size = measure(config, context)
+    weights_per_unit = 2 * config.num_hidden_layers * config.hidden_size
+    if match == "parameters":
+        per_unit = weights_per_unit + config.num_hidden_layers * int(config.use_bias)
+        wanted, own, what = budget.non_embedding, size.non_embedding, "non-embedding parameters"
+    else:
+        per_unit = 6 * weights_per_unit
+        wanted, own, what = budget.flops_per_token, size.flops_per_token, "FLOPs per token"
+    width = config.intermediate_size + round((wanted - own) / per_unit)
     if width < 1:
-        raise ValueError(f"no MLP width brings the model down to {non_embedding:,} non-embedding parameters")
+        raise ValueError(f"no MLP width brings the model down to {wanted:,} {what}")
     return width

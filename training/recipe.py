@@ -29,7 +29,8 @@ class Recipe:
     dataset: str = field(
         default="python-stdlib",
         metadata={
-            "help": "`python-stdlib`, a Hub dataset, or a local .txt (documents between blank lines), .jsonl or .parquet."
+            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset, or a local .txt (documents between blank lines), "
+            ".jsonl or .parquet."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
@@ -42,6 +43,13 @@ class Recipe:
         metadata={"help": "Share of documents held out, chosen by a hash, where the dataset has no validation split."},
     )
     max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most so many documents."})
+    test_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of documents held out once more, for a result that no choice was made by, where the dataset has no "
+            "test split; 0 leaves the result out."
+        },
+    )
     tokenizer: str | None = field(
         default=None,
         metadata={
@@ -61,6 +69,10 @@ class Recipe:
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention backend; by default the model's own choice."}
     )
+    record_stability: bool = field(
+        default=False, metadata={"help": "Record entropy, normaliser and scores of every attention layer while training."}
+    )
+    stability_steps: int = field(default=50, metadata={"help": "Record them every so many optimizer steps."})
 
     def __post_init__(self):
         for name in ("model", "dataset", "text_column"):
@@ -70,6 +82,10 @@ class Recipe:
             self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
+        if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
+            raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
+        if self.stability_steps < 1:
+            raise ValueError(f"stability_steps={self.stability_steps} must be at least 1")
         if not isinstance(self.block_size, int) or self.block_size < 2:
             raise ValueError(f"block_size={self.block_size!r} must be a whole number of at least 2 tokens")
         if self.packing not in ("stream", "documents"):
@@ -99,7 +115,16 @@ class _RecipeParser(HfArgumentParser):
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 takes `2e-5` for text: the number needs `2.0e-5` there. Here both are numbers."""
+    """YAML 1.1 takes `2e-5` for text: the number needs `2.0e-5` there. Here both are numbers.
+
+    And of a key that is given twice it keeps the last without a word; here that is an error.
+    """
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _YamlLoader.add_implicit_resolver(
@@ -107,12 +132,24 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def _check_keys(source: str, keys, known) -> None:
+def check_keys(source: str, keys, known) -> None:
+    """Raises `ValueError` for a key that is not known, with the nearest that is."""
     for key in keys:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
             raise ValueError(f"{source}: unknown field {key!r}{hint}")
+
+
+def read_section(section: Any, source: str) -> dict[str, Any]:
+    """A copy of a mapping in a YAML file, empty if it is not there.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"{source} must hold fields and values, not {section!r}")
+    return dict(section or {})
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -141,16 +178,26 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
         ValueError: for an unknown recipe, field or value.
     """
     path = find("recipes", source)
-    content = read_yaml(path)
-    training = content.pop("training", None) or {}
-    switches = content.pop("switches", None) or {}
-    for name, section in (("training", training), ("switches", switches)):
-        if not isinstance(section, dict):
-            raise ValueError(f"{path}: {name} must hold fields and values, not {section!r}")
+    return resolve_recipe(read_yaml(path), overrides, str(path))
+
+
+def resolve_recipe(content: dict[str, Any], overrides: list[str] | None = None, source: str = "recipe") -> ResolvedRecipe:
+    """A recipe from what its file holds.
+
+    Args:
+        content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
+        overrides: as in `load_recipe`.
+        source: where the content is from, for error messages; its stem names the default `output_dir`.
+
+    Raises:
+        ValueError: for an unknown field or value.
+    """
+    content = dict(content)
+    training, switches = (read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches"))
     recipe_fields = {item.name for item in dataclasses.fields(Recipe)}
     training_fields = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
-    _check_keys(str(path), content, recipe_fields | {"training", "switches"})
-    _check_keys(f"{path}: training", training, training_fields)
+    check_keys(source, content, recipe_fields | {"training", "switches"})
+    check_keys(f"{source}: training", training, training_fields)
 
     # argparse tells what the command line gives from what it fills in only by a first pass without defaults
     given_parser = _make_parser()
@@ -158,14 +205,14 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
     arguments, unknown = given_parser.parse_known_args(overrides or [])
     if unknown:
         options = {f"--{name}" for name in recipe_fields | training_fields | {"set"}}
-        _check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
+        check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     command_line = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     switches = {**switches, **dict(_parse_switch(text) for text in arguments.set or [])}
 
     content.update({name: value for name, value in command_line.items() if name in recipe_fields})
     training.update({name: value for name, value in command_line.items() if name in training_fields})
-    training.setdefault("output_dir", f"runs/{path.stem}")
+    training.setdefault("output_dir", f"runs/{Path(source).stem}")
     parser = _make_parser()
     # What suits the device, unless the recipe says otherwise
     has_gpu = torch.cuda.is_available()
@@ -175,7 +222,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedReci
         device_defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
     parser.set_defaults(**{**device_defaults, **content, **training})
     if "model" not in content:
-        raise ValueError(f"{path}: the field 'model' is missing")
+        raise ValueError(f"{source}: the field 'model' is missing")
     namespace = parser.parse_args([])  # converts what YAML gave as text, such as 1e-3
     recipe, training_arguments = (
         kind(**{item.name: getattr(namespace, item.name) for item in dataclasses.fields(kind) if item.init})

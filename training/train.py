@@ -1,9 +1,13 @@
 """`nlq train`: a recipe to a run folder that holds all one needs to load, judge and share the model."""
 
+import itertools
 import json
+import math
+import os
 import platform
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -33,6 +38,8 @@ from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, ma
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, is_saved_model, read_yaml
+from modeling_nlq.training.record import RecordingTrainer, RunRecord, has_diverged, peak_memory
+from modeling_nlq.training.stability import StabilityCallback
 
 
 logger = logging.get_logger(__name__)
@@ -41,6 +48,8 @@ RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.json"
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
 _FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "logging_steps", "report_to", "dataloader_num_workers"}
+# Blocks of the validation split whose attention is looked at while training
+_STABILITY_BLOCKS = 2
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -63,8 +72,12 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
 
 
-def _check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
-    """Finds every conflict between settings before anything heavy starts."""
+def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
+    """Finds every conflict between settings before anything heavy starts.
+
+    Raises:
+        ValueError: naming them all.
+    """
     recipe, arguments = resolved.recipe, resolved.training_arguments
     conflicts = []
     if getattr(config, "position_embedding", "learned") == "learned" and recipe.block_size > config.max_position_embeddings:
@@ -94,18 +107,28 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
         # An attempt that failed before it saved any weights: nothing is lost by beginning anew
         if is_main_process:
             (folder / "tokenizer.json").unlink(missing_ok=True)
-            recipe_file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+            write_text(recipe_file, yaml.safe_dump(given, sort_keys=False))
     elif recipe_file.is_file():
-        before, now = _flatten(read_yaml(recipe_file)), _flatten(given)
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        if changed:
-            changes = ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
+        if changes := differences(_flatten(read_yaml(recipe_file)), _flatten(given)):
             raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
     elif is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        recipe_file.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+        write_text(recipe_file, yaml.safe_dump(given, sort_keys=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all, whenever the power goes."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The fields that differ between what lies in a folder and what is asked for now, in words; empty if there are none."""
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
 
 
 def _flatten(given: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +197,8 @@ def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
     free = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
     before = type(config).from_pretrained(str(checkpoint)).to_dict()
     now = config.to_dict()
-    if changed := sorted(key for key in now.keys() - free if before.get(key) != now[key]):
-        changes = ", ".join(f"{key}: {before.get(key)!r} there, {now[key]!r} now" for key in changed)
+    known = now.keys() - free
+    if changes := differences({key: before.get(key) for key in known}, {key: now[key] for key in known}):
         raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
 
 
@@ -200,8 +223,17 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
 
 
-def train(resolved: ResolvedRecipe) -> dict[str, Any]:
+def train(
+    resolved: ResolvedRecipe, tokenizer_folder: Path | None = None, callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
+
+    A run whose loss becomes infinite or no number stops there and saves no weights.
+
+    Args:
+        resolved: the recipe.
+        tokenizer_folder: where the tokenizer lies that several runs share; by default the run makes or loads its own.
+        callbacks: more callbacks for `Trainer`.
 
     Returns:
         What `metrics.json` holds.
@@ -212,7 +244,7 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
     recipe, arguments = resolved.recipe, resolved.training_arguments
     folder = Path(arguments.output_dir)
     is_main_process = arguments.process_index == 0
-    _check_recipe(resolved, load_config(recipe.model, resolved.switches))
+    check_recipe(resolved, load_config(recipe.model, resolved.switches))
     with arguments.main_process_first(local=False):
         _claim_run_folder(folder, resolved.given, is_main_process)
     if (folder / METRICS_FILE).is_file():
@@ -220,21 +252,32 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
         return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
 
     with arguments.main_process_first(local=False, desc="data preparation"):
-        tokenizer, blocks, fingerprint = prepare_data(recipe, folder, arguments.seed)
+        tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder or folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
     size = measure(model.config, recipe.block_size)
     arguments.batch_eval_metrics = True
-    trainer = Trainer(
+    arguments.logging_nan_inf_filter = False
+    collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
+    record = RunRecord()
+    trainer = RecordingTrainer(
+        record=record,
         model=model,
         args=arguments,
         train_dataset=blocks["train"].dataset,
         eval_dataset=blocks["validation"].dataset,
-        data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
+        data_collator=collate,
         processing_class=tokenizer,
         compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
         preprocess_logits_for_metrics=token_losses,
     )
+    if recipe.record_stability:
+        probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
+        trainer.add_callback(
+            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, position_ids=probe.get("position_ids"))
+        )
+    for callback in callbacks:
+        trainer.add_callback(callback)
 
     checkpoint = last_complete_checkpoint(folder)
     if arguments.resume_from_checkpoint is not None:
@@ -250,24 +293,44 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
         # Cut off after its last step: Trainer would take one more
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
+        record.restore(state)
         model.to(arguments.device)
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    evaluated = trainer.evaluate()
-    trainer.save_model()
+    evaluated = {}
+    if record.diverged_at is None:
+        evaluated = _last_evaluation(trainer) or trainer.evaluate()
+        if "test" in blocks:
+            trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token)
+            evaluated.update(trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test"))
+        trainer.save_model()
+    diverged = record.diverged_at is not None or has_diverged(evaluated["eval_loss"], model.config.vocab_size)
 
     unigram = None
     if trainer.is_world_process_zero() and not recipe.streaming:
         unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, len(tokenizer))
     per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size * recipe.block_size
+    tokens_seen = trainer.state.global_step * per_step
     metrics = {
-        **{name: value for name, value in evaluated.items() if name.startswith("eval_")},
+        # JSON knows no NaN
+        **{
+            name: value if math.isfinite(value) else None
+            for name, value in evaluated.items()
+            if name.startswith(("eval_", "test_"))
+        },
+        "diverged": diverged,
+        "diverged_at": record.diverged_at,
         "unigram_perplexity": unigram,
-        "train_loss": next((entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry), None),
+        "train_loss": next(
+            (entry["loss"] for entry in reversed(trainer.state.log_history) if math.isfinite(entry.get("loss", math.nan))), None
+        ),
         "steps": trainer.state.global_step,
-        "tokens_seen": trainer.state.global_step * per_step,
-        "train_tokens": blocks["train"].tokens,
-        "validation_tokens": blocks["validation"].tokens,
+        "tokens_seen": tokens_seen,
+        "token_stream": record.token_stream,
+        "train_seconds": record.seconds,
+        "tokens_per_second": tokens_seen / record.seconds if record.seconds else None,
+        "peak_memory": peak_memory(arguments.device),
+        **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": fingerprint,
         "parameters": size.total,
         "non_embedding_parameters": size.non_embedding,
@@ -283,11 +346,21 @@ def train(resolved: ResolvedRecipe) -> dict[str, Any]:
     }
     if trainer.is_world_process_zero():
         plot_losses(trainer.state.log_history, folder / "loss.png", recipe.model)
-        render(folder.resolve().name, model.config, resolved.given, metrics).save(folder / "README.md")
+        if evaluated:
+            render(folder.resolve().name, model.config, resolved.given, metrics).save(folder / "README.md")
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         # Last: a run that has its metrics is finished
-        (folder / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
+
+
+def _last_evaluation(trainer: Trainer) -> dict[str, float] | None:
+    """What was measured on the validation split after the last step, if it was and these are still the weights."""
+    for entry in reversed(trainer.state.log_history):
+        if "eval_loss" in entry:
+            is_last = entry["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end
+            return {name: value for name, value in entry.items() if name.startswith("eval_")} if is_last else None
+    return None
 
 
 def evaluate_model(

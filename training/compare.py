@@ -1,0 +1,228 @@
+"""`nlq compare`: every run of a comparison, each once, then the results.
+
+Any number of processes may work on one results folder, started by `accelerate launch` or by hand, on one machine or on several
+that share the folder: a run belongs to the process that holds its lock, which the operating system takes from a dead one.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from modeling_nlq.training.comparison import Comparison, Run
+from modeling_nlq.training.recipe import read_yaml, resolve_recipe
+from modeling_nlq.training.results import RESULTS_FILE, best_learning_rate, gather, read_metrics, run_folder
+from modeling_nlq.training.train import differences, prepare_data, train, write_text
+
+
+COMPARISON_FILE = "comparison.yaml"
+_BUSY = "busy"
+# What launchers tell their processes, and a run of its own must not read
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+)
+
+
+def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """Makes all runs that are not finished, and returns the results.
+
+    Args:
+        comparison: what to run.
+        folder: where the runs lie, or will.
+
+    Raises:
+        ValueError: if the folder holds another comparison or something else; nothing in it is touched.
+        RuntimeError: if a run failed for another reason than its loss; finished runs stay.
+    """
+    _claim_folder(folder, comparison)
+    with FileLock(folder / "tokenizer.lock"):
+        # Once for all runs, which then find the data in the cache
+        first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
+        prepare_data(first.recipe, folder / "tokenizer")
+    _run_all(comparison, folder)
+    text = json.dumps(gather(comparison, folder), allow_nan=False)
+    write_text(folder / RESULTS_FILE, text + "\n")
+    return json.loads(text)
+
+
+def _claim_folder(folder: Path, comparison: Comparison) -> None:
+    file = folder / COMPARISON_FILE
+    if file.is_file():
+        if changes := differences(_flatten(read_yaml(file)), _flatten(comparison.given)):
+            raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(file, yaml.safe_dump(comparison.given, sort_keys=False))
+
+
+def _flatten(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in given.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:
+    """The runs that can begin now, in their order, and how many runs are not finished."""
+    ready, count = [], 0
+    for model in comparison.contenders:
+        sweep = [run for run in comparison.sweep(model) if read_metrics(folder, run) is None]
+        if sweep:
+            ready += sweep
+            count += len(sweep) + len(comparison.seeds)
+        elif (rate := best_learning_rate(comparison, folder, model)) is not None:
+            reported = [run for run in comparison.reported(model, rate) if read_metrics(folder, run) is None]
+            ready += reported
+            count += len(reported)
+    # All sweeps first, then seed by seed: what is there early is of all models
+    order = {seed: index for index, seed in enumerate(comparison.seeds)}
+    return sorted(ready, key=lambda run: -1 if run.is_sweep else order[run.seed]), count
+
+
+def _run_all(comparison: Comparison, folder: Path) -> None:
+    """Makes the runs that are not finished, one after another, each in a process of its own."""
+    context = multiprocessing.get_context("forkserver")  # imports once, and every run is still a fresh process
+    context.set_forkserver_preload(["modeling_nlq.training.train"])
+    steps = context.Value("q", 0)
+    total = sum(comparison.runs_of(model) for model in comparison.contenders)
+    steps_per_run = resolve_recipe(comparison.contenders[comparison.baseline].content).training_arguments.max_steps
+    with (
+        _environment_of_one_run(),
+        tqdm(total=total * steps_per_run, unit="step", disable=None, dynamic_ncols=True) as progress,
+    ):
+        while True:
+            ready, count = _unfinished(comparison, folder)
+            progress.n = (total - count) * steps_per_run
+            progress.refresh()
+            if not count:
+                return
+            for run in ready:
+                if not _is_locked(folder, run) and _run_one(comparison, run, folder, context, steps, progress) != _BUSY:
+                    break
+            else:
+                time.sleep(1.0)  # others are at work on all that is left
+
+
+def _lock_file(folder: Path, run: Run) -> Path:
+    path = run_folder(folder, run)
+    return path.with_name(f"{path.name}.lock")
+
+
+def _is_locked(folder: Path, run: Run) -> bool:
+    path = _lock_file(folder, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, progress: tqdm) -> str | None:
+    """One run in a process of its own, with the progress shown while it lasts."""
+    started_from = progress.n
+    steps.value = 0
+    progress.set_postfix_str(run.name)
+    with ProcessPoolExecutor(1, context, initializer=_start_run, initargs=(steps, _log_file(folder, run))) as executor:
+        path = run_folder(folder, run)
+        content = comparison.resolve(run, path).given
+        future = executor.submit(_train_alone, content, path, _lock_file(folder, run), folder / "tokenizer")
+        while not _is_done(future):
+            progress.update(started_from + steps.value - progress.n)
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}") from error
+        except Exception as error:
+            raise RuntimeError(f"run {run.name} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_done(future: Future) -> bool:
+    try:
+        future.exception(timeout=1.0)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _log_file(folder: Path, run: Run) -> Path:
+    path = run_folder(folder, run)
+    return path.with_name(f"{path.name}.log")
+
+
+@contextmanager
+def _environment_of_one_run():
+    """What the processes of runs inherit: one device, and nothing of the launcher that started this process."""
+    before = dict(os.environ)
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices = visible.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(os.environ.get("LOCAL_RANK", 0)) % len(devices)]
+    for name in before:
+        if name.startswith(_LAUNCHER_VARIABLES):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# What follows runs in the process of a run
+
+
+class _Progress(TrainerCallback):
+    """Tells how far a run is, and ends it when nobody is left to tell."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        _steps.value = state.global_step
+        if not multiprocessing.parent_process().is_alive():
+            os._exit(1)  # the next process that works on this comparison goes on from the last checkpoint
+
+
+def _start_run(steps, log_file: Path) -> None:
+    global _steps
+    _steps = steps
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    stream = open(log_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open as long as the process lives
+    os.dup2(stream.fileno(), sys.stdout.fileno())
+    os.dup2(stream.fileno(), sys.stderr.fileno())
+
+
+def _train_alone(content: dict[str, Any], folder: Path, lock_file: Path, tokenizer_folder: Path) -> str | None:
+    try:
+        with FileLock(lock_file, timeout=0):
+            train(
+                resolve_recipe(content, ["--output_dir", str(folder), "--disable_tqdm", "true"]),
+                tokenizer_folder,
+                [_Progress()],
+            )
+            for checkpoint in folder.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)  # a finished run needs none, and many runs would fill the disk
+    except Timeout:
+        return _BUSY

@@ -1,0 +1,262 @@
+"""Comparisons: which models, learning rates and seeds, on one recipe. Read, checked and sized before anything is trained."""
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from modeling_nlq.configuration import find
+from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+from modeling_nlq.training.recipe import ResolvedRecipe, check_keys, read_section, read_yaml, resolve_recipe
+from modeling_nlq.training.statistics import power_warning
+from modeling_nlq.training.train import check_recipe, load_config
+
+
+_FIELDS = ("recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
+_MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
+_MATCHES = ("parameters", "flops")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        model: a name of the comparison.
+        learning_rate, seed: what it is trained with.
+        is_sweep: whether it is there to choose the learning rate, not to be reported.
+    """
+
+    model: str
+    learning_rate: float
+    seed: int
+    is_sweep: bool
+
+    @property
+    def name(self) -> str:
+        """Unique in its comparison; also its folder's path there."""
+        return f"{self.model}/{'sweep-' if self.is_sweep else ''}rate-{self.learning_rate:g}-seed-{self.seed}"
+
+
+@dataclass
+class Contender:
+    """A model of a comparison.
+
+    Attributes:
+        content: its recipe, complete but for learning rate and seed, as `resolve_recipe` takes it.
+        learning_rates: to choose among.
+        size: parameters and FLOPs per token.
+        intermediate_size: the MLP width, after matching.
+        tokens: trained on in each run.
+        given: what the comparison's file says of it.
+    """
+
+    content: dict[str, Any]
+    learning_rates: list[float]
+    size: Size
+    intermediate_size: int
+    tokens: int
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    """What is to be run.
+
+    Attributes:
+        name: of the comparison.
+        baseline: the model all others are compared with.
+        contenders: models by name.
+        seeds: of the reported runs, which all models share.
+        sweep_seed: of the runs that choose the learning rate.
+        tokens_per_run: trained on.
+        given: the whole comparison after the command line, as one mapping: two with the same one are the same.
+    """
+
+    name: str
+    baseline: str
+    contenders: dict[str, Contender]
+    seeds: list[int]
+    sweep_seed: int
+    tokens_per_run: int
+    given: dict[str, Any]
+
+    def sweep(self, model: str) -> list[Run]:
+        """The runs that choose a model's learning rate; none where there is only one."""
+        rates = self.contenders[model].learning_rates
+        return [Run(model, rate, self.sweep_seed, True) for rate in rates] if len(rates) > 1 else []
+
+    def reported(self, model: str, learning_rate: float) -> list[Run]:
+        """The runs that are reported, at the chosen rate."""
+        return [Run(model, learning_rate, seed, False) for seed in self.seeds]
+
+    def runs_of(self, model: str) -> int:
+        """How many runs a model takes."""
+        return len(self.sweep(model)) + len(self.seeds)
+
+    def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
+        """The recipe of a run."""
+        content = copy.deepcopy(self.contenders[run.model].content)
+        content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
+        return resolve_recipe(content, ["--output_dir", str(folder)], f"model {run.model!r}")
+
+    def power_warning(self) -> str | None:
+        """Why these seeds cannot settle anything, if they cannot."""
+        return power_warning(len(self.seeds), len(self.contenders) - 1)
+
+    def describe(self) -> Iterator[str]:
+        """The plan, line by line."""
+        header = [
+            "model",
+            "parameters",
+            "non-embedding",
+            "MLP width",
+            "FLOPs per token",
+            "FLOPs per run",
+            "learning rates",
+            "runs",
+        ]
+        rows = [header]
+        for name, contender in self.contenders.items():
+            size = contender.size
+            rows.append(
+                [
+                    name + (" (baseline)" if name == self.baseline else ""),
+                    f"{size.total:,}",
+                    f"{size.non_embedding:,}",
+                    f"{contender.intermediate_size:,}",
+                    f"{size.flops_per_token:,}",
+                    f"{size.flops_per_token * self.tokens_per_run:.3g}",
+                    " ".join(f"{rate:g}" for rate in contender.learning_rates),
+                    str(self.runs_of(name)),
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in rows:
+            cells = (cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths)))
+            yield "  ".join(cells)
+        runs = sum(self.runs_of(name) for name in self.contenders)
+        flops = (
+            sum(self.runs_of(name) * item.size.flops_per_token for name, item in self.contenders.items()) * self.tokens_per_run
+        )
+        yield (
+            f"{runs} runs of {self.tokens_per_run:,} tokens, {runs * self.tokens_per_run:,} tokens, {flops:.3g} FLOPs in all; "
+            f"seeds {' '.join(map(str, self.seeds))}, rates swept with seed {self.sweep_seed}"
+        )
+        if warning := self.power_warning():
+            yield f"warning: {warning}"
+
+
+def load_comparison(source: str, overrides: list[str] | None = None) -> Comparison:
+    """Reads a comparison, applies the command line, and checks that every run of it can be made.
+
+    Args:
+        source: the name of a shipped comparison or a YAML file.
+        overrides: for the recipe that all models share, as in `load_recipe`.
+
+    Raises:
+        ValueError: for an unknown field, name or value.
+    """
+    path = find("comparisons", source)
+    given = read_yaml(path)
+    check_keys(str(path), given, _FIELDS)
+    models = read_section(given.get("models"), f"{path}: models")
+    for name in ("recipe", "baseline"):
+        if not given.get(name):
+            raise ValueError(f"{path}: the field {name!r} is missing")
+    baseline = given["baseline"]
+    if baseline not in models:
+        raise ValueError(
+            f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"
+        )
+    if len(models) < 2:
+        raise ValueError(f"{path}: models holds only the baseline {baseline!r}; there is nothing to compare it with")
+    seeds, sweep_seed = given.get("seeds"), given.get("sweep_seed", 1000)
+    _check_seeds(path, seeds, sweep_seed)
+    learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
+
+    # The recipe as every model has it
+    recipe_file = find("recipes", given["recipe"])
+    shared = {"test_fraction": 0.02, "record_stability": True, **read_yaml(recipe_file)}
+    for section in ("training", "switches"):
+        own = read_section(given.get(section), f"{path}: {section}")
+        shared[section] = {**read_section(shared.get(section), f"{recipe_file}: {section}"), **own}
+    shared = resolve_recipe(shared, overrides, str(recipe_file)).given
+
+    contenders = {}
+    for name in sorted(models, key=lambda name: name != baseline):  # the baseline first: others may be matched to it
+        budget = contenders[baseline].size if name != baseline else None
+        contenders[name] = _read_model(path, name, models[name], shared, learning_rates, given.get("match"), budget)
+        if (tokens := contenders[name].tokens) != contenders[baseline].tokens:
+            seen = f"{tokens:,} tokens, the baseline {contenders[baseline].tokens:,}"
+            raise ValueError(f"{path}: model {name!r} would see {seen}: that compares the amount of data too")
+    contenders = {name: contenders[name] for name in models}
+
+    resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
+    resolved.update(recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()})
+    return Comparison(path.stem, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, resolved)
+
+
+def _check_seeds(path: Path, seeds: Any, sweep_seed: Any) -> None:
+    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+        raise ValueError(f"{path}: seeds={seeds!r} must be a list of at least one whole number")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{path}: seeds={seeds!r} holds a seed twice")
+    if not isinstance(sweep_seed, int) or sweep_seed < 0:
+        raise ValueError(f"{path}: sweep_seed={sweep_seed!r} must be a whole number")
+    if sweep_seed in seeds:
+        raise ValueError(
+            f"{path}: sweep_seed={sweep_seed} is one of the seeds: a rate must not be chosen by a run that is reported"
+        )
+
+
+def _check_learning_rates(source: str, rates: Any) -> list[float]:
+    rates = rates if isinstance(rates, list) else [] if rates is None else [rates]
+    if not all(isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0 for rate in rates):
+        raise ValueError(f"{source}={rates!r} must be a list of numbers above 0")
+    if len({f"{rate:g}" for rate in rates}) < len(rates):
+        raise ValueError(f"{source}={rates!r} holds a rate twice")
+    return sorted(float(rate) for rate in rates)
+
+
+def _read_model(
+    path: Path, name: Any, entry: Any, shared: dict[str, Any], learning_rates: list[float], match: Any, budget: Size | None
+) -> Contender:
+    """One entry of `models`: `None`, the name of a configuration, or a mapping of what differs from the recipe."""
+    source = f"{path}: model {name!r}"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_+=][A-Za-z0-9_+=., -]*", name):
+        raise ValueError(f"{source}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)")
+    entry = {"model": entry} if isinstance(entry, str) else read_section(entry, source)
+    check_keys(source, entry, _MODEL_FIELDS)
+    if rates := _check_learning_rates(f"{source}: learning_rates", entry.get("learning_rates")):
+        learning_rates = rates
+    if not learning_rates:
+        raise ValueError(f"{path}: learning_rates is missing")
+    match: Literal["parameters", "flops"] | None = entry.get("match", match)
+    if match is not None and match not in _MATCHES:
+        raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
+
+    content = {**shared, "model": entry.get("model", shared["model"])}
+    for section in ("training", "switches"):
+        own = read_section(entry.get(section), f"{source}: {section}")
+        if fixed := sorted({"seed", "data_seed", "learning_rate"} & own.keys()):
+            raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates instead")
+        content[section] = {**shared[section], **own}
+    try:
+        config = load_config(content["model"], content["switches"])
+        context = content.get("block_size", 1024)
+        if match is not None and budget is not None:
+            width = matching_intermediate_size(config, budget, match, context)
+            content["switches"]["intermediate_size"] = width
+            config = load_config(content["model"], content["switches"])
+        resolved = resolve_recipe(content, None, source)
+        check_recipe(resolved, config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    arguments = resolved.training_arguments
+    if arguments.max_steps <= 0:
+        raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
+    tokens = arguments.max_steps * arguments.train_batch_size * arguments.gradient_accumulation_steps * context
+    return Contender(content, learning_rates, measure(config, context), config.intermediate_size, tokens, entry)

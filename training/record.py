@@ -1,0 +1,102 @@
+"""What a run writes down of itself beside its losses: which tokens it saw, how fast it went, and whether it diverged."""
+
+import hashlib
+import math
+import sys
+import time
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerState
+
+
+class RunRecord(TrainerCallback, ExportableState):
+    """Keeps the record of a run, through checkpoints as well, and stops a run whose loss is infinite or not a number.
+
+    Attributes:
+        token_stream: a hash of all tokens trained on so far, in their order. Two runs with the same one saw the same data.
+        seconds: spent on training steps, data loading included, evaluation and saving not.
+        diverged_at: the step after which the loss was infinite or not a number, or `None`.
+    """
+
+    def __init__(self):
+        self.token_stream = ""
+        self.seconds = 0.0
+        self.diverged_at: int | None = None
+        self._batches: list[torch.Tensor] = []
+        self._started_at: float | None = None
+
+    def add_batch(self, input_ids: torch.Tensor) -> None:
+        """Notes a batch; it is hashed later, for reading it now would make an accelerator wait."""
+        self._batches.append(input_ids.detach())
+
+    def state(self) -> dict:
+        """What a checkpoint keeps (`ExportableState`)."""
+        for batch in self._batches:
+            content = batch.cpu().to(torch.int32).numpy().tobytes()
+            self.token_stream = hashlib.sha256(self.token_stream.encode() + content).hexdigest()
+        self._batches.clear()
+        return {"args": {}, "attributes": {"token_stream": self.token_stream, "seconds": self.seconds}}
+
+    def restore(self, state: TrainerState) -> None:
+        """Goes on from what a checkpoint kept."""
+        attributes = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        self.token_stream, self.seconds = attributes.get("token_stream", ""), attributes.get("seconds", 0.0)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.restore(state)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._started_at is None:
+            self._started_at = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_log or control.should_evaluate or control.should_save or state.global_step >= state.max_steps:
+            # An accelerator may still be at work on the steps so far
+            if torch.accelerator.is_available() and args.device.type != "cpu":
+                torch.accelerator.synchronize()
+            self.seconds += time.perf_counter() - self._started_at
+            self._started_at = None
+            self.state()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in (logs or {}) and not math.isfinite(logs["loss"]):
+            self.diverged_at = state.global_step
+            control.should_training_stop = True
+
+
+class RecordingTrainer(Trainer):
+    """A `Trainer` whose `record` sees every batch.
+
+    Args:
+        record: also one of the callbacks.
+    """
+
+    def __init__(self, *args, record: RunRecord, **kwargs):
+        super().__init__(*args, callbacks=[record], **kwargs)
+        self.record = record
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.record.add_batch(inputs["input_ids"])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory this process has held so far, in bytes: on the accelerator if it trains there, else of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
+
+
+def has_diverged(loss: float, vocab_size: int) -> bool:
+    """Whether a model ended worse than it began.
+
+    Args:
+        loss: on the validation split, in nats per token.
+        vocab_size: an untrained model guesses evenly among so many tokens; half a nat of room is left for one that has hardly
+            begun to learn.
+    """
+    return not loss <= math.log(vocab_size) + 0.5  # true for NaN
