@@ -167,6 +167,29 @@ class NLQAttention(nn.Module):
             needs_weights=self.config.output_attentions if output_attentions is None else output_attentions,
         )
 
+    def project(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(batch, length, hidden)` -> query, key and value, `(batch, heads, length, head_dim)` each, as they are scored.
+
+        Args:
+            hidden_states: what the layer is given.
+            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
+        """
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape)
+        key_states = self.k_proj(hidden_states).view(hidden_shape)
+        value_states = self.v_proj(hidden_states).view(hidden_shape)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+        value_states = value_states.transpose(1, 2)
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        return query_states, key_states, value_states
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -182,21 +205,7 @@ class NLQAttention(nn.Module):
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-
-        query_states = self.q_proj(hidden_states).view(hidden_shape)
-        key_states = self.k_proj(hidden_states).view(hidden_shape)
-        value_states = self.v_proj(hidden_states).view(hidden_shape)
-        if self.q_norm is not None:
-            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
-        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
-        value_states = value_states.transpose(1, 2)
-        if position_embeddings is not None:
-            cos, sin = position_embeddings
-            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
 
@@ -221,7 +230,7 @@ class NLQAttention(nn.Module):
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(hidden_states))
             attn_output = attn_output * gate.view(*attn_output.shape[:3], -1)
-        return self.o_proj(attn_output.reshape(*input_shape, -1)), attn_weights
+        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
 
 
 class NLQMLP(nn.Module):

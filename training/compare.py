@@ -5,6 +5,7 @@ that share the folder: a run belongs to the process that holds its lock, which t
 """
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -111,9 +112,12 @@ def _run_all(comparison: Comparison, folder: Path) -> None:
     steps = context.Value("q", 0)
     total = sum(comparison.runs_of(model) for model in comparison.contenders)
     steps_per_run = resolve_recipe(comparison.contenders[comparison.baseline].content).training_arguments.max_steps
+    # A terminal sees every second where things are, a log file every run
+    pace = {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
+    _, count = _unfinished(comparison, folder)
     with (
         _environment_of_one_run(),
-        tqdm(total=total * steps_per_run, unit="step", disable=None, dynamic_ncols=True) as progress,
+        tqdm(total=total * steps_per_run, initial=(total - count) * steps_per_run, unit="step", **pace) as progress,
     ):
         while True:
             ready, count = _unfinished(comparison, folder)
@@ -147,7 +151,7 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
     """One run in a process of its own, with the progress shown while it lasts."""
     started_from = progress.n
     steps.value = 0
-    progress.set_postfix_str(run.name)
+    progress.set_postfix_str(run.name, refresh=False)
     with ProcessPoolExecutor(1, context, initializer=_start_run, initargs=(steps, _log_file(folder, run))) as executor:
         path = run_folder(folder, run)
         content = comparison.resolve(run, path).given

@@ -1,0 +1,103 @@
+"""What it costs to record the stability of attention, in training steps.
+
+    python benchmarks/stability.py
+    python benchmarks/stability.py --model gpt3-small-linear --length 1024 --device cuda
+
+A step is forward, backward and fused AdamW on a batch of random tokens; a record is `attention_statistics` of two sequences.
+They take turns, so that a busy machine slows both alike. The last column is what training takes longer with a record every
+`DEFAULT_INTERVAL` steps. Before anything is timed, the entropy recorded must be that of the weights the model returns.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+import modeling_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.configuration import find
+from modeling_nlq.training.stability import DEFAULT_INTERVAL, attention_statistics
+
+
+def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:
+    """No figure for wrong numbers.
+
+    Raises:
+        SystemExit: if the entropies recorded are not those of the weights that `output_attentions=True` returns.
+    """
+    model.eval()
+    recorded = [layer["entropy"] for layer in attention_statistics(model, tokens)]
+    with torch.no_grad():
+        weights = model(tokens, output_attentions=True, use_cache=False).attentions
+    # The first query sees one key, and is no part of the record
+    expected = [torch.special.entr(layer).sum(dim=-1)[:, :, 1:].mean().item() for layer in weights]
+    if max(abs(one - other) for one, other in zip(recorded, expected)) > 1e-4:
+        raise SystemExit(f"correctness gate: entropies {recorded} recorded, {expected} expected; nothing is timed")
+
+
+def seconds(function: Callable, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(activation: str, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Seconds of each step and of each record."""
+    config = NLQConfig.from_json_file(find("models", arguments.model))
+    config = NLQConfig(**{**config.to_diff_dict(), "attention_activation": activation})
+    model = NLQForCausalLM._from_config(config, attn_implementation="nlq").to(arguments.device)
+    tokens = torch.randint(config.vocab_size, (arguments.batch, arguments.length), device=arguments.device)
+    gate_on_weights(model, tokens[:2])
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    times = ([], [])
+    for round_number in range(arguments.rounds + 2):  # the first two warm up
+        for rows, function in zip(times, (step, lambda: attention_statistics(model, tokens[:2]))):
+            elapsed = seconds(function, arguments.device)
+            if round_number >= 2:
+                rows.append(elapsed)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-nonlinear", help="a shipped model configuration, or a file")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a training step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    device = (
+        torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    print(f"{device}, float32; {arguments.model}, {arguments.batch} x {arguments.length} tokens a step")
+    print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"           step (ms)  record (ms)  record/step (quartiles)    every {DEFAULT_INTERVAL} steps")
+    for activation in ("softmax", "squared"):
+        steps, records = measure(activation, arguments)
+        low, middle, high = statistics.quantiles([one / other for one, other in zip(records, steps)], n=4)
+        step, record = (1000 * statistics.median(times) for times in (steps, records))
+        share = f"{middle / DEFAULT_INTERVAL:.2%}"
+        print(f"{activation:9}  {step:9.1f}  {record:11.1f}  {middle:.3f} ({low:.3f} to {high:.3f})  {share:>14}")
+
+
+if __name__ == "__main__":
+    main()

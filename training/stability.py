@@ -1,0 +1,247 @@
+"""How stable attention is while it trains: per layer its entropy, its extremes and its normaliser, and where the loss leaps.
+
+Shapes: batch, heads, query, key, head_dim; a row is one query of one head of one sequence.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from modeling_nlq.attention_nlq import AUTOMATIC, Visibility, attention_weights, make_visibility
+from modeling_nlq.modeling_nlq import NLQAttention
+
+
+# Optimizer steps between two records; one of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
+DEFAULT_INTERVAL = 50
+
+# Queries looked at together, so that memory grows with the length and not with its square
+QUERY_CHUNK = 256
+
+# Logged losses that one is compared with
+SPIKE_WINDOW = 10
+
+_PREFIX = "attention/layer_"
+
+
+def attention_layers(model: nn.Module) -> list[NLQAttention]:
+    """The attention layers of an NLQ model, first to last.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no NLQ attention layers: their stability cannot be recorded")
+    return layers
+
+
+@torch.no_grad()
+def attention_statistics(
+    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+) -> list[dict[str, float]]:
+    """What the attention of each layer looks like on given tokens, without dropout, whatever backend the model runs on.
+
+    The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees; `p_ij = |w_ij| /
+    sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with a single key is left out
+    of all but the scores: where the weights sum to one, its own is 1 whatever the model does.
+
+    * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats; a row of zeros has no `p` and is left out.
+    * `largest_weight`: the maximum of `|w_ij|`.
+    * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its document; a row
+      of zeros is left out.
+    * `zero_rows`: share of the rows whose weights are all 0.
+    * `smallest_log_normalizer`: the minimum of `log Z_i`, a sink's `exp(b)` included in `Z_i`. Only for the normaliser `sum`,
+      for the others do not depend on the scores. Softmax is computed in a safe order and bears any value; the rest divide by
+      `Z_i`. Their sum counts as 0 below some number (see `counts_as_zero`), and that is the least reported for it.
+    * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
+
+    The model is left as it was, its random state included. Scores and what follows are in float32 at least.
+
+    Args:
+        model: any model with NLQ attention layers.
+        input_ids: `(batch, length)`, without padding.
+        position_ids: `(batch, length)`, for packed documents.
+
+    Returns:
+        A dictionary per layer; a quantity that does not exist is not in it, such as the entropy of nothing but zeros.
+
+    Raises:
+        ValueError: if the model has no NLQ attention layers.
+    """
+    layers = attention_layers(model)
+    input_ids = input_ids.to(model.device)
+    segments = None
+    if position_ids is not None:
+        position_ids = position_ids.to(model.device)
+        segments = find_packed_sequence_indices(position_ids)
+    length = input_ids.shape[1]
+    visibility = make_visibility(length, length, 0, model.device, segments=segments)
+    records: dict[int, dict[str, float]] = {}
+
+    def record(layer: NLQAttention, inputs: tuple, keyword_inputs: dict) -> None:
+        query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
+        records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
+
+    # The layers' own configuration is the one they read the backend from
+    config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
+    implementation = config._attn_implementation
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    try:
+        model.eval()
+        # Every activation has a backend here that neither compiles anything nor asks for half precision
+        config._attn_implementation = AUTOMATIC
+        model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
+    finally:
+        config._attn_implementation = implementation
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    return [records[layer.layer_idx] for layer in layers]
+
+
+def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> dict[str, float]:
+    """One layer's quantities from its query `(batch, heads, length, head_dim)` and its key, with fewer heads perhaps."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
+    chunks = []
+    with torch.autocast(query.device.type, enabled=False):
+        for start in range(0, query.shape[2], QUERY_CHUNK):
+            places = slice(start, start + QUERY_CHUNK)
+            part = visibility._replace(
+                query_index=visibility.query_index[places],
+                visible_count=visibility.visible_count[:, places],
+                document_start=None if visibility.document_start is None else visibility.document_start[:, places],
+            )
+            chunks.append(_row_statistics(layer, query[:, :, places], key[:, :, : places.stop], part))
+    rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
+
+    has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
+    chosen = {name: values[has_choice] for name, values in rows.items()}
+    is_zero = chosen["total_weight"] == 0
+    quantities = {
+        "entropy": (torch.mean, chosen["entropy"][~is_zero]),
+        "largest_weight": (torch.max, chosen["largest_weight"]),
+        "first_token_mass": (torch.mean, chosen["first_token_mass"][~is_zero]),
+        "zero_rows": (torch.mean, is_zero.to(dtype)),
+        "smallest_score": (torch.min, rows["smallest_score"]),
+        "largest_score": (torch.max, rows["largest_score"]),
+    }
+    if "log_normalizer" in rows:
+        quantities["smallest_log_normalizer"] = (torch.min, chosen["log_normalizer"])
+    return {name: reduce(values).item() for name, (reduce, values) in quantities.items() if values.numel()}
+
+
+def _row_statistics(
+    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
+) -> dict[str, torch.Tensor]:
+    """Each quantity by row, `(batch, heads, query)`; NaN where a row of zeros has none."""
+    visible = visibility.dense(key.shape[2])
+    count, sink = visibility.visible_count[:, None], layer.sink
+    scores = layer.scaling * (query @ key.transpose(2, 3))
+    weights = attention_weights(scores, visible, count, layer.activation, layer.normalization, sink).abs()
+    total = weights.sum(dim=-1, keepdim=True)
+    shares = weights / total
+    first_key = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    rows = {
+        "total_weight": total.squeeze(-1),
+        "entropy": torch.special.entr(shares).sum(dim=-1),
+        "largest_weight": weights.amax(dim=-1),
+        "first_token_mass": shares.gather(-1, first_key.expand(*shares.shape[:-1], 1)).squeeze(-1),
+        "smallest_score": scores.masked_fill(~visible, torch.inf).amin(dim=-1),
+        "largest_score": scores.masked_fill(~visible, -torch.inf).amax(dim=-1),
+    }
+    if layer.activation.name == "softmax":
+        log_normalizer = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1)
+        rows["log_normalizer"] = log_normalizer if sink is None else torch.logaddexp(log_normalizer, sink.to(scores)[:, None])
+    elif layer.normalization == "sum":
+        limits = torch.finfo(scores.dtype)
+        normalizer = layer.activation.function(scores).masked_fill(~visible, 0.0).sum(dim=-1)
+        rows["log_normalizer"] = normalizer.clamp(min=limits.tiny / limits.eps).log()
+    return rows
+
+
+class StabilityCallback(TrainerCallback):
+    """Logs `attention_statistics` of the same tokens as training goes on: after the first step, regularly, and after the last.
+
+    The numbers are named `attention/layer_0/entropy` and so on. They reach what Trainer reports to, and its `log_history`,
+    which is part of every checkpoint: a resumed run has each record once. Every process computes them. The others would wait
+    for the first one anyway, and a model sharded over the processes needs all of them to run at all.
+
+    Args:
+        trainer: whose model is watched, and which logs; add the callback to it.
+        input_ids: `(batch, length)`, the tokens.
+        interval: optimizer steps between two records.
+        position_ids: `(batch, length)`, for packed documents.
+
+    Raises:
+        ValueError: if the model has no NLQ attention layers, or the interval is no positive number.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        input_ids: torch.Tensor,
+        interval: int = DEFAULT_INTERVAL,
+        position_ids: torch.Tensor | None = None,
+    ):
+        attention_layers(trainer.model)
+        if interval < 1:
+            raise ValueError(f"interval={interval} must be at least 1 optimizer step")
+        self.trainer = trainer
+        self.input_ids = input_ids
+        self.interval = interval
+        self.position_ids = position_ids
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        step = state.global_step
+        if step != 1 and step % self.interval and step < state.max_steps:
+            return
+        layers = attention_statistics(self.trainer.model, self.input_ids, self.position_ids)
+        should_log = control.should_log
+        self.trainer.log(
+            {f"{_PREFIX}{index}/{name}": value for index, layer in enumerate(layers) for name, value in layer.items()}
+        )
+        # Logging clears this flag, and Trainer would leave out the loss of this step
+        control.should_log = should_log
+
+
+def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, list[tuple[int, float]]]]:
+    """The curves in Trainer's `log_history`: layer, quantity, and its `(optimizer step, value)` in order."""
+    curves: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for entry in log_history:
+        for key, value in entry.items():
+            if key.startswith(_PREFIX):
+                layer, quantity = key.removeprefix(_PREFIX).split("/")
+                curves.setdefault(int(layer), {}).setdefault(quantity, []).append((entry["step"], value))
+    return curves
+
+
+def loss_spikes(losses: Sequence[tuple[int, float]]) -> list[int]:
+    """The steps at which the training loss leaps.
+
+    A loss is a spike if it exceeds the median `m` of the finite ones among the 10 logged before it by more than 0.1 nats and by
+    more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite is a
+    spike always; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`). The first 10
+    losses cannot be spikes otherwise, and a loss that stays up is one until the median has followed it.
+
+    Args:
+        losses: `(optimizer step, nats per token)` in order, as logged.
+    """
+    spikes = []
+    for index, (step, loss) in enumerate(losses):
+        before = [earlier for _, earlier in losses[max(index - SPIKE_WINDOW, 0) : index] if math.isfinite(earlier)]
+        if not math.isfinite(loss):
+            spikes.append(step)
+        elif index >= SPIKE_WINDOW and before:
+            median = statistics.median(before)
+            deviation = 1.4826 * statistics.median(abs(earlier - median) for earlier in before)
+            if loss - median > max(0.1, 5 * deviation):
+                spikes.append(step)
+    return spikes
