@@ -10,8 +10,7 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/b
 .PHONY: demo test test-slow lint benchmark clean
 
 demo: .venv/installed
-	.venv/bin/nlq train demo
-	.venv/bin/nlq generate runs/demo "def main(" --max_new_tokens 80
+	.venv/bin/nlq compare demo
 
 test: .venv/installed-test
 	.venv/bin/ruff check .
@@ -29,6 +28,7 @@ lint: .venv/installed-test
 benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/training_step.py
 	.venv/bin/python benchmarks/attention.py
+	.venv/bin/python benchmarks/stability.py
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

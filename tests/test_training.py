@@ -1,5 +1,6 @@
 """From text to a run folder: data, metrics, training, resuming, several processes, and the command line."""
 
+import hashlib
 import json
 import math
 import os
@@ -70,6 +71,26 @@ class TestData:
         recipe.max_validation_documents = 2
         assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])[:2]
 
+    def test_test_split_is_held_out_once_more(self, corpus):
+        fields = {"model": "tiny-linear", "dataset": str(corpus), "validation_fraction": 0.2}
+        before = load_documents(Recipe(**fields))
+        splits = load_documents(Recipe(**fields, test_fraction=0.3))
+        parts = {split: set(splits[split]["path"]) for split in splits}
+        assert parts["validation"] == set(before["validation"]["path"])
+        assert parts["test"] and parts["train"] == set(before["train"]["path"]) - parts["test"]
+        assert not parts["test"] & parts["validation"]
+        streamed = load_documents(Recipe(**fields, test_fraction=0.3, streaming=True))
+        assert {split: {row["path"] for row in streamed[split]} for split in streamed} == parts
+
+    def test_splits_of_the_dataset_itself_are_taken(self):
+        rows = {split: Dataset.from_dict({"text": [f"{split} {index}" for index in range(40)]}) for split in ("train", "test")}
+        recipe = Recipe(model="tiny-linear", validation_fraction=0.2, test_fraction=0.2)
+        splits = data_module._hold_out(rows, recipe)
+        assert splits["test"]["text"][:] == rows["test"]["text"][:]
+        assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(rows["train"]["text"])
+        recipe.test_fraction = 0.0
+        assert "test" not in data_module._hold_out(rows, recipe)
+
     def test_streaming_gives_the_blocks_of_the_stored_corpus(self, corpus):
         stored = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
         streamed = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, streaming=True)
@@ -120,6 +141,13 @@ class TestData:
         paths = [row["path"] for row in python_documents("python-stdlib", "")]
         assert len(paths) > 100 and "json/decoder.py" in paths and len(paths) == len(set(paths))
 
+    def test_corpus_of_installed_packages(self, monkeypatch):
+        files = data_module.python_files("python-site-packages")
+        assert len(files) > 1000 and not any(path.name == "decoder.py" and path.parent.name == "json" for path in files)
+        monkeypatch.setattr(data_module, "python_files", lambda _: [path for path in files if path.parent.name == "yaml"])
+        splits = load_documents(Recipe(model="tiny-linear", dataset="python-site-packages", validation_fraction=0.4))
+        assert {"yaml/loader.py", "yaml/dumper.py"} <= {*splits["train"]["path"], *splits["validation"]["path"]}
+
 
 def test_metric_equals_a_direct_computation():
     logits = torch.randn(6, 9, 20, dtype=torch.float64)
@@ -155,6 +183,21 @@ class TestRun:
         assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
         assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
         assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
+
+    def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
+        batches = []
+        real_step = Trainer.training_step
+        keep = lambda self, model, inputs, *rest: batches.append(inputs["input_ids"]) or real_step(self, model, inputs, *rest)  # noqa: E731
+        monkeypatch.setattr(Trainer, "training_step", keep)
+        folder = run[0].parent / "other-model"
+        arguments = ["--output_dir", str(folder), "--set", "attention_activation=relu", "--set", "query_projection=identity"]
+        metrics = train(load_recipe(str(recipe_file), arguments))
+        stream = ""
+        for batch in batches:
+            stream = hashlib.sha256(stream.encode() + batch.numpy().astype("int32").tobytes()).hexdigest()
+        assert len(batches) == 8 and metrics["token_stream"] == stream == run[1]["token_stream"]
+        assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
+        assert metrics["peak_memory"] > 2**20
 
     def test_checkpoints_are_complete_models(self, run):
         folder = run[0] / "checkpoint-4"
@@ -220,6 +263,7 @@ class TestRun:
 
         assert main(arguments) == 0
         assert losses(folder) == pytest.approx(losses(run[0]), abs=1e-6)
+        assert json.loads((folder / "metrics.json").read_text())["token_stream"] == run[1]["token_stream"]
         resumed = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
             assert torch.allclose(resumed[name], expected, atol=1e-6), name
@@ -241,6 +285,24 @@ class TestRun:
             (checkpoint / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
         with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
             train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+
+    def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys):
+        folder = tmp_path / "run"
+        arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--learning_rate", "1e38"]
+        assert main(arguments) == 0
+        assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
+        metrics = json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
+        assert metrics["diverged"] and metrics["diverged_at"] == metrics["steps"] == 2 and math.isfinite(metrics["train_loss"])
+        assert not (folder / "model.safetensors").exists()
+
+    def test_stability_is_recorded_on_request(self, run, recipe_file, tmp_path):
+        arguments = ["--output_dir", str(tmp_path / "run"), "--record_stability", "true", "--stability_steps", "4"]
+        assert train(load_recipe(str(recipe_file), arguments))["eval_loss"] == run[1]["eval_loss"]
+        histories = [
+            json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "run", run[0])
+        ]
+        steps = [[entry["step"] for entry in history if "attention/layer_1/entropy" in entry] for history in histories]
+        assert steps == [[1, 4, 8], []]
 
     def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
         arguments = ["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]

@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
-    command.add_argument("--output_dir", default=None, help="results folder; by default runs/NAME")
+    command.add_argument("--output_dir", default=None, help="results folder; by default runs/compare-NAME")
     command.add_argument("--dry-run", action="store_true", help="print the plan and its cost, and stop")
     command.set_defaults(run=_compare)
 
@@ -93,7 +93,7 @@ def _compare(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from modeling_nlq.training.compare import compare
     from modeling_nlq.training.report import describe, write_report
 
-    folder = Path(arguments.output_dir or f"runs/{comparison.name}")
+    folder = Path(arguments.output_dir or f"runs/compare-{comparison.name}")
     results = compare(comparison, folder)
     if is_main_process:
         write_report(results, folder)

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from modeling_nlq.training.comparison import Comparison, Run
 from modeling_nlq.training.recipe import read_yaml, resolve_recipe
 from modeling_nlq.training.results import RESULTS_FILE, best_learning_rate, gather, read_metrics, run_folder
-from modeling_nlq.training.train import differences, prepare_data, train, write_text
+from modeling_nlq.training.train import differences, is_taken, prepare_data, train, write_text
 
 
 COMPARISON_FILE = "comparison.yaml"
@@ -69,23 +69,13 @@ def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
     file = folder / COMPARISON_FILE
     if file.is_file():
-        if changes := differences(_flatten(read_yaml(file)), _flatten(comparison.given)):
+        if changes := differences(read_yaml(file), comparison.given):
             raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif is_taken(folder):
         raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(file, yaml.safe_dump(comparison.given, sort_keys=False))
-
-
-def _flatten(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in given.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:
@@ -108,7 +98,7 @@ def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:
 def _run_all(comparison: Comparison, folder: Path) -> None:
     """Makes the runs that are not finished, one after another, each in a process of its own."""
     context = multiprocessing.get_context("forkserver")  # imports once, and every run is still a fresh process
-    context.set_forkserver_preload(["modeling_nlq.training.train"])
+    context.set_forkserver_preload([__name__])
     steps = context.Value("q", 0)
     total = sum(comparison.runs_of(model) for model in comparison.contenders)
     steps_per_run = resolve_recipe(comparison.contenders[comparison.baseline].content).training_arguments.max_steps

@@ -117,7 +117,9 @@ def _load_splits(recipe: Recipe):
             raise ValueError(f"dataset {name!r}: there is no such file")
         return load_dataset(name, recipe.dataset_config, streaming=recipe.streaming)
     except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        raise ValueError(f"dataset {name!r} is neither 'python-stdlib', a local file, nor to be had from the Hub") from error
+        raise ValueError(
+            f"dataset {name!r} is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file, nor to be had from the Hub"
+        ) from error
     except Exception as error:
         if type(error).__module__.startswith("datasets"):  # unreadable content, unknown configuration
             raise ValueError(f"dataset {name!r} cannot be read: {_first_line(error)}") from error

@@ -109,9 +109,9 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
             (folder / "tokenizer.json").unlink(missing_ok=True)
             write_text(recipe_file, yaml.safe_dump(given, sort_keys=False))
     elif recipe_file.is_file():
-        if changes := differences(_flatten(read_yaml(recipe_file)), _flatten(given)):
+        if changes := differences(read_yaml(recipe_file), given):
             raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif is_taken(folder):
         raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
     elif is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,22 +120,33 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, whenever the power goes."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether there is something at a path: a file, or a folder with more in it than `write_text` leaves when it is killed."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path.suffix != ".unfinished" for path in folder.iterdir())
+
+
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The fields that differ between what lies in a folder and what is asked for now, in words; empty if there are none."""
+    before, now = _flatten(before), _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
 
 
-def _flatten(given: dict[str, Any]) -> dict[str, Any]:
-    sections = {name: given.get(name) or {} for name in ("switches", "training")}
-    flat = {name: value for name, value in given.items() if name not in sections}
-    flat.update(sections["switches"], **sections["training"])
-    return {name: value for name, value in flat.items() if name not in _FREE_FIELDS}
+def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{section}{name}."))
+        elif name not in _FREE_FIELDS:
+            flat[f"{section}{name}"] = value
+    return flat
 
 
 def is_complete_checkpoint(folder: Path) -> bool:
