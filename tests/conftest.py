@@ -54,7 +54,8 @@ def make_model():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
-    documents = [row for row in python_documents("python-stdlib", "") if row["path"].startswith(("json/", "email/", "collections/"))]
+    folders = ("json/", "email/", "collections/")
+    documents = [row for row in python_documents("python-stdlib", "") if row["path"].startswith(folders)]
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in documents))
     return path

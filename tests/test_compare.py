@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -183,6 +184,29 @@ class TestRuns:
         history = finished[1]["models"]["base"]["runs"][0]["history"]
         assert [step for step, _ in history["stability"]["0"]["entropy"]] == [1, 12]
         assert history["gradient_norm"] and len(history["validation_loss"]) == 2
+
+
+class TestReport:
+    def test_command_ends_with_table_verdicts_and_report(self, finished, capsys):
+        folder, results, file = finished
+        assert main(["compare", file, "--output_dir", str(folder)]) == 0
+        out = capsys.readouterr().out
+        for name, effect in results["statistics"]["effects"].items():
+            assert re.search(rf"^{re.escape(name)} .*{effect['verdict']}$", out, flags=re.MULTILINE)
+        assert out.endswith(f"report: {folder / 'report.html'}\n")
+        page, table = (folder / "report.html").read_text(), (folder / "results.md").read_text()
+        figures = {path.name for path in (folder / "figures").iterdir()}
+        assert figures == {"curves.png", "parameters.png", "flops.png", "stability.png"}
+        for model in results["models"].values():
+            for run in [*model["sweep"], *model["runs"]]:
+                if run["test_loss"] is not None:
+                    assert f"{run['test_loss']:.4f}" in page and f"{run['test_loss']:.4f}" in table
+        assert str(Path(file).parent) not in page + table + json.dumps(results)
+
+    def test_folder_knows_how_to_go_on(self, finished):
+        folder, results, _ = finished
+        again = load_comparison(str(folder / "comparison.yaml"))
+        assert without_times(compare(again, folder))["models"] == without_times(results)["models"]
 
 
 class TestStatistics:

@@ -158,11 +158,17 @@ class TestPool:
             assert low < effect.perplexity_improvement < high
         assert sorted(set(noisier)) == [False, True]  # a model noisier than the pool is judged by its own noise
 
-    @pytest.mark.parametrize("name", ["quiet", "wild"])
-    def test_leaves_out_who_disagrees(self, name):
-        effect = analyse(self.losses(*self.DIFFERENCES), "base").effects[name]
+    def test_leaves_out_who_disagrees(self):
+        effect = analyse(self.losses(*self.DIFFERENCES), "base").effects["wild"]
         assert (effect.is_pooled, effect.degrees_of_freedom) == (False, 4)
-        assert effect.p == pytest.approx(stats.ttest_1samp(list(self.DIFFERENCES[name].values()), 0).pvalue)
+        assert effect.p == pytest.approx(stats.ttest_1samp(list(self.DIFFERENCES["wild"].values()), 0).pvalue)
+
+    def test_judges_the_quiet_without_asking_them(self):
+        analysis = analyse(self.losses(*self.DIFFERENCES), "base")
+        effect, pool = analysis.effects["quiet"], analysis.pool
+        assert "quiet" not in pool.models and effect.is_pooled and effect.degrees_of_freedom == pool.degrees_of_freedom
+        assert effect.standard_error == pytest.approx(pool.deviation / math.sqrt(5))
+        assert effect.difference_deviation < pool.deviation
 
     @pytest.mark.parametrize(("scale", "models"), [(3.0, ("a", "louder")), (3.2, ())])
     def test_who_agrees_is_decided_at_5_percent(self, scale, models):
@@ -183,7 +189,8 @@ class TestPool:
     def test_leaves_out_who_has_no_noise(self):
         losses = {**self.losses("a", "b"), "same": BASE}
         assert analyse(losses, "base").pool == analyse(self.losses("a", "b"), "base").pool
-        assert not analyse(losses, "base").effects["same"].is_pooled
+        same = analyse(losses, "base").effects["same"]
+        assert (same.t, same.p) == (0.0, 1.0)
 
     def test_leaves_out_who_is_not_tested(self):
         losses = self.losses("a", "b", "c")

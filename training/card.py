@@ -31,7 +31,7 @@ def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: 
         given: the recipe, as it was given.
         metrics: what `metrics.json` holds.
     """
-    given = {key: _without_folder(value) for key, value in given.items()}
+    given = without_folders(given)
     measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
     data = ModelCardData(
         model_name=name,
@@ -74,8 +74,10 @@ def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: 
     )
 
 
-def _without_folder(value: Any) -> Any:
-    """A local path says nothing to a reader elsewhere, and may say too much: its last part is enough."""
+def without_folders(value: Any) -> Any:
+    """A recipe without local paths: they say nothing to a reader elsewhere, and may say too much; the last part is enough."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 

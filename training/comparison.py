@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,7 @@ class Comparison:
         seeds: of the reported runs, which all models share.
         sweep_seed: of the runs that choose the learning rate.
         tokens_per_run: trained on.
+        command: what to type to run it.
         given: the whole comparison after the command line, as one mapping: two with the same one are the same.
     """
 
@@ -81,6 +83,7 @@ class Comparison:
     seeds: list[int]
     sweep_seed: int
     tokens_per_run: int
+    command: str
     given: dict[str, Any]
 
     def sweep(self, model: str) -> list[Run]:
@@ -153,7 +156,7 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     """Reads a comparison, applies the command line, and checks that every run of it can be made.
 
     Args:
-        source: the name of a shipped comparison or a YAML file.
+        source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
         overrides: for the recipe that all models share, as in `load_recipe`.
 
     Raises:
@@ -178,12 +181,15 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
 
     # The recipe as every model has it
-    recipe_file = find("recipes", given["recipe"])
-    shared = {"test_fraction": 0.02, "record_stability": True, **read_yaml(recipe_file)}
+    shared, recipe_source = given["recipe"], f"{path}: recipe"
+    if not isinstance(shared, dict):
+        recipe_source = str(find("recipes", str(shared)))
+        shared = read_yaml(Path(recipe_source))
+    shared = {"test_fraction": 0.02, "record_stability": True, **shared}
     for section in ("training", "switches"):
         own = read_section(given.get(section), f"{path}: {section}")
-        shared[section] = {**read_section(shared.get(section), f"{recipe_file}: {section}"), **own}
-    shared = resolve_recipe(shared, overrides, str(recipe_file)).given
+        shared[section] = {**read_section(shared.get(section), f"{recipe_source}: {section}"), **own}
+    shared = resolve_recipe(shared, overrides, recipe_source).given
 
     contenders = {}
     for name in sorted(models, key=lambda name: name != baseline):  # the baseline first: others may be matched to it
@@ -196,7 +202,8 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
 
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved.update(recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()})
-    return Comparison(path.stem, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, resolved)
+    command = shlex.join(["nlq", "compare", Path(source).name if Path(source).is_file() else source, *(overrides or [])])
+    return Comparison(path.stem, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, command, resolved)
 
 
 def _check_seeds(path: Path, seeds: Any, sweep_seed: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerState
 
+from modeling_nlq.training.card import without_folders
 from modeling_nlq.training.comparison import Comparison, Run
 from modeling_nlq.training.stability import loss_spikes, read_stability
 from modeling_nlq.training.statistics import analyse
@@ -46,7 +47,8 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
-    * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in one order.
+    * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in one order;
+      `None` if no run saw them to the end.
     * `statistics`: what `analyse` makes of the test losses.
     """
     models = {}
@@ -54,7 +56,7 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         rate = best_learning_rate(comparison, folder, name)
         rates = contender.learning_rates
         models[name] = {
-            "given": contender.given,
+            "given": without_folders(contender.given),
             "parameters": contender.size.total,
             "non_embedding_parameters": contender.size.non_embedding,
             "flops_per_token": contender.size.flops_per_token,
@@ -81,14 +83,15 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "seeds": comparison.seeds,
         "sweep_seed": comparison.sweep_seed,
+        "command": comparison.command,
         "tokens_per_run": comparison.tokens_per_run,
         "dataset_fingerprint": sample["dataset_fingerprint"],
         **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
         "device": sample["device"],
         "versions": sample["versions"],
-        "comparison": comparison.given,
+        "comparison": without_folders(comparison.given),
         "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
-        "same_tokens": all(len(found) == 1 for found in streams.values()),
+        "same_tokens": all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
         "statistics": dataclasses.asdict(analyse(losses, comparison.baseline)),
     }
@@ -131,3 +134,8 @@ def _read_run(folder: Path, run: Run) -> dict[str, Any]:
             "stability": read_stability(history),
         },
     }
+
+
+def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """JSON knows neither NaN nor infinity."""
+    return [(step, value if math.isfinite(value) else None) for step, value in curve]

@@ -1,0 +1,307 @@
+"""The figures of a comparison: how its models trained, what they gain for what they cost, how stable their attention was.
+
+Each function takes what `results.json` holds and returns a figure, or `None` where there is nothing to draw. Means are over
+the seeds of the reported runs. A run that diverged is in none of them, and the legend counts those that did.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
+
+
+# For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
+# Of another number than the colours, so that no pair comes twice in many models
+_MARKERS = "osD^vPX*"
+_BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
+_NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+
+# Of each quantity: what it is, its unit, and how several layers become one curve
+_QUANTITIES: dict[str, tuple[str, str, Callable]] = {
+    "entropy": ("Entropy, mean over layers", "nats", np.mean),
+    "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
+    "zero_rows": ("Rows without any weight, mean over layers", "share", np.mean),
+    "largest_weight": ("Largest weight of any layer", "|weight|", np.max),
+    "smallest_log_normalizer": ("Smallest log normaliser of any layer", "log Z", np.min),
+    "smallest_score": ("Smallest score of any layer", "score", np.min),
+    "largest_score": ("Largest score of any layer", "score", np.max),
+    "gradient_norm": ("Gradient norm before clipping", "norm", np.max),
+}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes a figure as a PNG file, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(unfinished, format="png", dpi=150)
+    unfinished.replace(path)
+
+
+def draw_curves(results: dict[str, Any]) -> Figure | None:
+    """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
+    styles = _styles(results)
+    finished = {name: _finished(model) for name, model in results["models"].items()}
+    if not any(finished.values()):
+        return None
+    figure = Figure(figsize=(9, 8.5), layout="constrained")
+    losses, improvements = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+
+    points = []
+    for name, runs in finished.items():
+        steps, values = _align(run["history"]["validation_loss"] for run in runs)
+        losses.fill_between(steps, values.min(axis=0), values.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0)
+        points += _plot(losses, steps, values.mean(axis=0), styles[name])
+        steps, values = _align(run["history"]["train_loss"] for run in runs)
+        thin = {**styles[name], "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
+        points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
+    _show_late_range(losses, points)
+    losses.grid(alpha=0.25)
+    losses.set(ylabel="loss (nats per token)", title=f"{results['name']}: loss while training, mean over seeds")
+
+    reference = finished[results["baseline"]]
+    steps, values = _align(run["history"]["validation_loss"] for run in reference)
+    points = [(step, 0.0) for step in steps]
+    improvements.axhline(0.0, color=_BASELINE["color"], linewidth=_BASELINE["linewidth"])
+    if len(reference) > 1:
+        floor = 100 * values.std(axis=0, ddof=1) / values.mean(axis=0)
+        improvements.fill_between(steps, -floor, floor, **_NOISE)
+        points += [*zip(steps, floor), *zip(steps, -floor)]
+    for name, runs in finished.items():
+        pairs = [(run, other) for run in runs for other in reference if run["seed"] == other["seed"]]
+        if pairs and name != results["baseline"]:
+            steps, values = _align(run["history"]["validation_loss"] for pair in pairs for run in pair)
+            own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
+            points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
+    _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
+    _show_late_range(improvements, points)
+    improvements.set(xlabel="optimizer step", title=f"Improvement over {results['baseline']}, seed by seed; up is better")
+    grey = {"color": "#555555", "linewidth": 1.6}
+    lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
+    _add_legend(figure, results, styles, [*lines, _noise_patch()] if len(reference) > 1 else lines)
+    return figure
+
+
+def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
+    """Improvement against what it costs, as in Figure 2 of arXiv 2603.13381.
+
+    Args:
+        results: of the comparison.
+        cost: a number of each model, `non_embedding_parameters` or `flops_per_token`.
+        label: of its axis.
+    """
+    styles, baseline = _styles(results), results["baseline"]
+    effects = {baseline: {"loss_improvement": 0.0, "loss_improvement_interval": None}, **results["statistics"]["effects"]}
+    names = [name for name, effect in effects.items() if effect["loss_improvement"] is not None]
+    if len(names) < 2:
+        return None
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0.0, color=_BASELINE["color"], linewidth=1, zorder=1)
+    floor = results["statistics"]["noise_floor_percent"] or 0.0
+    axes.axhspan(-floor, floor, **_NOISE)
+    values = [-floor, floor]
+    costs = [results["models"][name][cost] for name in names]
+    places = _dodge(costs)
+    for name, place in zip(names, places):
+        value = effects[name]["loss_improvement"]
+        low, high = effects[name]["loss_improvement_interval"] or (value, value)
+        style = {**styles[name], "linewidth": 1.5, "markersize": 8, "zorder": 3}
+        axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
+        values += [low, high]
+    _scale_percent(axes, "improvement of test loss (%)", values)
+    axes.margins(x=0.08)
+    if len(set(costs)) == 1:
+        axes.set_xticks(costs[:1], [f"{costs[0]:,} (all models)"])
+    else:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    # The names stand above the axes, where they cover neither points nor each other
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(places, names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
+    axes.vlines(places, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.25, linewidth=0.8, zorder=0)
+    axes.set(xlabel=label, title=f"{results['name']}: improvement over {baseline}; up is better")
+    _add_legend(figure, results, styles, [_noise_patch()] if floor else [])
+    return figure
+
+
+def draw_stability(results: dict[str, Any]) -> Figure | None:
+    """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
+
+    Runs that diverged are dotted, one by one: of a model that cannot be trained at any learning rate, those of its sweep.
+    """
+    models, styles = results["models"], _styles(results)
+    runs = {name: [*model["runs"], *([] if model["runs"] else model["sweep"])] for name, model in models.items()}
+    curves = {
+        quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
+        for quantity in _QUANTITIES
+    }
+    # A quantity that never changes says nothing, such as the rows without weight under softmax
+    panels = [
+        quantity
+        for quantity, found in curves.items()
+        if len({value for those in found.values() for _, curve in those for _, value in curve}) > 1
+    ]
+    if panels in ([], ["gradient_norm"]):
+        return None
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(9, 2.5 * rows + 1), layout="constrained")
+    grid = list(figure.subplots(rows, 2, sharex=True, squeeze=False).flat)
+    for axes, quantity in zip(grid, panels):
+        what, unit, _ = _QUANTITIES[quantity]
+        points = []
+        for name, style in styles.items():
+            style = {**style, "linewidth": 0.7 * style["linewidth"], "marker": None}
+            steps, values = _align(curve for diverged, curve in curves[quantity][name] if not diverged)
+            points += _plot(axes, steps, values.mean(axis=0), style)
+            for diverged, curve in curves[quantity][name]:
+                if diverged and curve:
+                    points += _plot(axes, *zip(*curve), {**style, "linestyle": ":"})
+                    axes.plot(*curve[-1], marker="x", color=style["color"])
+        _scale_decades(axes, [value for _, value in points])
+        axes.set_title(what, fontsize=10)
+        axes.set(ylabel=unit)
+        axes.grid(alpha=0.25)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes in grid[max(len(panels) - 2, 0) : len(panels)]:  # the lowest of each column
+        axes.set_xlabel("optimizer step")
+        axes.tick_params(labelbottom=True)
+    spikes = {name: sum(len(run["history"]["loss_spikes"]) for run in those) for name, those in runs.items()}
+    dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
+    is_any_diverged = any(run["diverged"] for those in runs.values() for run in those)
+    _add_legend(figure, results, styles, [dotted] if is_any_diverged else [], spikes)
+    figure.suptitle(f"{results['name']}: stability while training, mean over seeds")
+    return figure
+
+
+def _styles(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """How the line of each model looks, in every figure."""
+    others = [name for name in results["models"] if name != results["baseline"]]
+    styles = {results["baseline"]: _BASELINE}
+    for index, name in enumerate(others):
+        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        styles[name] = {"color": colour, "marker": marker, "linewidth": 1.6, "zorder": 2}
+    return styles
+
+
+def _finished(model: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for run in model["runs"] if not run["diverged"]]
+
+
+def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
+    """The steps at which every curve has a value, and the values `(curve, step)`; of no curves, one without steps."""
+    found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
+    steps = sorted(set.intersection(*(set(curve) for curve in found)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
+
+
+def _over_layers(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
+    """A run's curve of a quantity, over the layers that have it at that step."""
+    history = run["history"]
+    layers = [layer[quantity] for layer in history["stability"].values() if quantity in layer]
+    values: dict[int, list[float]] = {}
+    for curve in [history[quantity]] if quantity == "gradient_norm" else layers:
+        for step, value in curve:
+            if value is not None:
+                values.setdefault(step, []).append(value)
+    return [(step, float(_QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
+
+
+def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: dict[str, Any]) -> list[tuple[int, float]]:
+    """Draws a curve, with markers where there are few points, and returns its points."""
+    axes.plot(steps, values, **{**style, "marker": style["marker"] if len(steps) <= 20 else None, "markersize": 4})
+    return list(zip(steps, values))
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Moving average over a twentieth of the points."""
+    if not len(values):
+        return values
+    window = np.ones(len(values) // 20 | 1)  # odd, so that it has a middle
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
+    """Leaves out the first tenth of training, whose fall would press all that follows into one line."""
+    last = max((step for step, _ in points), default=0)
+    values = [value for step, value in points if step >= 0.1 * last]
+    if values:
+        scale = axes.yaxis.get_transform()
+        low, high = scale.transform([min(values), max(values)])
+        margin = 0.05 * (high - low) or 0.1
+        axes.set_ylim(*scale.inverted().transform([low - margin, high + margin]))
+
+
+def _linear_limit(values: Sequence[float], ratio: float) -> float | None:
+    """The median magnitude, up to which an axis should be linear, if the largest is more than `ratio` times that."""
+    magnitudes = [abs(value) for value in values if value]
+    if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
+        return None
+    return float(np.median(magnitudes))
+
+
+def _scale_decades(axes: Axes, values: Sequence[float]) -> None:
+    if limit := _linear_limit(values, 10.0):
+        if min(values) > 0:
+            axes.set_yscale("log")
+        else:
+            axes.set_yscale("symlog", linthresh=10.0 ** np.ceil(np.log10(limit)))
+            axes.yaxis.get_major_locator().set_params(numticks=7)
+
+
+def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
+    if limit := _linear_limit(values, 30.0):
+        axes.set_yscale("symlog", linthresh=limit)
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
+        label += f"\n(logarithmic beyond ±{limit:.2g})"
+    axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
+    axes.set_ylabel(label)
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _dodge(places: Sequence[float]) -> list[float]:
+    """Sets points that would cover each other side by side, around the middle of where they belong."""
+    gap = 0.03 * ((max(places) - min(places)) or abs(places[0]))
+
+    def spread(group: list[int]) -> np.ndarray:
+        return np.mean([places[index] for index in group]) + gap * (np.arange(len(group)) - (len(group) - 1) / 2)
+
+    groups: list[list[int]] = []
+    for index in sorted(range(len(places)), key=lambda index: places[index]):
+        groups.append([index])
+        while len(groups) > 1 and spread(groups[-1])[0] - spread(groups[-2])[-1] < gap:
+            last = groups.pop()
+            groups[-1] += last
+    moved = {index: float(place) for group in groups for index, place in zip(group, spread(group))}
+    return [moved[index] for index in range(len(places))]
+
+
+def _noise_patch() -> Patch:
+    return Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
+
+
+def _add_legend(
+    figure: Figure,
+    results: dict[str, Any],
+    styles: dict[str, dict[str, Any]],
+    others: list[Line2D | Patch],
+    spikes: dict[str, int] | None = None,
+) -> None:
+    """Below the axes, where it covers nothing: the models, with what their curves do not show."""
+    handles = []
+    for name, style in styles.items():
+        model, notes = results["models"][name], ["baseline"] if name == results["baseline"] else []
+        if diverged := sum(run["diverged"] for run in model["runs"]):
+            notes.append(f"{diverged} of {len(model['runs'])} diverged")
+        elif not model["runs"]:
+            notes.append("diverged at every rate")
+        if spikes and spikes[name]:
+            notes.append(f"{spikes[name]} loss spike{'s' * (spikes[name] != 1)}")
+        handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
+    figure.legend(handles=[*handles, *others], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
