@@ -19,6 +19,7 @@ from modeling_nlq.training.report import describe, write_report
 from modeling_nlq.training.statistics import analyse
 
 
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 STEPS = 200
 NOTHING = "\N{EN DASH}"
 FIGURES = ["curves", "flops", "parameters", "stability"]
@@ -339,3 +340,17 @@ def test_everything_diverged(rates, tmp_path):
     assert [row["verdict"] for row in table_after((tmp_path / "results.md").read_text(), "Models")] == ["baseline", "diverged"]
     assert Page((tmp_path / "report.html").read_text()).open == []
     assert "diverged" in describe(results)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/results.json")), ids=lambda path: path.parent.name)
+def test_published_results_are_what_their_runs_say(file, tmp_path):
+    results = json.loads(file.read_text())
+    losses = {
+        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(results["seeds"])
+        for name, model in results["models"].items()
+    }
+    assert json.loads(json.dumps(dataclasses.asdict(analyse(losses, results["baseline"])))) == results["statistics"]
+    write_report(results, tmp_path)
+    assert (file.parent / "results.md").read_text() == (tmp_path / "results.md").read_text()
+    published, drawn = ({path.name for path in (folder / "figures").iterdir()} for folder in (file.parent, tmp_path))
+    assert published == drawn

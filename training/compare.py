@@ -53,7 +53,7 @@ def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
-        RuntimeError: if a run failed for another reason than its loss; finished runs stay.
+        ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     _claim_folder(folder, comparison)
     with FileLock(folder / "tokenizer.lock"):
@@ -151,9 +151,9 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
         try:
             return future.result()
         except BrokenProcessPool as error:
-            raise RuntimeError(f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}") from error
+            raise ChildProcessError(f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}") from error
         except Exception as error:
-            raise RuntimeError(f"run {run.name} failed: {type(error).__name__}: {error}") from error
+            raise ChildProcessError(f"run {run.name} failed: {type(error).__name__}: {error}") from error
 
 
 def _is_done(future: Future) -> bool:
