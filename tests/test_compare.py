@@ -260,7 +260,8 @@ class TestInterruption:
     @pytest.fixture(scope="class")
     def uninterrupted(self, make_file, tmp_path_factory):
         file = make_file(models={"base": None, "squared": {"switches": {"attention_activation": "squared"}}})
-        return file, compare(load_comparison(file), tmp_path_factory.mktemp("uninterrupted") / "results")
+        folder = tmp_path_factory.mktemp("uninterrupted") / "results"
+        return file, compare(load_comparison(file), folder), folder
 
     def start(self, file: str, folder: Path, **options) -> subprocess.Popen:
         command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
@@ -274,7 +275,7 @@ class TestInterruption:
             time.sleep(0.05)
 
     def test_killed_and_run_again(self, uninterrupted, tmp_path):
-        file, expected = uninterrupted
+        file, expected, _ = uninterrupted
         folder = tmp_path / "results"
         process = self.start(file, folder)
         moment = random.Random(os.getpid())
@@ -294,8 +295,16 @@ class TestInterruption:
             and finished.items() <= {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}.items()
         )
 
+    def test_interrupted_by_hand(self, make_file, tmp_path):
+        training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
+        process = self.start(make_file(training=training), tmp_path / "results")
+        self.wait_for(lambda: list(tmp_path.glob("results/runs/base/*/checkpoint-*")), process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr.read().decode().strip().splitlines()[-1] == "nlq: interrupted"
+
     def test_processes_share_the_runs(self, uninterrupted, tmp_path):
-        file, expected = uninterrupted
+        file, expected, _ = uninterrupted
         folder = tmp_path / "results"
         command = [
             sys.executable,
@@ -313,9 +322,9 @@ class TestInterruption:
 
     def test_file_that_cannot_be_written(self, uninterrupted, finished, tmp_path):
         """A disk that is full looks like this limit on the size of files: finished runs are kept, and go on later."""
-        file, expected = uninterrupted
+        file, expected, complete = uninterrupted
         folder = tmp_path / "results"
-        compare(load_comparison(file), folder)
+        shutil.copytree(complete, folder)
         lost = next(folder.glob("runs/squared/*seed-1"))
         shutil.rmtree(lost)
         kept = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}

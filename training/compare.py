@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -146,12 +147,18 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
         path = run_folder(folder, run)
         content = comparison.resolve(run, path).given
         future = executor.submit(_train_alone, content, path, _lock_file(folder, run), folder / "tokenizer")
-        while not _is_done(future):
-            progress.update(started_from + steps.value - progress.n)
         try:
+            while not _is_done(future):
+                progress.update(started_from + steps.value - progress.n)
             return future.result()
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid, signal.SIGINT)  # a terminal tells it too; leaving the executor waits for it
+            raise
         except BrokenProcessPool as error:
-            raise ChildProcessError(f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}") from error
+            raise ChildProcessError(
+                f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}"
+            ) from error
         except Exception as error:
             raise ChildProcessError(f"run {run.name} failed: {type(error).__name__}: {error}") from error
 
