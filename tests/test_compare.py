@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -53,17 +54,19 @@ def make_file(recipe_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(make_file, tmp_path_factory) -> tuple[Path, dict, str]:
+def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
     """A comparison with what must be found in it: folder, results, file."""
     models = {
         "base": None,
         "twin": None,
         # Scores and logits ten times too large at the start: worse for a long time, whatever the seed
         "planted": {"switches": {"initializer_range": 0.2}},
-        "absurd": {"learning_rates": [1e3, 1e4]},
+        "absurd": {"learning_rates": [1e3, 1e30]},  # one ends far off, one in NaN
         "one rate absurd": {"learning_rates": [1e-2, 1e3]},
     }
-    file = make_file(models=models, learning_rates=[5e-3, 1e-2], seeds=[0, 1, 2, 3])
+    training = {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"}
+    recipe = {**read_yaml(Path(recipe_file)), "stability_steps": 1}
+    file = make_file(recipe=recipe, models=models, learning_rates=[5e-3, 1e-2], seeds=[0, 1, 2, 3], training=training)
     folder = tmp_path_factory.mktemp("compared") / "results"
     return folder, compare(load_comparison(file), folder), file
 
@@ -97,6 +100,11 @@ class TestFindsWhatIsThere:
         absurd = results["models"]["absurd"]
         assert results["statistics"]["effects"]["absurd"]["verdict"] == "diverged"
         assert absurd["learning_rate"] is None and absurd["runs"] == [] and all(run["diverged"] for run in absurd["sweep"])
+        far, without_number = absurd["sweep"]
+        assert (
+            far["diverged_at"] is None and far["steps"] == 12 and without_number["diverged_at"] == without_number["steps"] == 2
+        )
+        assert without_number["history"]["stability"]["0"]["entropy"][1] == [2, None]
         assert all(len(model["runs"]) == 4 for name, model in results["models"].items() if name != "absurd")
 
     def test_one_diverged_rate_is_not_chosen(self, finished):
@@ -182,7 +190,7 @@ class TestRuns:
 
     def test_stability_is_recorded(self, finished):
         history = finished[1]["models"]["base"]["runs"][0]["history"]
-        assert [step for step, _ in history["stability"]["0"]["entropy"]] == [1, 12]
+        assert [step for step, _ in history["stability"]["0"]["entropy"]] == list(range(1, 13))
         assert history["gradient_norm"] and len(history["validation_loss"]) == 2
 
 
@@ -295,6 +303,16 @@ class TestInterruption:
             and finished.items() <= {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}.items()
         )
 
+    def test_run_does_not_outlive_a_killed_comparison(self, make_file, tmp_path):
+        training = {"max_steps": 2, "save_steps": 2, "eval_strategy": "no", "report_to": "none"}
+        process = self.start(make_file(training=training), tmp_path / "results")
+        # After its last step a run evaluates, saves, and waits to be asked for more
+        self.wait_for(lambda: list(tmp_path.glob("results/runs/base/*/checkpoint-2")), process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert len(children) > 1 and not psutil.wait_procs(children, timeout=30)[1]
+
     def test_interrupted_by_hand(self, make_file, tmp_path):
         training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
         process = self.start(make_file(training=training), tmp_path / "results")
@@ -396,6 +414,7 @@ class TestBadInput:
         "fields, message",
         [
             ({"baseline": None}, "the field 'baseline' is missing"),
+            ({"baseline": ["base"]}, r"baseline=\['base'\] must be one of"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": None}, "must be one of the models"),
@@ -407,6 +426,17 @@ class TestBadInput:
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             ({"seeds": None}, "seeds=None must be a list"),
             ({"seeds": []}, r"seeds=\[\] must be a list"),
+            ({"models": {"base": None, "Base": None}}, "the same name but for capitals"),
+            ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
+            ({"models": {"base": None, "x.": None}}, "model 'x.': a name must be made of"),
+            ({"models": {"base": None, "x": {"switches": {"query_projection": "linaer"}}}}, "model 'x': .*'linaer'"),
+            ({"models": {"base": None, "x": {"training": {"max_step": 1}}}}, "model 'x': training: unknown field 'max_step'"),
+            ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
+            ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
+            ({"training": {"max_steps": 12, "per_device_train_batch_size": 0}}, "must be at least 1"),
+            ({"seeds": [2**32]}, "seeds="),
+            ({"seeds": [True]}, "seeds="),
+            ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"seeds": [1000]}, "sweep_seed=1000 is one of the seeds"),
             ({"learning_rates": None}, "learning_rates is missing"),
@@ -430,6 +460,22 @@ class TestBadInput:
         assert main(["compare", make_file(**fields), "--output_dir", str(tmp_path / "out")]) == 1
         assert len(capsys.readouterr().err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
 
+    def test_recipe_that_no_comparison_can_use(self, make_file, run, recipe_file):
+        with pytest.raises(ValueError, match="test_fraction=0 leaves no test split"):
+            load_comparison(make_file(), ["--test_fraction", "0"])
+        with pytest.raises(ValueError, match="command line: seed: set seeds and learning_rates"):
+            load_comparison(make_file(), ["--seed", "3"])
+        recipe = {name: value for name, value in read_yaml(Path(recipe_file)).items() if name != "tokenizer"}
+        with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
+            models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
+            load_comparison(make_file(recipe=recipe, models=models))
+        with pytest.raises(ValueError, match=r"record_stability needs an NLQ model, and .* is of type 'gpt2'"):
+            path = Path(recipe_file).parent / "gpt2.json"
+            path.write_text(
+                json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2})
+            )
+            load_comparison(make_file(models={"base": None, "gpt2": str(path)}))
+
     def test_name_given_twice(self, make_file, capsys):
         file = Path(make_file())
         file.write_text(file.read_text().replace("twin:", "base:"))
@@ -447,6 +493,11 @@ class TestBadInput:
         assert "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)" in capsys.readouterr().err
         assert main(["compare", make_file(), "--output_dir", str(folder)]) == 1
         assert "seeds: [0, 1, 2, 3] there, [0, 1] now" in capsys.readouterr().err
+        another = read_yaml(Path(file))
+        another["models"]["third"] = None
+        Path(file).with_name("another.yaml").write_text(yaml.safe_dump({**another, "name": "comparison"}))
+        assert main(["compare", str(Path(file).with_name("another.yaml")), "--output_dir", str(folder)]) == 1
+        assert "models.third: None there, {} now" in capsys.readouterr().err
         assert run_files(folder) == before
 
     def test_foreign_folder(self, make_file, tmp_path, capsys):

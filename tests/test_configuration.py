@@ -14,7 +14,7 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.attention_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.parameters import matching_intermediate_size, measure
+from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.recipe import load_recipe
 from modeling_nlq.training.train import load_config
 
@@ -215,12 +215,12 @@ def test_flops_equal_those_pytorch_counts(name):
 
 def test_matching_width():
     linear, identity = load_config("gpt3-small-linear"), load_config("gpt3-small-identity")
-    width = matching_intermediate_size(identity, measure(linear).non_embedding)
+    width = matching_intermediate_size(identity, measure(linear))
     assert width == 3456  # 12 x 768^2 query weights over 12 x 2 x 768 a unit: 384 more
     matched = load_config("gpt3-small-identity", {"intermediate_size": width})
     assert measure(matched).non_embedding == measure(linear).non_embedding
     with pytest.raises(ValueError, match="no MLP width"):
-        matching_intermediate_size(identity, 1000)
+        matching_intermediate_size(identity, Size(1000, 1000, 1000))
 
 
 def test_unknown_names_are_answered_with_the_known_ones():

@@ -191,11 +191,12 @@ class TestRun:
         monkeypatch.setattr(Trainer, "training_step", keep)
         folder = run[0].parent / "other-model"
         arguments = ["--output_dir", str(folder), "--set", "attention_activation=relu", "--set", "query_projection=identity"]
+        arguments += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
         metrics = train(load_recipe(str(recipe_file), arguments))
         stream = ""
-        for batch in batches:
-            stream = hashlib.sha256(stream.encode() + batch.numpy().astype("int32").tobytes()).hexdigest()
-        assert len(batches) == 8 and metrics["token_stream"] == stream == run[1]["token_stream"]
+        for row in torch.cat(batches).numpy().astype("int32"):
+            stream = hashlib.sha256(stream.encode() + row.tobytes()).hexdigest()
+        assert len(batches) == 16 and metrics["token_stream"] == stream == run[1]["token_stream"]
         assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
         assert metrics["peak_memory"] > 2**20
 

@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
     command.add_argument("--output_dir", default=None, help="results folder; by default runs/compare-NAME")
-    command.add_argument("--dry-run", action="store_true", help="print the plan and its cost, and stop")
+    command.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and its cost, and stop")
     command.set_defaults(run=_compare)
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)

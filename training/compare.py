@@ -11,15 +11,19 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from datasets import disable_progress_bars
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -32,6 +36,7 @@ from modeling_nlq.training.train import differences, is_taken, prepare_data, tra
 
 COMPARISON_FILE = "comparison.yaml"
 _BUSY = "busy"
+_LITTLE_SPACE = 2**26  # bytes on a disk that explain a failure
 # What launchers tell their processes, and a run of its own must not read
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -56,12 +61,16 @@ def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # those of the data, which a log file does not need
     _claim_folder(folder, comparison)
     with FileLock(folder / "tokenizer.lock"):
         # Once for all runs, which then find the data in the cache
         first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
         prepare_data(first.recipe, folder / "tokenizer")
     _run_all(comparison, folder)
+    for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
+        shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its end
     text = json.dumps(gather(comparison, folder), allow_nan=False)
     write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
@@ -110,11 +119,13 @@ def _run_all(comparison: Comparison, folder: Path) -> None:
         _environment_of_one_run(),
         tqdm(total=total * steps_per_run, initial=(total - count) * steps_per_run, unit="step", **pace) as progress,
     ):
+        with _interrupts_blocked():  # Ctrl-C in a terminal reaches every process; this one passes it on
+            forkserver.ensure_running()
         while True:
             ready, count = _unfinished(comparison, folder)
             progress.n = (total - count) * steps_per_run
-            progress.refresh()
             if not count:
+                progress.set_postfix_str("")
                 return
             for run in ready:
                 if not _is_locked(folder, run) and _run_one(comparison, run, folder, context, steps, progress) != _BUSY:
@@ -142,25 +153,28 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
     """One run in a process of its own, with the progress shown while it lasts."""
     started_from = progress.n
     steps.value = 0
-    progress.set_postfix_str(run.name, refresh=False)
+    progress.set_postfix_str(run.name)
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, context, initializer=_start_run, initargs=(steps, _log_file(folder, run))) as executor:
         path = run_folder(folder, run)
         content = comparison.resolve(run, path).given
-        future = executor.submit(_train_alone, content, path, _lock_file(folder, run), folder / "tokenizer")
         try:
+            future = executor.submit(_train_alone, content, path, _lock_file(folder, run), folder / "tokenizer")
             while not _is_done(future):
                 progress.update(started_from + steps.value - progress.n)
             return future.result()
         except KeyboardInterrupt:
-            for process in multiprocessing.active_children():
-                os.kill(process.pid, signal.SIGINT)  # a terminal tells it too; leaving the executor waits for it
+            for process in set(multiprocessing.active_children()) - others:
+                os.kill(process.pid, signal.SIGINT)  # leaving the executor waits for it
             raise
         except BrokenProcessPool as error:
-            raise ChildProcessError(
-                f"run {run.name} died, of too little memory perhaps; see {_log_file(folder, run)}"
-            ) from error
+            reason = "died, of too little memory perhaps"
+            raise ChildProcessError(f"run {run.name} {reason}; see {_log_file(folder, run)}") from error
         except Exception as error:
-            raise ChildProcessError(f"run {run.name} failed: {type(error).__name__}: {error}") from error
+            is_full = shutil.disk_usage(folder).free < _LITTLE_SPACE
+            reason = "failed, for the disk is full" if is_full else "failed"
+            text = f"run {run.name} {reason}: {type(error).__name__}: {error}; see {_log_file(folder, run)}"
+            raise ChildProcessError(text) from error
 
 
 def _is_done(future: Future) -> bool:
@@ -174,6 +188,15 @@ def _is_done(future: Future) -> bool:
 def _log_file(folder: Path, run: Run) -> Path:
     path = run_folder(folder, run)
     return path.with_name(f"{path.name}.log")
+
+
+@contextmanager
+def _interrupts_blocked():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager
@@ -198,17 +221,22 @@ def _environment_of_one_run():
 
 
 class _Progress(TrainerCallback):
-    """Tells how far a run is, and ends it when nobody is left to tell."""
+    """Tells how far a run is."""
 
     def on_step_end(self, args, state, control, **kwargs):
         _steps.value = state.global_step
-        if not multiprocessing.parent_process().is_alive():
-            os._exit(1)  # the next process that works on this comparison goes on from the last checkpoint
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)  # the next process that works on this comparison goes on from the last checkpoint
 
 
 def _start_run(steps, log_file: Path) -> None:
     global _steps
     _steps = steps
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     log_file.parent.mkdir(parents=True, exist_ok=True)
     stream = open(log_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open as long as the process lives
     os.dup2(stream.fileno(), sys.stdout.fileno())
@@ -227,3 +255,6 @@ def _train_alone(content: dict[str, Any], folder: Path, lock_file: Path, tokeniz
                 shutil.rmtree(checkpoint)  # a finished run needs none, and many runs would fill the disk
     except Timeout:
         return _BUSY
+    except Exception:
+        traceback.print_exc()  # into the log
+        raise

@@ -1,12 +1,15 @@
 """Comparisons: which models, learning rates and seeds, on one recipe. Read, checked and sized before anything is trained."""
 
 import copy
+import math
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
@@ -15,9 +18,11 @@ from modeling_nlq.training.statistics import power_warning
 from modeling_nlq.training.train import check_recipe, load_config
 
 
-_FIELDS = ("recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
+_FIELDS = ("name", "recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
 _MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
+# What differs between the runs of one model, by `seeds` and `learning_rates`
+_SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,17 @@ class Contender:
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
         tokens: trained on in each run.
+        tokenizer: as in its recipe.
         given: what the comparison's file says of it.
     """
 
     content: dict[str, Any]
     learning_rates: list[float]
     size: Size
-    intermediate_size: int
+    intermediate_size: int | None
     tokens: int
-    given: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str
+    given: dict[str, Any]
 
 
 @dataclass
@@ -129,7 +136,7 @@ class Comparison:
                     name + (" (baseline)" if name == self.baseline else ""),
                     f"{size.total:,}",
                     f"{size.non_embedding:,}",
-                    f"{contender.intermediate_size:,}",
+                    "" if contender.intermediate_size is None else f"{contender.intermediate_size:,}",
                     f"{size.flops_per_token:,}",
                     f"{size.flops_per_token * self.tokens_per_run:.3g}",
                     " ".join(f"{rate:g}" for rate in contender.learning_rates),
@@ -170,7 +177,7 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
         if not given.get(name):
             raise ValueError(f"{path}: the field {name!r} is missing")
     baseline = given["baseline"]
-    if baseline not in models:
+    if not isinstance(baseline, str) or baseline not in models:
         raise ValueError(
             f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"
         )
@@ -181,6 +188,8 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
 
     # The recipe as every model has it
+    words = [word.removeprefix("--").split("=")[0] for word in overrides or [] if word.startswith("--")]
+    _check_set_by_run("command line", words)
     shared, recipe_source = given["recipe"], f"{path}: recipe"
     if not isinstance(shared, dict):
         recipe_source = str(find("recipes", str(shared)))
@@ -188,9 +197,12 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     shared = {"test_fraction": 0.02, "record_stability": True, **shared}
     for section in ("training", "switches"):
         own = read_section(given.get(section), f"{path}: {section}")
+        _check_set_by_run(f"{path}: {section}", own)
         shared[section] = {**read_section(shared.get(section), f"{recipe_source}: {section}"), **own}
     shared = resolve_recipe(shared, overrides, recipe_source).given
 
+    if len({str(name).casefold() for name in models}) < len(models):
+        raise ValueError(f"{path}: two models have the same name but for capitals: they would share a folder on some machines")
     contenders = {}
     for name in sorted(models, key=lambda name: name != baseline):  # the baseline first: others may be matched to it
         budget = contenders[baseline].size if name != baseline else None
@@ -198,21 +210,39 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
         if (tokens := contenders[name].tokens) != contenders[baseline].tokens:
             seen = f"{tokens:,} tokens, the baseline {contenders[baseline].tokens:,}"
             raise ValueError(f"{path}: model {name!r} would see {seen}: that compares the amount of data too")
+        if (tokenizer := contenders[name].tokenizer) != contenders[baseline].tokenizer:
+            other = contenders[baseline].tokenizer
+            raise ValueError(
+                f"{path}: model {name!r} has the tokenizer {tokenizer!r}, the baseline {other!r}: all must read the same "
+                "tokens; name one tokenizer in the recipe"
+            )
     contenders = {name: contenders[name] for name in models}
 
+    own_name = str(given.get("name") or path.stem)
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
-    resolved.update(recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()})
+    resolved.update(
+        name=own_name, recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()}
+    )
     command = shlex.join(["nlq", "compare", Path(source).name if Path(source).is_file() else source, *(overrides or [])])
-    return Comparison(path.stem, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, command, resolved)
+    return Comparison(own_name, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, command, resolved)
+
+
+def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
+    if fixed := [name for name in _SET_BY_RUN if name in fields]:
+        raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
+
+
+def _is_seed(seed: Any) -> bool:
+    return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
 
 
 def _check_seeds(path: Path, seeds: Any, sweep_seed: Any) -> None:
-    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-        raise ValueError(f"{path}: seeds={seeds!r} must be a list of at least one whole number")
+    if not isinstance(seeds, list) or not seeds or not all(map(_is_seed, seeds)):
+        raise ValueError(f"{path}: seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{path}: seeds={seeds!r} holds a seed twice")
-    if not isinstance(sweep_seed, int) or sweep_seed < 0:
-        raise ValueError(f"{path}: sweep_seed={sweep_seed!r} must be a whole number")
+    if not _is_seed(sweep_seed):
+        raise ValueError(f"{path}: sweep_seed={sweep_seed!r} must be a whole number from 0 to 2**32 - 1")
     if sweep_seed in seeds:
         raise ValueError(
             f"{path}: sweep_seed={sweep_seed} is one of the seeds: a rate must not be chosen by a run that is reported"
@@ -221,7 +251,7 @@ def _check_seeds(path: Path, seeds: Any, sweep_seed: Any) -> None:
 
 def _check_learning_rates(source: str, rates: Any) -> list[float]:
     rates = rates if isinstance(rates, list) else [] if rates is None else [rates]
-    if not all(isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0 for rate in rates):
+    if not all(isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < math.inf for rate in rates):
         raise ValueError(f"{source}={rates!r} must be a list of numbers above 0")
     if len({f"{rate:g}" for rate in rates}) < len(rates):
         raise ValueError(f"{source}={rates!r} holds a rate twice")
@@ -233,37 +263,49 @@ def _read_model(
 ) -> Contender:
     """One entry of `models`: `None`, the name of a configuration, or a mapping of what differs from the recipe."""
     source = f"{path}: model {name!r}"
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_+=][A-Za-z0-9_+=., -]*", name):
+    if not isinstance(name, str):
+        raise ValueError(f"{source}: a name must be a text; put it in quotes")
+    if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII):
         raise ValueError(f"{source}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)")
     entry = {"model": entry} if isinstance(entry, str) else read_section(entry, source)
     check_keys(source, entry, _MODEL_FIELDS)
-    if rates := _check_learning_rates(f"{source}: learning_rates", entry.get("learning_rates")):
-        learning_rates = rates
+    learning_rates = _check_learning_rates(f"{source}: learning_rates", entry.get("learning_rates")) or learning_rates
     if not learning_rates:
         raise ValueError(f"{path}: learning_rates is missing")
-    match: Literal["parameters", "flops"] | None = entry.get("match", match)
+    match = entry.get("match", match)
     if match is not None and match not in _MATCHES:
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
-    content = {**shared, "model": entry.get("model", shared["model"])}
+    content = {**shared, "model": entry.get("model") or shared["model"]}
     for section in ("training", "switches"):
         own = read_section(entry.get(section), f"{source}: {section}")
-        if fixed := sorted({"seed", "data_seed", "learning_rate"} & own.keys()):
-            raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates instead")
+        _check_set_by_run(source, own)
         content[section] = {**shared[section], **own}
     try:
-        config = load_config(content["model"], content["switches"])
-        context = content.get("block_size", 1024)
-        if match is not None and budget is not None:
-            width = matching_intermediate_size(config, budget, match, context)
-            content["switches"]["intermediate_size"] = width
-            config = load_config(content["model"], content["switches"])
         resolved = resolve_recipe(content, None, source)
+        recipe, arguments = resolved.recipe, resolved.training_arguments
+        config = load_config(recipe.model, content["switches"])
+        if match is not None and budget is not None:
+            width = matching_intermediate_size(config, budget, match, recipe.block_size)
+            content["switches"]["intermediate_size"] = width
+            config = load_config(recipe.model, content["switches"])
         check_recipe(resolved, config)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
-    arguments = resolved.training_arguments
+    except (ValueError, StrictDataclassError) as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
+        raise ValueError(f"{source}: {str(reason).removeprefix(f'{source}: ')}") from error
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
-    tokens = arguments.max_steps * arguments.train_batch_size * arguments.gradient_accumulation_steps * context
-    return Contender(content, learning_rates, measure(config, context), config.intermediate_size, tokens, entry)
+    if recipe.test_fraction == 0:
+        raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
+    if arguments.save_strategy == "steps" and arguments.save_steps % arguments.logging_steps:
+        raise ValueError(
+            f"{source}: save_steps={arguments.save_steps} must be a multiple of logging_steps={arguments.logging_steps}, or a "
+            "run that is interrupted would report another training loss"
+        )
+    # Each run has one device, whatever this process sees
+    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
+    if tokens_per_step < 1:
+        raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
+    size = measure(config, recipe.block_size)
+    tokens = arguments.max_steps * tokens_per_step
+    return Contender(content, learning_rates, size, getattr(config, "intermediate_size", None), tokens, recipe.tokenizer, entry)

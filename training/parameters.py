@@ -62,17 +62,18 @@ def matching_intermediate_size(
         context: as in `measure`, for FLOPs.
 
     Raises:
-        ValueError: if even a width of 1 exceeds it.
+        ValueError: if even a width of 1 exceeds it, or the model has no such width.
     """
-    size = measure(config, context)
-    weights_per_unit = 2 * config.num_hidden_layers * config.hidden_size
-    if match == "parameters":
-        per_unit = weights_per_unit + config.num_hidden_layers * int(config.use_bias)
-        wanted, own, what = budget.non_embedding, size.non_embedding, "non-embedding parameters"
-    else:
-        per_unit = 6 * weights_per_unit
-        wanted, own, what = budget.flops_per_token, size.flops_per_token, "FLOPs per token"
-    width = config.intermediate_size + round((wanted - own) / per_unit)
+    if not isinstance(getattr(config, "intermediate_size", None), int):
+        raise ValueError(f"a model of type {config.model_type!r} has no intermediate_size to match by")
+    wider = copy.deepcopy(config)
+    wider.intermediate_size += 1
+    name, what = {
+        "parameters": ("non_embedding", "non-embedding parameters"),
+        "flops": ("flops_per_token", "FLOPs per token"),
+    }[match]
+    wanted, own, own_wider = (getattr(size, name) for size in (budget, measure(config, context), measure(wider, context)))
+    width = config.intermediate_size + round((wanted - own) / (own_wider - own))
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {what}")
     return width

@@ -10,11 +10,16 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 
+# Tokens that wait to be hashed, where nothing is logged, evaluated or saved for long
+_BATCHES_TO_KEEP = 256
+
+
 class RunRecord(TrainerCallback, ExportableState):
     """Keeps the record of a run, through checkpoints as well, and stops a run whose loss is infinite or not a number.
 
     Attributes:
-        token_stream: a hash of all tokens trained on so far, in their order. Two runs with the same one saw the same data.
+        token_stream: a hash of all tokens that this process trained on so far, row by row in their order. Two runs with the
+            same one saw the same data.
         seconds: spent on training steps, data loading included, evaluation and saving not.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
@@ -29,19 +34,26 @@ class RunRecord(TrainerCallback, ExportableState):
     def add_batch(self, input_ids: torch.Tensor) -> None:
         """Notes a batch; it is hashed later, for reading it now would make an accelerator wait."""
         self._batches.append(input_ids.detach())
+        if len(self._batches) >= _BATCHES_TO_KEEP:
+            self._hash_batches()
+
+    def _hash_batches(self) -> None:
+        for batch in self._batches:
+            for row in batch.cpu().to(torch.int32).numpy():  # the same hash, however many rows go at a time
+                self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
+        self._batches.clear()
 
     def state(self) -> dict:
         """What a checkpoint keeps (`ExportableState`)."""
-        for batch in self._batches:
-            content = batch.cpu().to(torch.int32).numpy().tobytes()
-            self.token_stream = hashlib.sha256(self.token_stream.encode() + content).hexdigest()
-        self._batches.clear()
-        return {"args": {}, "attributes": {"token_stream": self.token_stream, "seconds": self.seconds}}
+        self._hash_batches()
+        names = ("token_stream", "seconds", "diverged_at")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def restore(self, state: TrainerState) -> None:
         """Goes on from what a checkpoint kept."""
         attributes = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
-        self.token_stream, self.seconds = attributes.get("token_stream", ""), attributes.get("seconds", 0.0)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.restore(state)
@@ -57,7 +69,7 @@ class RunRecord(TrainerCallback, ExportableState):
                 torch.accelerator.synchronize()
             self.seconds += time.perf_counter() - self._started_at
             self._started_at = None
-            self.state()
+            self._hash_batches()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}) and not math.isfinite(logs["loss"]):
@@ -81,11 +93,16 @@ class RecordingTrainer(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most memory this process has held so far, in bytes: on the accelerator if it trains there, else of the machine."""
+def peak_memory(device: torch.device) -> int | None:
+    """The most memory this process has held so far, in bytes: on the accelerator if it trains there, else of the machine.
+
+    Windows does not tell: `None`.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
+    if sys.platform == "win32":
+        return None
+    import resource
 
     kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte

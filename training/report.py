@@ -106,10 +106,10 @@ def _summary(results: dict[str, Any]) -> list[dict[str, str]]:
                 "learning rate": _chosen_rate(model),
                 "parameters": f"{model['parameters']:,}",
                 "non-embedding": f"{model['non_embedding_parameters']:,}",
-                "MLP width": f"{model['intermediate_size']:,}",
+                "MLP width": _number(model["intermediate_size"], ","),
                 "FLOPs per token": f"{model['flops_per_token']:,}",
                 "tokens/s": _median([run["tokens_per_second"] for run in finished], ",.0f"),
-                "peak memory (MiB)": _number(max((run["peak_memory"] / _MEBIBYTE for run in finished), default=None), ",.0f"),
+                "peak memory (MiB)": _largest_memory(finished),
                 "training time (s)": _median([run["train_seconds"] for run in finished], ",.1f"),
                 "diverged": diverged,
             }
@@ -153,7 +153,7 @@ def _runs(results: dict[str, Any]) -> list[dict[str, str]]:
                     "test loss": _number(run["test_loss"], ".4f"),
                     "tokens/s": _number(run["tokens_per_second"], ",.0f"),
                     "seconds": _number(run["train_seconds"], ",.1f"),
-                    "peak memory (MiB)": f"{run['peak_memory'] / _MEBIBYTE:,.0f}",
+                    "peak memory (MiB)": _number(run["peak_memory"] and run["peak_memory"] / _MEBIBYTE, ",.0f"),
                     "backend": run["attn_implementation"],
                     "loss spikes": str(len(run["history"]["loss_spikes"])),
                     "largest gradient norm": "not finite" if None in norms else _number(max(norms, default=None), ".3g"),
@@ -190,6 +190,11 @@ def _chosen_rate(model: dict[str, Any]) -> str:
 def _median(values: list[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
     return _number(statistics.median(known) if known else None, form)
+
+
+def _largest_memory(runs: list[dict[str, Any]]) -> str:
+    known = [run["peak_memory"] / _MEBIBYTE for run in runs if run["peak_memory"] is not None]
+    return _number(max(known, default=None), ",.0f")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -347,7 +352,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "## Models",
         _markdown_table(_summary(results)),
         "What differs between them:",
-        "\n".join(f"* `{name}`: `{_given(model) or 'nothing'}`" for name, model in results["models"].items()),
+        "\n".join(f"* `{name}`: {_code(_given(model))}" for name, model in results["models"].items()),
         *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
         *(
             ["## Learning rates", "Validation loss in nats per token; ✓ marks the rate chosen.", _markdown_table(rates)]
@@ -362,6 +367,10 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         _markdown_table([{"what": name, "value": value} for name, value in _corpus(results).items()]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else "nothing, it is the recipe's"
 
 
 def _markdown_table(rows: list[dict[str, str]]) -> str:

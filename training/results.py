@@ -126,12 +126,12 @@ def _read_run(folder: Path, run: Run) -> dict[str, Any]:
         "peak_memory": metrics["peak_memory"],
         "attn_implementation": metrics["attn_implementation"],
         "history": {
-            **{
-                name: [(step, value if math.isfinite(value) else None) for step, value in curve]
-                for name, curve in curves.items()
-            },
+            **{name: _without_nan(curve) for name, curve in curves.items()},
             "loss_spikes": loss_spikes(curves["train_loss"]),
-            "stability": read_stability(history),
+            "stability": {
+                layer: {quantity: _without_nan(curve) for quantity, curve in found.items()}
+                for layer, found in read_stability(history).items()
+            },
         },
     }
 

@@ -32,6 +32,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 import modeling_nlq
+from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find
 from modeling_nlq.training.card import render
 from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, make_blocks, make_tokenizer, unigram_perplexity
@@ -47,7 +48,7 @@ logger = logging.get_logger(__name__)
 RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.json"
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
-_FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "logging_steps", "report_to", "dataloader_num_workers"}
+_FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 # Blocks of the validation split whose attention is looked at while training
 _STABILITY_BLOCKS = 2
 
@@ -87,6 +88,8 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
     if size != recipe.tokenizer and is_saved_model(recipe.model):
         conflicts.append(f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another")
+    if recipe.record_stability and not isinstance(config, NLQConfig):
+        conflicts.append(f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}")
     if recipe.streaming and arguments.max_steps <= 0:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
@@ -142,7 +145,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in given.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             flat.update(_flatten(value, f"{section}{name}."))
         elif name not in _FREE_FIELDS:
             flat[f"{section}{name}"] = value
@@ -196,11 +199,20 @@ def prepare_data(
         tokenizer = make_tokenizer(recipe, documents)
         tokenizer.model_max_length = recipe.block_size
         if tokenizer_folder is not None:
-            tokenizer.save_pretrained(str(tokenizer_folder))
+            _save_tokenizer(tokenizer, tokenizer_folder)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
     return tokenizer, blocks, None if recipe.streaming else documents["train"]._fingerprint
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Saves a tokenizer such that `tokenizer.json` is there once all is, whenever the power goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(suffix=".unfinished", dir=folder) as unfinished:
+        tokenizer.save_pretrained(unfinished)
+        for path in sorted(Path(unfinished).iterdir(), key=lambda path: path.name == "tokenizer.json"):
+            path.replace(folder / path.name)
 
 
 def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
@@ -300,11 +312,11 @@ def train(
         logger.warning(f"Going on from {checkpoint}")
         _check_same_model(checkpoint, model.config)
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    if state is not None and state.global_step >= state.max_steps:
+        record.restore(state)
+    if state is not None and (state.global_step >= state.max_steps or record.diverged_at is not None):
         # Cut off after its last step: Trainer would take one more
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
-        record.restore(state)
         model.to(arguments.device)
     else:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
