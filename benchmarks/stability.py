@@ -11,11 +11,10 @@ They take turns, so that a busy machine slows both alike. The last column is wha
 import argparse
 import platform
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 import transformers
+from training_step import seconds
 
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM
@@ -37,16 +36,6 @@ def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:
     expected = [torch.special.entr(layer).sum(dim=-1)[:, :, 1:].mean().item() for layer in weights]
     if max(abs(one - other) for one, other in zip(recorded, expected)) > 1e-4:
         raise SystemExit(f"correctness gate: entropies {recorded} recorded, {expected} expected; nothing is timed")
-
-
-def seconds(function: Callable, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def measure(activation: str, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
