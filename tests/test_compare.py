@@ -314,8 +314,8 @@ class TestInterruption:
         process = self.start(make_file(training=training), tmp_path / "results")
         self.wait_for(lambda: list(tmp_path.glob("results/runs/base/*/checkpoint-*")), process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
-        assert process.stderr.read().decode().strip().splitlines()[-1] == "nlq: interrupted"
+        assert process.wait(timeout=60) == 130
+        assert "nlq: interrupted" in process.stderr.read().decode().splitlines()
 
     def test_processes_share_the_runs(self, uninterrupted, tmp_path):
         file, expected, _ = uninterrupted

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -158,14 +158,20 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
     with ProcessPoolExecutor(1, context, initializer=_start_run, initargs=(steps, _log_file(folder, run))) as executor:
         path = run_folder(folder, run)
         content = comparison.resolve(run, path).given
+        future = None
         try:
             future = executor.submit(_train_alone, content, path, _lock_file(folder, run), folder / "tokenizer")
             while not _is_done(future):
                 progress.update(started_from + steps.value - progress.n)
             return future.result()
         except KeyboardInterrupt:
-            for process in set(multiprocessing.active_children()) - others:
-                os.kill(process.pid, signal.SIGINT)  # leaving the executor waits for it
+            children = set(multiprocessing.active_children()) - others
+            for process in children:
+                os.kill(process.pid, signal.SIGINT)
+            # Leaving the executor waits for the run, which may have lost the interrupt: Python drops one in a destructor
+            if future is None or wait([future], timeout=10.0).not_done:
+                for process in children:
+                    process.kill()
             raise
         except BrokenProcessPool as error:
             reason = "died, of too little memory perhaps"
