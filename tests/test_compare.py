@@ -1,5 +1,6 @@
 """The controlled comparison: its file, its runs and what they are worth, on models so small that a run takes a second."""
 
+import functools
 import json
 import math
 import os
@@ -311,7 +312,9 @@ class TestInterruption:
 
     def test_interrupted_by_hand(self, make_file, tmp_path):
         training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
-        process = self.start(make_file(training=training), tmp_path / "results")
+        # A shell starts what it puts in the background with interrupts ignored, and tests may run there
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        process = self.start(make_file(training=training), tmp_path / "results", preexec_fn=heed)
         self.wait_for(lambda: list(tmp_path.glob("results/runs/base/*/checkpoint-*")), process)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130
