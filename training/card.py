@@ -1,89 +1,171 @@
-"""The model card of a run."""
+"""The model card: who made a model of what, how to load it, and what was measured."""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
-from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.training.parameters import Size
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
+CARD_FILE = "README.md"
 
 _MEASURES = {
-    "eval_loss": "loss (nats per token)",
-    "eval_perplexity": "perplexity",
-    "eval_bits_per_byte": "bits per byte",
-    "eval_token_accuracy": "token accuracy",
+    "eval_loss": "validation loss (nats per token)",
+    "eval_perplexity": "validation perplexity",
+    "eval_bits_per_byte": "validation bits per byte",
+    "eval_token_accuracy": "validation token accuracy",
+    "test_loss": "test loss (nats per token)",
+    "test_perplexity": "test perplexity",
+    "test_bits_per_byte": "test bits per byte",
+    "test_token_accuracy": "test token accuracy",
     "unigram_perplexity": "perplexity of the unigram baseline",
 }
+_SPLITS = {"eval": "validation", "test": "test"}
+_PIPELINES = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+}
 _SWITCHES = ("norm_position", "sublayer_activation", "residual_activation", "position_embedding", *PER_LAYER_SWITCHES)
+_BUILT_IN = ("python-stdlib", "python-site-packages")
 
 
-def render(name: str, config: PreTrainedConfig, given: dict[str, Any], metrics: dict[str, Any]) -> ModelCard:
-    """The card of a finished run, from the template `model_card.md`.
+def render(
+    location: str,
+    config: PreTrainedConfig,
+    size: Size,
+    given: dict[str, Any] | None = None,
+    metrics: dict[str, Any] | None = None,
+    conversion: dict[str, Any] | None = None,
+    comparison: str | None = None,
+    license: str | None = None,
+    has_plot: bool = False,
+    has_tokenizer: bool = True,
+) -> ModelCard:
+    """The card of a model, from the template `model_card.md`.
 
     Args:
-        name: of the model, the last part of its folder.
+        location: what to load it by: the name of its folder, or of its repository.
         config: of the model.
-        given: the recipe, as it was given.
-        metrics: what `metrics.json` holds.
+        size: of the model.
+        given: the recipe it was trained with, as it was given.
+        metrics: what `metrics.json` holds, if it was trained.
+        conversion: what `conversion.json` holds, if it was converted.
+        comparison: verdicts of the comparison it took part in, as Markdown.
+        license: of the weights; by default Apache-2.0, or none if they come from another model.
+        has_plot: whether `loss.png` lies beside it.
+        has_tokenizer: whether a tokenizer does.
     """
-    given = without_folders(given)
+    given, metrics = without_folders(given or {}), metrics or {}
+    dataset = given.get("dataset", "python-stdlib")
     measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
+    base_model = metrics.get("base_model") or (conversion or {}).get("base_model")
+    auto_class = _auto_class(config)
+    is_nlq = config.model_type == "nlq"
+    name = location.split("/")[-1]
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_split=_SPLITS[split],
+            metric_type=metric,
+            metric_value=value,
+        )
+        for split, metric, value in ((*key.split("_", 1), value) for key, value in measured.items())
+        if split in _SPLITS
+    ]
     data = ModelCardData(
-        model_name=name,
-        license="apache-2.0",
+        model_name=name if results else None,
+        license=license or (None if base_model or conversion else "apache-2.0"),
         library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["nlq", "custom_code", "attention"],
-        datasets=None if _is_local(given) else [given["dataset"]],
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=given.get("dataset", "python-stdlib"),
-                dataset_name=given.get("dataset", "python-stdlib"),
-                dataset_split="validation",
-                metric_type=key.removeprefix("eval_"),
-                metric_value=value,
-            )
-            for key, value in measured.items()
-            if key.startswith("eval_")
-        ],
+        pipeline_tag=_PIPELINES[auto_class],
+        tags=["nlq", "custom_code", "attention"] if is_nlq else ["attention"],
+        base_model=base_model,
+        datasets=None if not given or _is_local(dataset) else [dataset],
+        eval_results=results or None,
     )
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         model_name=name,
-        location=name,
-        prompt="import " if given.get("dataset", "python-stdlib") == "python-stdlib" else "The",
+        location=location,
+        is_nlq=is_nlq,
+        model_type=config.model_type,
+        auto_class=auto_class,
+        prompt="import " if given and dataset in _BUILT_IN else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
-        switches=_switches(config),
-        parameters=metrics["parameters"],
-        non_embedding_parameters=metrics["non_embedding_parameters"],
+        switches=_switches(config) if is_nlq else {},
+        parameters=size.total,
+        non_embedding_parameters=size.non_embedding,
         context=config.max_position_embeddings,
-        dataset=given.get("dataset", "python-stdlib"),
+        has_tokenizer=has_tokenizer,
+        conversion=conversion,
+        origin=_origin(conversion) if conversion else None,
+        base_model=base_model,
+        dataset=dataset,
         dataset_fingerprint=metrics.get("dataset_fingerprint"),
-        tokens_seen=metrics["tokens_seen"],
-        steps=metrics["steps"],
-        recipe=yaml.safe_dump(given, sort_keys=False),
+        tokens_seen=metrics.get("tokens_seen"),
+        steps=metrics.get("steps"),
+        recipe=yaml.safe_dump(given, sort_keys=False) if given and metrics else None,
         validation_tokens=metrics.get("validation_tokens"),
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
+        has_plot=has_plot,
+        comparison=comparison,
     )
+
+
+def base_model_of(model: str | Path) -> str | None:
+    """The model on the Hub whose weights another one comes from: itself, or what the card in its folder names."""
+    if not Path(model).exists():
+        return str(model)
+    card = Path(model) / CARD_FILE
+    if not card.is_file():
+        return None
+    try:
+        base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
+    except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
+        return None  # somebody's own text
+    return base_model if isinstance(base_model, str) else None
 
 
 def without_folders(value: Any) -> Any:
     """A recipe without local paths: they say nothing to a reader elsewhere, and may say too much; the last part is enough."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    return Path(value).name if is_path else value
 
 
-def _is_local(given: dict[str, Any]) -> bool:
-    dataset = given.get("dataset", "python-stdlib")
-    return dataset == "python-stdlib" or Path(dataset).suffix != ""
+def _is_local(dataset: str) -> bool:
+    return dataset in _BUILT_IN or Path(dataset).suffix != ""
+
+
+def _auto_class(config: PreTrainedConfig) -> str:
+    """The Auto class that loads the model with the head it was saved with."""
+    name = (config.architectures or ["NLQForCausalLM"])[0].removeprefix("FSDP")
+    head = name.partition("For")[2]
+    if name.endswith("LMHeadModel"):
+        head = "CausalLM"
+    auto_class = f"AutoModelFor{head}" if head else "AutoModel"
+    return auto_class if auto_class in AUTO_MAP else "AutoModelForCausalLM"
+
+
+def _origin(conversion: dict[str, Any]) -> str:
+    if conversion["source_class"] == "checkpoint":
+        return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
+    return f"`{conversion['base_model'] or conversion['source']}` (`{conversion['source_class']}`)"
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:

@@ -66,6 +66,43 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
     command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="also the MLP width that matches this budget")
     command.set_defaults(run=_params)
+
+    command = commands.add_parser(
+        "convert",
+        help="GPT-2 or the paper's checkpoints to NLQ, and back",
+        description="Write a GPT-2 model, a checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that "
+        "computes the same, or as a GPT-2 model.",
+        allow_abbrev=False,
+    )
+    command.add_argument("source", help="folder or Hub name of a saved model, or a ckpt.pt")
+    command.add_argument("target", help="folder to write")
+    command.add_argument("--to", choices=["nlq", "gpt2"], default="nlq")
+    command.add_argument("--upcycle", action="store_true", help="give it queries X W + f(X), where f is 0 at first")
+    command.add_argument(
+        "--set", action="append", metavar="SWITCH=VALUE", help="another switch to set; refused if the function would change"
+    )
+    command.add_argument("--tokenizer", default=None, help="folder or Hub name; by default the source's own")
+    command.add_argument("--allow-lossy", "--allow_lossy", action="store_true", help="go on where something would be lost")
+    command.add_argument("--overwrite", action="store_true", help="replace the model that is in the target")
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser(
+        "publish",
+        help="a trained or converted model to the Hub",
+        description="Upload weights, configuration, code, tokenizer, results and card in one commit, and nothing else.",
+        allow_abbrev=False,
+    )
+    command.add_argument("folder", metavar="RUN", help="folder of a run, a conversion or another saved NLQ model")
+    command.add_argument("repo_id", metavar="REPO_ID", help="owner/name")
+    command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    command.add_argument("--revision", default=None, help="branch to publish to; by default the main one")
+    command.add_argument("--comparison", default=None, help="results folder of `nlq compare`, whose verdicts go into the card")
+    command.add_argument("--card", default=None, help="a card of your own; by default it is written anew")
+    command.add_argument(
+        "--license", default=None, help="of the weights, as the Hub names it; by default apache-2.0 for new ones"
+    )
+    command.add_argument("--dry-run", "--dry_run", action="store_true", help="list the files and their sizes, and stop")
+    command.set_defaults(run=_publish)
     return parser
 
 
@@ -192,6 +229,53 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
                 cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(row, widths))
             )
         )
+
+
+def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
+    from modeling_nlq.training.conversion import convert
+    from modeling_nlq.training.gpt2 import LossyConversion
+    from modeling_nlq.training.recipe import parse_switch
+
+    try:
+        done = convert(
+            arguments.source,
+            arguments.target,
+            to=arguments.to,
+            upcycle=arguments.upcycle,
+            switches=dict(parse_switch(text) for text in arguments.set or []),
+            tokenizer=arguments.tokenizer,
+            allow_lossy=arguments.allow_lossy,
+            overwrite=arguments.overwrite,
+        )
+    except LossyConversion as error:
+        raise ValueError(f"{error} (--allow-lossy)") from None
+    parts = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
+    if done.difference is not None:
+        within = f"within {done.difference:.1e} of" if done.difference else "equal to"
+        parts.append(f"outputs on random tokens {within} the source's")
+    parts.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
+    print(f"{arguments.target}: {', '.join(parts)}")
+    for text in done.lost:
+        print(f"lost: {text}")
+
+
+def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
+    from modeling_nlq.training.publishing import publish
+
+    done = publish(
+        arguments.folder,
+        arguments.repo_id,
+        private=arguments.private,
+        revision=arguments.revision,
+        comparison=arguments.comparison,
+        card=arguments.card,
+        license=arguments.license,
+        dry_run=arguments.dry_run,
+    )
+    for name, size in done.files.items():
+        print(f"{size:>14,}  {name}")
+    total = f"{sum(done.files.values()):,} bytes in {len(done.files)} files"
+    print(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
 
 
 def _one_line(error: BaseException) -> str:

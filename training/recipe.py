@@ -208,7 +208,7 @@ def resolve_recipe(content: dict[str, Any], overrides: list[str] | None = None, 
         check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     command_line = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
-    switches = {**switches, **dict(_parse_switch(text) for text in arguments.set or [])}
+    switches = {**switches, **dict(parse_switch(text) for text in arguments.set or [])}
 
     content.update({name: value for name, value in command_line.items() if name in recipe_fields})
     training.update({name: value for name, value in command_line.items() if name in training_fields})
@@ -242,7 +242,8 @@ def _make_parser() -> _RecipeParser:
     return parser
 
 
-def _parse_switch(text: str) -> tuple[str, Any]:
+def parse_switch(text: str) -> tuple[str, Any]:
+    """Name and value of `switch=value`, the value read as YAML."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ValueError(f"--set {text!r} must have the form switch=value")

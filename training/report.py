@@ -22,6 +22,7 @@ _MEBIBYTE = 2**20
 _TERMINAL_WIDTH = 120
 # Columns of words; those of numbers are aligned at the right
 _WORDS = ("model", "verdict", "learning rate", "kind", "outcome", "backend", "tokens seen")
+_CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
 # How the page marks a verdict: a class for its colour, and a sign for readers who do not see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
 _NO_VERDICT = ("open", "!")
@@ -83,6 +84,34 @@ def describe(results: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
     notes = [_noise_floor(results), *(f"warning: {text}" for text in _warnings(results))]
     return "\n".join([*lines, *(textwrap.fill(note, _TERMINAL_WIDTH, subsequent_indent="  ") for note in notes)])
+
+
+def verdicts(results: dict[str, Any], model: str | None = None) -> str:
+    """The outcome for a model card, as Markdown: the question, the noise floor, a row for each model, and what limits it all.
+
+    Args:
+        results: what `results.json` holds, decoded.
+        model: the one of them whose card it is, which is marked; `None` if it is none of them.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    rows = [{name: row[name] for name in _CARD_COLUMNS} for row in _summary(results)]
+    if model is not None and model not in results["models"]:
+        raise ValueError(f"the comparison {results['name']} has no model {model!r}, only {', '.join(results['models'])}")
+    for row in rows:
+        if row["model"] == model:
+            row["model"] = f"**{model}** (this model)"
+    seeds = len(results["seeds"])
+    parts = [
+        f"From the comparison `{results['name']}`: {len(rows)} models, {seeds} seeds each, {results['tokens_per_run']:,} "
+        "tokens a run, each model at its own best learning rate, all on the same tokens in the same order.",
+        _outcome(results),
+        _noise_floor(results),
+        _markdown_table(rows),
+        *(f"> **Warning:** {warning}" for warning in _warnings(results)),
+    ]
+    return "\n\n".join(parts)
 
 
 # Tables: rows of texts by column, the same in every file

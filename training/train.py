@@ -34,7 +34,7 @@ from transformers.utils import logging
 import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find
-from modeling_nlq.training.card import render
+from modeling_nlq.training.card import CARD_FILE, base_model_of, render
 from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, make_blocks, make_tokenizer, unigram_perplexity
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.parameters import measure
@@ -90,6 +90,8 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append(f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another")
     if recipe.record_stability and not isinstance(config, NLQConfig):
         conflicts.append(f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}")
+    if arguments.push_to_hub:
+        conflicts.append("push_to_hub would upload more than the model; share the finished run by `nlq publish`")
     if recipe.streaming and arguments.max_steps <= 0:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
@@ -355,6 +357,7 @@ def train(
         "peak_memory": peak_memory(arguments.device),
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": fingerprint,
+        "base_model": base_model_of(recipe.model) if is_saved_model(recipe.model) else None,
         "parameters": size.total,
         "non_embedding_parameters": size.non_embedding,
         "flops_per_token": size.flops_per_token,
@@ -370,7 +373,8 @@ def train(
     if trainer.is_world_process_zero():
         plot_losses(trainer.state.log_history, folder / "loss.png", recipe.model)
         if evaluated:
-            render(folder.resolve().name, model.config, resolved.given, metrics).save(folder / "README.md")
+            card = render(folder.resolve().name, model.config, size, resolved.given, metrics, has_plot=True)
+            card.save(folder / CARD_FILE)
         trainer.state.save_to_json(str(folder / "trainer_state.json"))
         # Last: a run that has its metrics is finished
         write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")

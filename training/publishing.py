@@ -1,0 +1,302 @@
+"""`nlq publish`: a folder to a repository on the Hub, in one commit of exactly the files that belong there.
+
+What is uploaded is chosen by a list of what may be, not of what may not: a run folder also holds optimizer states, pickles,
+logs with names of machines, and whatever else somebody put there.
+"""
+
+import fnmatch
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import modeling_nlq
+from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.card import CARD_FILE, render, without_folders
+from modeling_nlq.training.gpt2 import check_parameters
+from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.recipe import read_yaml
+from modeling_nlq.training.report import verdicts
+from modeling_nlq.training.results import RESULTS_FILE
+from modeling_nlq.training.train import METRICS_FILE, RECIPE_FILE
+
+
+CONVERSION_FILE = "conversion.json"
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+_SETTINGS = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_RESULTS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, "loss.png")
+_COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
+# Fields in which a tokenizer or a configuration remembers where it was loaded from
+_PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
+_STATUS = {
+    401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
+    403: "this token may not write there; is the owner right, and may the token write?",
+    404: "there is no such owner, repository or revision, or this token may not see it",
+    409: "somebody else changed the repository at the same time",
+    412: "somebody else changed the repository at the same time",
+    413: "the Hub takes no file as large as one of these; save the model in smaller shards (max_shard_size)",
+    429: "the Hub has had too many requests; wait a little",
+}
+
+
+class PublishingError(OSError):
+    """The Hub, or the way to it, failed; nothing was published."""
+
+
+@dataclass
+class Publication:
+    """What is, or would be, in the repository.
+
+    Attributes:
+        files: size in bytes by name.
+        url: of the commit; `None` if it was a dry run.
+        commit: its id.
+    """
+
+    files: dict[str, int]
+    url: str | None = None
+    commit: str | None = None
+
+
+def files_to_publish(folder: Path) -> list[Path]:
+    """The files of a saved model that are its own: weights, settings, code, tokenizer, results. The card is no part of them."""
+    names = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS)
+    files = [path for path in folder.iterdir() if path.is_file() and any(fnmatch.fnmatch(path.name, name) for name in names)]
+    code = {module.partition(".")[0] + ".py" for module in AUTO_MAP.values()}
+    entries = [folder / name for name in sorted(code) if (folder / name).is_file()]
+    reached = {Path(path) for entry in entries for path in get_relative_import_files(entry)}
+    return sorted({*files, *entries, *(path for path in reached if path.is_file())})
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    private: bool | None = None,
+    revision: str | None = None,
+    comparison: str | Path | None = None,
+    card: str | Path | None = None,
+    license: str | None = None,
+    dry_run: bool = False,
+) -> Publication:
+    """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
+
+    The repository is made if there is none. Files of an earlier publication that this one does not have are deleted in the same
+    commit; other files there are left alone.
+
+    Args:
+        folder: of a run, a conversion, or any saved NLQ model.
+        repo_id: `owner/name`.
+        private: whether a new repository is private; by default as its owner has set.
+        revision: branch to publish to, made if there is none; by default the main one.
+        comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
+        card: a card of one's own; by default it is written anew.
+        license: of the weights, for the card.
+        dry_run: whether to stop before anything is sent.
+
+    Raises:
+        ValueError: if the folder holds no complete model, or the name of the repository is not valid.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository is then as it was, but for being made.
+    """
+    folder = Path(folder)
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
+    contents = _collect(folder, repo_id, comparison, card, license)
+    sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
+    if dry_run:
+        return Publication(sizes)
+
+    token = get_token()
+    if token is None:
+        raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(repo_id, revision=revision)
+        there = {file.rfilename for file in before.siblings or []}
+        stale = sorted(name for name in there - contents.keys() if _may_be_ours(name))
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        operations += [CommitOperationDelete(name) for name in stale]
+        commit = api.create_commit(
+            repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
+        )
+    except (HTTPError, OSError, RuntimeError) as error:
+        reason = _explain(error).replace(token, "***")
+        raise PublishingError(f"{repo_id} was not published: {reason}. The same command can be run again") from None
+    return Publication(sizes, commit.commit_url, commit.oid)
+
+
+def _collect(
+    folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
+) -> dict[str, Path | bytes]:
+    """What is uploaded, by name: files as they are, and those that might tell of this machine rewritten."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type != "nlq":
+        raise ValueError(f"{folder} holds a model of type {config.model_type!r}; `hf upload` shares what is no NLQ model")
+    files = files_to_publish(folder)
+    _check_weights(folder, config)
+    missing = {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in files}
+    if missing:
+        raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
+
+    contents: dict[str, Path | bytes] = {path.name: path for path in files}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if name in contents:
+            contents[name] = _json({key: value for key, value in _read_json(folder / name).items() if key not in _PLACES})
+    records = {name: _read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if name in contents}
+    given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
+    for name, record in records.items():
+        contents[name] = _json(without_folders(record))
+    if given is not None:
+        contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
+
+    text = None
+    comparison_folder = _find_comparison(folder, comparison)
+    if comparison_folder is not None:
+        model = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
+        text = verdicts(_read_json(comparison_folder / RESULTS_FILE), model)
+        text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
+        for path in (comparison_folder / "results.md", *sorted((comparison_folder / "figures").glob("*.png"))):
+            if path.is_file():
+                contents[f"comparison/{path.relative_to(comparison_folder).as_posix()}"] = path
+    if card is not None:
+        contents[CARD_FILE] = _read_card(Path(card))
+    else:
+        contents[CARD_FILE] = str(
+            render(
+                repo_id,
+                config,
+                measure(config),
+                given=given,
+                metrics=records.get(METRICS_FILE),
+                conversion=records.get(CONVERSION_FILE),
+                comparison=text,
+                license=license,
+                has_plot="loss.png" in contents,
+                has_tokenizer=bool(contents.keys() & {"tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt"}),
+            )
+        ).encode()
+    _check_for_traces(folder, contents)
+    return dict(sorted(contents.items()))
+
+
+def _check_weights(folder: Path, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` unless the safetensors files are whole and hold just what the model has."""
+    index = folder / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if not (folder / "model.safetensors").is_file() and index.is_file():
+        names = set(_read_json(index)["weight_map"].values())
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}: its training did not finish, or it was saved as something else")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged: {error}") from error
+    model_class = getattr(modeling_nlq, (config.architectures or [""])[0].removeprefix("FSDP"), modeling_nlq.NLQForCausalLM)
+    with torch.device("meta"):
+        model = model_class(config)
+    try:
+        check_parameters(model, shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
+    """The folder of the comparison to report: that given, or the one that holds `runs/MODEL/RUN`."""
+    if given is not None:
+        if not (Path(given) / RESULTS_FILE).is_file():
+            raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
+        return Path(given).resolve()
+    parents = folder.resolve().parents
+    is_run = len(parents) > 2 and parents[1].name == "runs" and (parents[2] / RESULTS_FILE).is_file()
+    return parents[2] if is_run else None
+
+
+def _read_card(path: Path) -> bytes:
+    try:
+        ModelCard.load(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"card {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    return path.read_bytes()
+
+
+def _check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
+    """Raises `ValueError` if a text still names a folder of this machine, or holds a token."""
+    places = {str(folder.resolve()), str(folder.resolve().parent), f"{Path.home()}/", f"{Path.cwd()}/"} - {"/", "//"}
+    for name, content in contents.items():
+        if isinstance(content, Path) and content.suffix not in (".md", ".jinja"):
+            continue
+        text = (content.read_bytes() if isinstance(content, Path) else content).decode("utf-8", errors="replace")
+        if place := next((place for place in places if place in text), None):
+            raise ValueError(f"{name} names a folder of this machine, {place!r}; remove it first")
+        if re.search(r"\bhf_[A-Za-z0-9]{30,}\b", text):
+            raise ValueError(f"{name} holds what looks like a token of the Hub; remove it first")
+
+
+def _may_be_ours(name: str) -> bool:
+    patterns = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS, *_COMPARISON, "*_nlq.py")
+    return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _explain(error: BaseException) -> str:
+    """What the Hub or the connection said, in a line."""
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, LocalTokenNotFoundError):
+        return _STATUS[401]
+    if isinstance(error, RepositoryNotFoundError) and error.response.status_code == 401:
+        return _STATUS[401]
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        said = f" ({' '.join(error.server_message.split())})" if error.server_message else ""
+        known = _STATUS.get(status) or ("the Hub has a problem of its own" if status >= 500 else "the Hub refused")
+        return f"{status}: {known}{said}"
+    if isinstance(error, HTTPError):
+        return f"the connection to {constants.ENDPOINT} broke or could not be made ({type(error).__name__})"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _json(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()
