@@ -68,7 +68,7 @@ _STATUS = {
 
 
 class PublishingError(OSError):
-    """The Hub, or the way to it, failed; nothing was published."""
+    """The Hub, or the way to it, failed. A commit is made whole or not at all."""
 
 
 @dataclass
@@ -123,7 +123,8 @@ def publish(
 
     Raises:
         ValueError: if the folder holds no complete model, or the name of the repository is not valid.
-        PublishingError: if the Hub refuses, or cannot be reached. The repository is then as it was, but for being made.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository then holds what it held before; only where the
+            connection broke while the commit was on its way, it may have arrived all the same.
     """
     folder = Path(folder)
     validate_repo_id(repo_id)
@@ -151,8 +152,8 @@ def publish(
             repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
         )
     except (HTTPError, OSError, RuntimeError) as error:
-        reason = _explain(error).replace(token, "***")
-        raise PublishingError(f"{repo_id} was not published: {reason}. The same command can be run again") from None
+        text = f"{repo_id} was not published: {_explain(error)}. The same command can be run again"
+        raise PublishingError(text.replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
 
 
@@ -275,6 +276,8 @@ def _may_be_ours(name: str) -> bool:
 
 def _explain(error: BaseException) -> str:
     """What the Hub or the connection said, in a line."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
+        error = error.__cause__  # of a large file
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, LocalTokenNotFoundError):
@@ -287,7 +290,7 @@ def _explain(error: BaseException) -> str:
         known = _STATUS.get(status) or ("the Hub has a problem of its own" if status >= 500 else "the Hub refused")
         return f"{status}: {known}{said}"
     if isinstance(error, HTTPError):
-        return f"the connection to {constants.ENDPOINT} broke or could not be made ({type(error).__name__})"
+        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({type(error).__name__})"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -242,9 +242,19 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if is_saved_model(recipe.model):
-        return AutoModelForCausalLM.from_pretrained(
-            recipe.model, config=config, dtype=torch.float32, attn_implementation=recipe.attn_implementation
+        model, found = AutoModelForCausalLM.from_pretrained(
+            recipe.model,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=recipe.attn_implementation,
+            output_loading_info=True,
         )
+        if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
+            raise ValueError(
+                f"model {recipe.model!r} has other weights than these switches need, {changed[0]} for one; "
+                "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model to go on from"
+            )
+        return model
     return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
 
 

@@ -1,0 +1,713 @@
+"""A Hub on loopback: enough of the Hub for the real `huggingface_hub` client to create, upload, list and download.
+
+    with HubServer(tokens={"hf_anna": "anna"}) as server:
+        subprocess.run([...], env={**os.environ, **server.client_environment(tmp_path / "home", token="hf_anna")})
+        assert "config.json" in server.files("anna/model")
+
+The client reads `HF_ENDPOINT` when it is imported, so it must run in a process of its own; `client_environment` gives all the
+variables that process needs. `HF_HUB_DISABLE_XET=1` is one of them: where hf_xet is installed, the client uploads by xet
+without asking whether the Hub has it. This one has LFS only.
+
+As on the real Hub, large files live on another host than the API (here another port), behind links that need no token: the
+client must not send its token there. Models only: no datasets, no Spaces, no pull requests, and no .gitignore is applied.
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+import socket
+import socketserver
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import yaml
+
+
+LFS_PATTERNS = ("*.safetensors", "*.bin", "*.png")
+GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LFS_PATTERNS)
+
+
+class HubError(Exception):
+    """Becomes an error answer; the client chooses its exception by status and code, not by the message."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status = status
+        message_in_header = " ".join(message.split()).encode("ascii", "replace").decode()
+        self.headers = {"X-Error-Message": message_in_header, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+
+
+@dataclass
+class Request:
+    method: str
+    path: str  # still quoted: a branch `a/b` is one segment, `a%2Fb`
+    query: dict[str, list[str]]
+    headers: dict[str, str]
+    body: bytes
+    user: str | None = None
+
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+
+@dataclass
+class Reply:
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def json(cls, data: object, status: int = 200, headers: dict[str, str] | None = None) -> "Reply":
+        return cls(status, json.dumps(data).encode(), {"Content-Type": "application/json; charset=utf-8", **(headers or {})})
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's content. Git keeps the content itself or, of an LFS file, a pointer to it."""
+
+    data: bytes
+    is_lfs: bool = False
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+    @cached_property
+    def pointer(self) -> bytes:
+        return f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.data)}\n".encode()
+
+    @cached_property
+    def oid(self) -> str:
+        kept = self.pointer if self.is_lfs else self.data
+        return hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.is_lfs else self.oid
+
+    def entry(self, path: str) -> dict:
+        """The file in a listing."""
+        entry = {"type": "file", "path": path, "oid": self.oid, "size": len(self.data)}
+        return {**entry, "lfs": self.lfs_entry("oid")} if self.is_lfs else entry
+
+    def sibling(self, path: str) -> dict:
+        """The file in the description of a repository, where the same has other names."""
+        sibling = {"rfilename": path, "blobId": self.oid, "size": len(self.data)}
+        return {**sibling, "lfs": self.lfs_entry("sha256")} if self.is_lfs else sibling
+
+    def lfs_entry(self, name: str) -> dict:
+        return {name: self.sha256, "size": len(self.data), "pointerSize": len(self.pointer)}
+
+
+@dataclass(frozen=True)
+class Commit:
+    oid: str
+    parent: "Commit | None"
+    files: dict[str, Blob]
+    title: str
+    message: str
+    author: str
+    date: str
+
+    def entries(self, folder: str = "", recursive: bool = True) -> list[dict]:
+        """What lies in a folder, sub-folders included, as the Hub lists it."""
+        prefix = f"{folder}/" if folder else ""
+        inside = {path: blob for path, blob in sorted(self.files.items()) if path.startswith(prefix)}
+        folders = {str(parent) for path in inside for parent in Path(path).parents}
+        folders = {name for name in folders if name != "." and name.startswith(prefix)}
+        entries = [{"type": "directory", "path": name, "oid": git_oid(name), "size": 0} for name in sorted(folders)]
+        entries += [blob.entry(path) for path, blob in inside.items()]
+        return [entry for entry in entries if recursive or "/" not in entry["path"].removeprefix(prefix)]
+
+
+@dataclass
+class Repo:
+    id: str
+    private: bool
+    commits: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, Commit] = field(default_factory=dict)
+    tags: dict[str, Commit] = field(default_factory=dict)
+    lfs: dict[str, bytes] = field(default_factory=dict)  # all that was uploaded, by sha256, committed or not
+
+    @property
+    def owner(self) -> str:
+        return self.id.split("/")[0]
+
+    def revision(self, name: str) -> Commit:
+        name = re.sub("^refs/(heads|tags)/", "", name)
+        for known in (self.branches, self.tags, self.commits):
+            if name in known:
+                return known[name]
+        raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
+
+    def history(self, revision: str) -> list[Commit]:
+        commits = [self.revision(revision)]
+        while commits[-1].parent:
+            commits.append(commits[-1].parent)
+        return commits
+
+    def commit(self, branch: str, files: dict[str, Blob], title: str, message: str, author: str) -> Commit:
+        parent, date = self.branches.get(branch), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        tree = [f"{path} {blob.oid}" for path, blob in sorted(files.items())]
+        oid = git_oid(self.id, parent.oid if parent else "", title, message, author, date, *tree)
+        self.commits[oid] = self.branches[branch] = commit = Commit(oid, parent, files, title, message, author, date)
+        return commit
+
+
+@dataclass
+class Upload:
+    """Where one announced LFS object goes, and the parts of it that have come."""
+
+    repo: Repo
+    oid: str
+    size: int
+    parts: dict[str, bytes] = field(default_factory=dict)
+
+    def finish(self, data: bytes) -> None:
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.oid:
+            raise HubError(400, "The content does not match the SHA-256 and size it was announced with")
+        self.repo.lfs[self.oid] = data
+
+
+@dataclass
+class Fault:
+    method: str
+    pattern: str
+    times: int | None
+    error: HubError | None = None
+    after: int = 0  # bytes of the body, before the connection breaks
+
+
+def git_oid(*lines: str) -> str:
+    return hashlib.sha1("\n".join(lines).encode()).hexdigest()
+
+
+def entity_tag(value: str) -> dict[str, str]:
+    return {"ETag": f'"{value}"'}
+
+
+def read_card(text: str) -> dict:
+    """The metadata at the head of a model card; {} where there are none, ValueError where they are no mapping."""
+    block = re.match(r"\s*---\r?\n(.*?)^---\s*$", text, re.DOTALL | re.MULTILINE)
+    try:
+        card = yaml.safe_load(block[1]) if block else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"invalid YAML: {error}") from error
+    if not isinstance(card, dict | None):
+        raise ValueError("the metadata must be a mapping")
+    return card or {}
+
+
+def card_errors(card: dict) -> list[str]:
+    """What the Hub would refuse: https://github.com/huggingface/hub-docs/blob/main/modelcard.md"""
+    errors = [] if isinstance(card.get("license", ""), str) else ['"license" must be a string']
+    try:
+        for model in card.get("model-index", []):
+            required = [model["name"]]
+            for result in model["results"]:
+                required += [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"]]
+                for metric in result["metrics"]:
+                    required += [metric["type"], metric["value"]]
+            if None in required:
+                errors.append('"model-index" has an empty field')
+    except KeyError as error:
+        errors.append(f'"model-index" lacks {error}')
+    except TypeError as error:
+        errors.append(f'"model-index" has another structure: {error}')
+    return errors
+
+
+def content_reply(request: Request, data: bytes, headers: dict[str, str]) -> Reply:
+    """Answers with content, or with the range of it that was asked for."""
+    headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **headers}
+    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
+    if not asked or not any(asked.groups()):
+        return Reply(200, data, headers)
+    first, last = asked.groups()
+    start = int(first) if first else max(len(data) - int(last), 0)
+    end = min(int(last) + 1, len(data)) if first and last else len(data)
+    if start >= end:
+        raise HubError(416, "Requested range not satisfiable", headers={"Content-Range": f"bytes */{len(data)}"})
+    return Reply(206, data[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
+
+
+# Method, path, who may ask, and the `HubServer` method that answers
+ROUTES: list[tuple[str, re.Pattern, str, Callable]] = []
+
+
+def route(method: str, path: str, access: str = "read") -> Callable:
+    """Answers `path`; access is "anyone", "user", or, where the path names a repository, "read" or "write"."""
+    for name, pattern in {"repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "ticket": "[0-9a-f]+"}.items():
+        path = path.replace(f"{{{name}}}", f"(?P<{name}>{pattern})")
+
+    def register(answer: Callable) -> Callable:
+        ROUTES.append((method, re.compile(path), access, answer))
+        return answer
+
+    return register
+
+
+class HubServer:
+    """A Hub in memory. It serves from construction on, and until `close` or the end of its `with` block.
+
+    Args:
+        tokens: User name by token. May be changed while the server runs.
+        lfs_threshold: Larger files are LFS files whatever their name, in bytes.
+        part_size: LFS objects larger than this are uploaded in parts of this size, in bytes; None: always whole.
+    """
+
+    def __init__(self, tokens: dict[str, str], lfs_threshold: int = 10_000_000, part_size: int | None = None):
+        self.tokens, self.lfs_threshold, self.part_size = tokens, lfs_threshold, part_size
+        self.requests: list[tuple[str, str, bool]] = []  # method, path without query, whether a token came with it
+        self.unknown: list[tuple[str, str]] = []  # method and path of requests that no endpoint answers
+        self.errors: list[BaseException] = []  # faults of this server; `close` raises the first
+        self._repos: dict[str, Repo] = {}
+        self._uploads: dict[str, Upload] = {}
+        self._downloads: dict[str, Blob] = {}
+        self._faults: list[Fault] = []
+        self._lock = threading.RLock()
+        self._servers = [_Server(self), _Server(self)]
+        self.endpoint, self.storage = (server.url for server in self._servers)
+
+    def __enter__(self) -> "HubServer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        if self.errors:
+            raise RuntimeError("The Hub server itself failed") from self.errors[0]
+
+    def client_environment(self, home: Path, token: str = "") -> dict[str, str]:
+        """What to add to the environment of a process whose client shall talk to this Hub; `home` keeps its caches."""
+        caches = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_MODULES_CACHE": home / "modules"}
+        switches = {"HF_HUB_OFFLINE": 0, "TRANSFORMERS_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "HF_HUB_DISABLE_TELEMETRY": 1}
+        addresses = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        return {name: str(value) for name, value in {**caches, **switches, **addresses}.items()}
+
+    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
+        with self._lock:
+            return {path: blob.data for path, blob in self._repos[repo_id].revision(revision).files.items()}
+
+    def commits(self, repo_id: str, revision: str = "main") -> list[str]:
+        """Commit ids, the newest first."""
+        with self._lock:
+            return [commit.oid for commit in self._repos[repo_id].history(revision)]
+
+    def fail(
+        self,
+        method: str,
+        pattern: str,
+        status: int,
+        times: int | None = 1,
+        message: str = "This request fails on purpose",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """The next `times` requests (None: all, until `heal`) of this method get an error if `pattern` is found in their path.
+
+        The path is without query. Where the client repeats a request, it makes up to 6 attempts, with 1, 2, 4, 8 and 8 seconds
+        between them, or 1 second each with `headers={"Retry-After": "0"}`.
+        """
+        self._faults.append(Fault(method, pattern, times, HubError(status, message, headers=headers)))
+
+    def drop(self, method: str, pattern: str, after: int = 0, times: int | None = 1) -> None:
+        """Like `fail`, but reads only `after` bytes of the body and then resets the connection."""
+        self._faults.append(Fault(method, pattern, times, after=after))
+
+    def heal(self) -> None:
+        """Ends all faults."""
+        self._faults.clear()
+
+    def next_fault(self, method: str, path: str) -> Fault | None:
+        with self._lock:
+            for fault in self._faults:
+                if fault.times != 0 and fault.method == method and re.search(fault.pattern, path):
+                    if fault.times is not None:
+                        fault.times -= 1
+                    return fault
+        return None
+
+    def answer(self, request: Request) -> Reply:
+        # HEAD is GET without a body, which the connection handler withholds
+        method = "GET" if request.method == "HEAD" else request.method
+        with self._lock:
+            for route_method, pattern, access, endpoint in ROUTES:
+                if method == route_method and (match := pattern.fullmatch(request.path)):
+                    request.user = self._user(request)
+                    arguments = {name: unquote(value) for name, value in match.groupdict("").items()}
+                    if access == "user" and request.user is None:
+                        raise HubError(401, "Invalid username or password.")
+                    if "repo" in arguments:
+                        arguments["repo"] = self._permitted_repo(arguments["repo"], request.user, access)
+                    result = endpoint(self, request, **arguments)
+                    return result if isinstance(result, Reply) else Reply.json(result)
+            self.unknown.append((request.method, request.path))
+        raise HubError(404, f"Sorry, we can't find {request.path}")
+
+    def _user(self, request: Request) -> str | None:
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token and token not in self.tokens:
+            raise HubError(401, "Invalid credentials in Authorization header")
+        return self.tokens.get(token)
+
+    def _permitted_repo(self, repo_id: str, user: str | None, access: str) -> Repo:
+        repo = self._repos.get(repo_id)
+        is_hidden = repo is None or (repo.private and user != repo.owner)
+        # The Hub tells nobody without permission whether a repository exists
+        if user is None and (is_hidden or access == "write"):
+            raise HubError(401, "Invalid username or password.", "RepoNotFound")
+        if is_hidden:
+            raise HubError(404, "Repository not found", "RepoNotFound")
+        if access == "write" and user != repo.owner:
+            raise HubError(403, f"Forbidden: {user} has no permission to write to {repo_id}")
+        return repo
+
+    @route("GET", "/api/agent-harnesses", access="anyone")
+    def _registry(self, request: Request) -> dict:
+        """The client asks for it on its own account, once in each new home, to describe its surroundings."""
+        return {"standardEnvVars": [], "harnesses": {}}
+
+    # Users and repositories
+
+    @route("GET", "/api/whoami-v2", access="user")
+    def _whoami(self, request: Request) -> dict:
+        token = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
+        return {"type": "user", "id": request.user, "name": request.user, "fullname": request.user, "orgs": [], "auth": token}
+
+    @route("POST", "/api/repos/create", access="user")
+    def _create_repo(self, request: Request) -> Reply:
+        asked = request.json()
+        owner, name = asked.get("organization") or request.user, asked["name"]
+        if asked.get("type", "model") != "model":
+            raise HubError(400, f"This Hub keeps models, not {asked['type']}s")
+        if not re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII):
+            raise HubError(400, f"Invalid repository name {name!r}")
+        if owner != request.user:
+            raise HubError(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
+        repo_id = f"{owner}/{name}"
+        url = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id}
+        if repo_id in self._repos:
+            return Reply.json({"error": "You already created this model repo", **url}, 409)
+        self._repos[repo_id] = Repo(repo_id, asked.get("visibility") == "private" or bool(asked.get("private")))
+        files = {".gitattributes": Blob(GIT_ATTRIBUTES.encode())}
+        self._repos[repo_id].commit("main", files, "initial commit", "", owner)
+        return Reply.json(url)
+
+    @route("DELETE", "/api/repos/delete", access="user")
+    def _delete_repo(self, request: Request) -> dict:
+        asked = request.json()
+        repo_id = f"{asked.get('organization') or request.user}/{asked['name']}"
+        del self._repos[self._permitted_repo(repo_id, request.user, "write").id]
+        return {}
+
+    # Listings
+
+    @route("GET", "/api/models/{repo}(/revision/{rev})?")
+    def _model_info(self, request: Request, repo: Repo, rev: str) -> dict:
+        commit = repo.revision(rev or "main")
+        card = read_card(commit.files.get("README.md", Blob(b"")).data.decode())
+        siblings = [blob.sibling(path) for path, blob in sorted(commit.files.items())]
+        license_tag = [f"license:{card['license']}"] if card.get("license") else []
+        about = {"id": repo.id, "author": repo.owner, "private": repo.private, "gated": False, "disabled": False}
+        described = {"cardData": card, "tags": [*(card.get("tags") or []), *license_tag]}
+        described |= {name: card.get(name) for name in ("library_name", "pipeline_tag")}
+        return {**about, **described, "sha": commit.oid, "lastModified": commit.date, "siblings": siblings}
+
+    @route("GET", "/api/models/{repo}/tree/{rev}(/{path})?")
+    def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
+        recursive = request.query.get("recursive", [""])[0].lower() in ("true", "1")
+        entries = repo.revision(rev).entries(path.rstrip("/"), recursive)
+        if path and not entries:
+            raise HubError(404, f"{path} does not exist on {rev}", "EntryNotFound")
+        return entries
+
+    @route("POST", "/api/models/{repo}/paths-info/{rev}")
+    def _paths_info(self, request: Request, repo: Repo, rev: str) -> list[dict]:
+        paths = parse_qs(request.body.decode()).get("paths", [])
+        return [entry for entry in repo.revision(rev).entries() if entry["path"] in paths]
+
+    @route("GET", "/api/models/{repo}/refs")
+    def _refs(self, request: Request, repo: Repo) -> dict:
+        def listed(refs: dict[str, Commit], kind: str) -> list[dict]:
+            return [{"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": at.oid} for name, at in refs.items()]
+
+        return {"branches": listed(repo.branches, "heads"), "tags": listed(repo.tags, "tags"), "converts": []}
+
+    @route("GET", "/api/models/{repo}/commits/{rev}")
+    def _commits(self, request: Request, repo: Repo, rev: str) -> list[dict]:
+        def listed(commit: Commit) -> dict:
+            authors = [{"user": commit.author}]
+            return {"id": commit.oid, "title": commit.title, "message": commit.message, "date": commit.date, "authors": authors}
+
+        return [listed(commit) for commit in repo.history(rev)]
+
+    @route("POST", "/api/models/{repo}/branch/{rev}", access="write")
+    def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
+        if rev in repo.branches:
+            raise HubError(409, f"Reference already exists: refs/heads/{rev}")
+        repo.branches[rev] = repo.revision(request.json().get("startingPoint") or "main")
+        return {}
+
+    @route("POST", "/api/models/{repo}/tag/{rev}", access="write")
+    def _create_tag(self, request: Request, repo: Repo, rev: str) -> dict:
+        name = request.json()["tag"]
+        if name in repo.tags:
+            raise HubError(409, f"Tag reference exists already: {name}")
+        repo.tags[name] = repo.revision(rev)
+        return {}
+
+    # Uploading
+
+    @route("POST", "/api/validate-yaml", access="anyone")
+    def _validate_card(self, request: Request) -> Reply:
+        content = request.json()["content"]
+        try:
+            card = read_card(content)
+            errors = card_errors(card)
+            warnings = [] if card else ["empty or missing yaml metadata in repo card"]
+        except ValueError as error:
+            errors, warnings = [str(error)], []
+        report = {"errors": [{"message": text} for text in errors], "warnings": [{"message": text} for text in warnings]}
+        return Reply.json(report, 400 if errors else 200)
+
+    @route("POST", "/api/models/{repo}/preupload/{rev}", access="write")
+    def _preupload(self, request: Request, repo: Repo, rev: str) -> dict:
+        commit, answers = repo.revision(rev), []
+        for file in request.json()["files"]:
+            is_lfs = file["size"] > self.lfs_threshold or any(fnmatch(file["path"], pattern) for pattern in LFS_PATTERNS)
+            answer = {"path": file["path"], "uploadMode": "lfs" if is_lfs else "regular", "shouldIgnore": False}
+            if file["path"] in commit.files:  # tells the client that it need not upload the same again
+                answer["oid"] = commit.files[file["path"]].etag
+            answers.append(answer)
+        return {"files": answers, "commitOid": commit.oid}
+
+    @route("POST", r"/{repo}\.git/info/lfs/objects/batch", access="write")
+    def _lfs_batch(self, request: Request, repo: Repo) -> dict:
+        asked, objects = request.json(), []
+        for wanted in asked["objects"]:
+            oid, size = wanted["oid"], wanted["size"]
+            objects.append({"oid": oid, "size": size})
+            if oid in repo.lfs:  # no action: there is nothing to do
+                continue
+            ticket = secrets.token_hex(16)
+            self._uploads[ticket] = Upload(repo, oid, size)
+            upload = {"href": f"{self.storage}/upload/{repo.id}/{ticket}"}
+            if self.part_size and size > self.part_size and "multipart" in asked["transfers"]:
+                numbers = range(1, -(-size // self.part_size) + 1)
+                parts = {f"{number:05}": f"{upload['href']}/{number}" for number in numbers}
+                upload = {
+                    "href": f"{self.endpoint}/api/complete-multipart/{repo.id}/{ticket}",
+                    "header": {"chunk_size": str(self.part_size), **parts},
+                }
+            verify = {"href": f"{self.endpoint}/{repo.id}.git/info/lfs/objects/verify"}
+            objects[-1]["actions"] = {"upload": upload, "verify": verify}
+        in_parts = any("header" in each.get("actions", {}).get("upload", {}) for each in objects)
+        return {"transfer": "multipart" if in_parts else "basic", "objects": objects, "hash_algo": "sha256"}
+
+    @route("PUT", "/upload/[^/]+/[^/]+/{ticket}(/(?P<part>[0-9]+))?", access="anyone")
+    def _upload(self, request: Request, ticket: str, part: str) -> Reply:
+        upload = self._upload_of(ticket)
+        if part:
+            upload.parts[part] = request.body
+        else:
+            upload.finish(request.body)
+        return Reply(200, headers=entity_tag(hashlib.md5(request.body).hexdigest()))
+
+    @route("POST", "/api/complete-multipart/[^/]+/[^/]+/{ticket}", access="anyone")
+    def _complete_multipart(self, request: Request, ticket: str) -> dict:
+        upload, data = self._upload_of(ticket), b""
+        for part in request.json()["parts"]:
+            piece = upload.parts.get(str(part["partNumber"]), b"")
+            if part["etag"].strip('"') != hashlib.md5(piece).hexdigest():
+                raise HubError(400, f"Part {part['partNumber']} is not the one that was uploaded")
+            data += piece
+        upload.finish(data)
+        return {"success": True}
+
+    def _upload_of(self, ticket: str) -> Upload:
+        if ticket not in self._uploads:
+            raise HubError(403, "This upload link is not valid")
+        return self._uploads[ticket]
+
+    @route("POST", r"/{repo}\.git/info/lfs/objects/verify", access="write")
+    def _lfs_verify(self, request: Request, repo: Repo) -> dict:
+        wanted = request.json()
+        if len(repo.lfs.get(wanted["oid"], b"")) != wanted["size"]:
+            raise HubError(404, f"LFS object {wanted['oid']} was not uploaded")
+        return {}
+
+    @route("POST", "/api/models/{repo}/commit/{rev}", access="write")
+    def _commit(self, request: Request, repo: Repo, rev: str) -> dict:
+        """All or nothing: the branch moves only after every line was found good."""
+        if "create_pr" in request.query:
+            raise HubError(400, "This Hub has no pull requests")
+        if rev not in repo.branches:
+            raise HubError(404, f"Invalid rev id: {rev}", "RevisionNotFound")
+        parent = repo.branches[rev]
+        header, *operations = (json.loads(line) for line in request.body.splitlines())
+        if not parent.oid.startswith(header["value"].get("parentCommit") or ""):
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(parent.files)
+        for operation in operations:
+            self._apply(operation["key"], operation["value"], repo, files)
+        if "README.md" in files:
+            try:
+                errors = card_errors(read_card(files["README.md"].data.decode()))
+            except ValueError as error:
+                errors = [str(error)]
+            if errors:
+                raise HubError(400, f"Invalid metadata in README.md: {'; '.join(errors)}")
+        title, message = header["value"]["summary"], header["value"].get("description", "")
+        commit = repo.commit(rev, files, title, message, request.user)
+        url = f"{self.endpoint}/{repo.id}/commit/{commit.oid}"
+        return {"success": True, "commitOid": commit.oid, "commitUrl": url, "hookOutput": ""}
+
+    def _apply(self, key: str, value: dict, repo: Repo, files: dict[str, Blob]) -> None:
+        path = value["path"]
+        if not path.strip("/") or path.startswith("/") or {"..", ".", ".git"} & set(path.split("/")):
+            raise HubError(400, f"Invalid path {path!r}")
+        if key == "file":
+            data = base64.b64decode(value["content"])
+            if len(data) > self.lfs_threshold:
+                raise HubError(400, f"{path} is too large for a regular file and must be uploaded by LFS")
+            files[path] = Blob(data)
+        elif key == "lfsFile":
+            if value["oid"] not in repo.lfs:
+                raise HubError(400, f"{path} names the LFS object {value['oid']}, which was not uploaded")
+            files[path] = Blob(repo.lfs[value["oid"]], is_lfs=True)
+        elif key in ("deletedFile", "deletedFolder"):
+            prefix = path.rstrip("/") + "/"
+            gone = [name for name in files if (name == path if key == "deletedFile" else name.startswith(prefix))]
+            if not gone:
+                raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
+            for name in gone:
+                del files[name]
+        else:
+            raise HubError(400, f"Unknown operation {key!r}")
+
+    # Downloading
+
+    @route("GET", "/{repo}/resolve/{rev}/{path}")
+    def _resolve(self, request: Request, repo: Repo, rev: str, path: str) -> Reply:
+        commit = repo.revision(rev)
+        headers = {"X-Repo-Commit": commit.oid}
+        if path not in commit.files:
+            raise HubError(404, "Entry not found", "EntryNotFound", headers)
+        blob = commit.files[path]
+        headers |= entity_tag(blob.oid)
+        if not blob.is_lfs:
+            return content_reply(request, blob.data, headers)
+        ticket = secrets.token_hex(16)
+        self._downloads[ticket] = blob
+        headers |= {"X-Linked-Etag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.data))}
+        return Reply(302, headers={**headers, "Location": f"{self.storage}/content/{repo.id}/{ticket}/{quote(path)}"})
+
+    @route("GET", "/content/[^/]+/[^/]+/{ticket}/{path}", access="anyone")
+    def _content(self, request: Request, ticket: str, path: str) -> Reply:
+        if ticket not in self._downloads:
+            raise HubError(403, "This download link is not valid")
+        blob = self._downloads[ticket]
+        return content_reply(request, blob.data, entity_tag(blob.etag))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection, with as many requests as the client sends over it."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: the second would wait for the client's delayed ACK
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections[threading.current_thread()] = self.connection
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            self.server.connections.pop(threading.current_thread(), None)
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def handle_request(self) -> None:
+        hub, url = self.server.hub, urlsplit(self.path)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        hub.requests.append((self.command, url.path, "authorization" in headers))
+        fault = hub.next_fault(self.command, url.path)
+        if fault and not fault.error:
+            self.read_body(headers, fault.after)
+            # Without lingering, closing sends a reset, not the farewell that the server would send after this method
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return
+        body = self.read_body(headers)
+        try:
+            if fault:
+                raise fault.error
+            reply = hub.answer(Request(self.command, url.path, parse_qs(url.query), headers, body))
+        except HubError as error:
+            reply = Reply.json({"error": str(error)}, error.status, error.headers)
+        except Exception as error:
+            hub.errors.append(error)
+            reply = Reply.json({"error": f"The Hub server itself failed: {error!r}"}, 500)
+        self.send_response(reply.status)
+        sizes = {"Content-Length": str(len(reply.body)), "X-Request-Id": secrets.token_hex(8)}
+        for name, value in {**reply.headers, **sizes}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
+
+    def read_body(self, headers: dict[str, str], limit: int = sys.maxsize) -> bytes:
+        if "transfer-encoding" in headers:
+            raise NotImplementedError("The client is expected to announce the length of what it sends")
+        size = min(int(headers.get("content-length", 0)), limit)
+        body = self.rfile.read(size)
+        if len(body) < size:
+            raise ConnectionError("The client went away in the middle of a request")
+        return body
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, hub: HubServer):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.hub = hub
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.connections: dict[threading.Thread, socket.socket] = {}
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # clients may go away
+            self.hub.errors.append(sys.exception())
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        # Connections that the client keeps open for its next request
+        for thread, connection in list(self.connections.items()):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=10)
