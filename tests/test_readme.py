@@ -1,11 +1,15 @@
 """The documents say what is so: the README's snippets run as they stand, one after the other, and tables are the code's."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hub_server import HubServer
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
 from modeling_nlq.attention_nlq import AUTOMATIC
@@ -16,17 +20,39 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 ATTENTION = README.parent / "docs" / "attention.md"
 
 
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
 def test_snippets(run, tmp_path, monkeypatch, capsys):
     shutil.copytree(run[0], tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
-    snippets = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(snippets) == 4
+    local = [snippet for snippet in snippets() if "runs/demo" in snippet or "you/" not in snippet]
+    assert len(local) == 4
     names = {}
-    for snippet in snippets:
+    for snippet in local:
         exec(compile(snippet, "README.md", "exec"), names)
     assert "def main(" in capsys.readouterr().out
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
     assert names["stranger"].config.num_labels == 2
+
+
+def test_snippets_of_the_other_side(run, tmp_path):
+    """A stranger's process, which has nothing but what was published, on a Hub of ours."""
+    shared = [snippet for snippet in snippets() if "you/" in snippet]
+    assert len(shared) == 2
+    with HubServer({"hf_you": "you"}) as server:
+        environment = {**os.environ, **server.client_environment(tmp_path / "home", "hf_you"), "PYTHONPATH": ""}
+        publish = [sys.executable, "-m", "modeling_nlq.training", "publish", str(run[0]), "you/demo"]
+        done = subprocess.run(publish, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        # Trainer needs accelerate, and the snippet datasets
+        code = 'import sys\nsys.modules["modeling_nlq"] = None\n' + "".join(shared) + "print(tuple(features.shape))\n"
+        environment = {**os.environ, **server.client_environment(tmp_path / "stranger", "hf_you"), "PYTHONPATH": ""}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("import ") and done.stdout.splitlines()[-1].startswith("(1, ")
+        assert {"modeling_nlq.py", "model.safetensors", "tokenizer.json"} <= server.files("you/mine").keys()
 
 
 @pytest.mark.parametrize("document", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda path: path.name)
