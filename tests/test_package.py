@@ -74,7 +74,7 @@ def test_constraints_are_what_is_installed():
 
 
 def test_every_command_has_help(capsys):
-    for command in ("train", "generate", "evaluate", "params"):
+    for command in ("train", "compare", "generate", "evaluate", "params", "convert", "publish"):
         with pytest.raises(SystemExit) as stopped:
             make_parser().parse_args([command, "--help"])
         assert stopped.value.code == 0 and command in capsys.readouterr().out

@@ -7,7 +7,7 @@ import sys
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="nlq", description="Train, compare, evaluate and use NLQ models.")
+    parser = argparse.ArgumentParser(prog="nlq", description="Train, compare, convert, publish and use NLQ models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser(
