@@ -292,7 +292,9 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError(f"head_dim={self.head_dim} must be even with position_embedding='rope'")
 
     def validate_rope(self):
-        """Transformers' own check, whose error for a missing parameter is no `ValueError`."""
+        """Transformers' own check, whose error for a missing parameter is no `ValueError`, where there are rotary positions."""
+        if self.position_embedding != "rope":
+            return
         try:
             super().validate_rope()
         except KeyError as error:

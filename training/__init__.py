@@ -1,1 +1,1 @@
-"""From data to a folder that AutoModel loads: `nlq train`, `nlq compare`, `nlq convert`, `nlq publish` and the rest of `nlq`."""
+"""From data to a folder that AutoModel loads, and to the Hub: `nlq train`, `nlq compare`, `nlq convert`, `nlq publish`, ..."""

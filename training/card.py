@@ -36,6 +36,7 @@ _PIPELINES = {
 }
 _SWITCHES = ("norm_position", "sublayer_activation", "residual_activation", "position_embedding", *PER_LAYER_SWITCHES)
 _BUILT_IN = ("python-stdlib", "python-site-packages")
+_LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 def render(
@@ -60,7 +61,7 @@ def render(
         metrics: what `metrics.json` holds, if it was trained.
         conversion: what `conversion.json` holds, if it was converted.
         comparison: verdicts of the comparison it took part in, as Markdown.
-        license: of the weights; by default Apache-2.0, or none if they come from another model.
+        license: of the weights; by default Apache-2.0 if they were trained from nothing, and none where they may be others'.
         has_plot: whether `loss.png` lies beside it.
         has_tokenizer: whether a tokenizer does.
     """
@@ -86,7 +87,7 @@ def render(
     ]
     data = ModelCardData(
         model_name=name if results else None,
-        license=license or (None if base_model or conversion else "apache-2.0"),
+        license=license or ("apache-2.0" if metrics and not metrics.get("is_fine_tuned") else None),
         library_name="transformers",
         pipeline_tag=_PIPELINES[auto_class],
         tags=["nlq", "custom_code", "attention"] if is_nlq else ["attention"],
@@ -121,6 +122,7 @@ def render(
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
         has_plot=has_plot,
         comparison=comparison,
+        diverged=metrics.get("diverged", False),
     )
 
 
@@ -144,12 +146,12 @@ def without_folders(value: Any) -> Any:
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith(("~", "./", "../")))
     return Path(value).name if is_path else value
 
 
 def _is_local(dataset: str) -> bool:
-    return dataset in _BUILT_IN or Path(dataset).suffix != ""
+    return dataset in _BUILT_IN or Path(dataset).suffix in _LOCAL_SUFFIXES or Path(dataset).exists()
 
 
 def _auto_class(config: PreTrainedConfig) -> str:

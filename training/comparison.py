@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training.card import without_folders
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.recipe import ResolvedRecipe, check_keys, read_section, read_yaml, resolve_recipe
 from modeling_nlq.training.statistics import power_warning
@@ -223,8 +224,15 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     resolved.update(
         name=own_name, recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()}
     )
-    command = shlex.join(["nlq", "compare", Path(source).name if Path(source).is_file() else source, *(overrides or [])])
+    words = [Path(source).name if Path(source).is_file() else source, *map(_without_folder, overrides or [])]
+    command = shlex.join(["nlq", "compare", *words])
     return Comparison(own_name, baseline, contenders, list(seeds), sweep_seed, contenders[baseline].tokens, command, resolved)
+
+
+def _without_folder(word: str) -> str:
+    """A word of the command line as it may be shown to others, `--option=/folder/file` included."""
+    option, separator, value = word.partition("=")
+    return f"{option}={without_folders(value)}" if separator and option.startswith("--") else without_folders(word)
 
 
 def _check_set_by_run(source: str, fields: Iterable[str]) -> None:

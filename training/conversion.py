@@ -16,7 +16,7 @@ import modeling_nlq
 from modeling_nlq.training.card import CARD_FILE, base_model_of, render
 from modeling_nlq.training.gpt2 import LossyConversion, check_names, from_gpt2, to_gpt2
 from modeling_nlq.training.paper import from_paper, read_checkpoint
-from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.publishing import CONVERSION_FILE, files_to_publish
 from modeling_nlq.training.train import is_taken, write_text
 from modeling_nlq.training.upcycling import largest_difference
@@ -145,7 +145,7 @@ def load_source(source: str) -> PreTrainedModel:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT}")
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{source!r} is no model that can be read: {str(error).splitlines()[0]}") from error
     if config.model_type not in ("gpt2", "nlq"):
@@ -176,7 +176,9 @@ def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
     if found["mismatched_keys"]:
         name, there, expected = min(found["mismatched_keys"])
         raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and config.json says {tuple(expected)}")
-    missing, unexpected = set(found["missing_keys"]), set(found["unexpected_keys"])
+    missing = set(found["missing_keys"])
+    # The value of hidden scores, which Transformers saved until 4.27, is no parameter
+    unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
     try:
         check_names(missing, unexpected)
     except ValueError as error:
@@ -199,7 +201,7 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> Pr
     if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name or source)
+        tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if name is None and not Path(source).exists():
             logger.warning(f"{source} has no tokenizer that can be read; give one by --tokenizer")
@@ -240,15 +242,13 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, do
             tokenizer.save_pretrained(folder)
         record = asdict(done)
         write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
-        card = render(
-            target.resolve().name, model.config, measure(model.config), conversion=record, has_tokenizer=done.has_tokenizer
-        )
+        card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
         card.save(folder / CARD_FILE)
         target.mkdir(exist_ok=True)
-        for stale in [*files_to_publish(target), target / CARD_FILE]:
-            if not (folder / stale.name).exists():
-                stale.unlink(missing_ok=True)
-        for path in sorted(
-            folder.iterdir(), key=lambda path: path.name == "config.json"
-        ):  # last: it makes a model of the folder
-            path.replace(target / path.name)
+        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        stale = {*files_to_publish(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
+        for path in stale - {target / name for name in written}:
+            path.unlink(missing_ok=True)
+        for name in sorted(written, key=lambda name: name.name == "config.json"):  # last: it makes a model of the folder
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).replace(target / name)

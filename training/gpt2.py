@@ -194,6 +194,8 @@ def to_gpt2(model: NLQPreTrainedModel, allow_lossy: bool = False) -> PreTrainedM
     if head is not None:
         theirs, ours = head
         new_state.update({name.replace(ours, theirs, 1): value for name, value in state.items() if name.startswith(f"{ours}.")})
+    if target is GPT2ForTokenClassification:  # ours may go without
+        new_state.setdefault("classifier.bias", torch.zeros_like(new_state["classifier.weight"][:, 0]))
     gpt2_config = GPT2Config(
         **{theirs: getattr(config, ours) for theirs, ours in _FIELDS},
         **_library_fields(config),
@@ -244,10 +246,15 @@ def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:
         expected.pop("lm_head.weight", None)
-    check_names(expected.keys(), shapes.keys())
+    check_shapes(expected, shapes)
+
+
+def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
+    """Raises `ValueError` naming parameters that are missing, not known, or of another shape."""
+    check_names(expected.keys(), given.keys())
     for name, shape in expected.items():
-        if tuple(shapes[name]) != shape:
-            raise ValueError(f"{name} has the shape {tuple(shapes[name])}, and {shape} is needed")
+        if tuple(given[name]) != tuple(shape):
+            raise ValueError(f"{name} has the shape {tuple(given[name])}, and {tuple(shape)} is needed")
 
 
 def check_names(expected: Set[str], given: Set[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.gpt2 import BLOCK_NAMES, BODY_NAMES, build, check_names, to_nlq_name
+from modeling_nlq.training.gpt2 import build, check_shapes, to_nlq_name
 
 
 # `query_mode` there, `query_projection` here, and what the rows of the fused `c_attn` are
@@ -80,10 +80,11 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: only tensors and plain values are read from a checkpoint; this one asks for {needs}"
         ) from None
-    except OSError:
-        raise
-    except Exception as error:  # what torch raises for a damaged archive is of many types
-        raise ValueError(f"{path} is no checkpoint that can be read: {str(error).splitlines()[0]}") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # what torch raises for a damaged file is of many types
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from None
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         raise ValueError(
             f"{path} is no checkpoint of the paper's code or of nanoGPT: it does not hold 'model' and 'model_args'"
@@ -101,20 +102,26 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
         ValueError: for a field or a mode that the paper's code does not have, and naming weights that are missing, too many,
             of another shape, or tied and yet different.
     """
+    for part in ("model", "model_args"):
+        if not isinstance(checkpoint.get(part), dict):
+            raise ValueError(f"checkpoint: {part!r} must be there, and a mapping")
     arguments, state = checkpoint["model_args"], checkpoint["model"]
-    if not isinstance(arguments, dict) or not isinstance(state, dict):
-        raise ValueError("'model' and 'model_args' must be mappings")
     config = _to_config(arguments)
+    state = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
     # The causal mask of attention without a kernel is no parameter
-    state = {name.removeprefix("_orig_mod."): value for name, value in state.items() if not _is_mask(name)}
-    expected = _names(config)
-    if config.tie_word_embeddings:
-        head, embedding = "lm_head.weight", "transformer.wte.weight"
-        if head in state and not torch.equal(state[head], state.setdefault(embedding, state[head])):
+    state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
+    shapes = _shapes(config)
+    head, embedding = "lm_head.weight", "transformer.wte.weight"
+    if config.tie_word_embeddings and head in state:
+        if not torch.equal(state[head], state.setdefault(embedding, state[head])):
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
-        state.pop(head, None)
-        expected.discard(head)
-    check_names(expected, state.keys())
+        del state[head]
+    if config.tie_word_embeddings:
+        del shapes[head]
+    check_shapes(shapes, {name: value.shape for name, value in state.items()})
     _, parts = _QUERY_MODES[arguments.get("query_mode", "original")]
     renamed = {}
     for name, value in state.items():
@@ -123,22 +130,29 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     return build(NLQForCausalLM, config, renamed)
 
 
-def _is_mask(name: str) -> bool:
-    return re.search(r"transformer\.h\.\d+\.attn\.bias$", name) is not None
-
-
-def _names(config: NLQConfig) -> set[str]:
-    """What the parameters of such a model are called in a checkpoint."""
-    modules = [before for before, _ in BODY_NAMES]
-    block = [before for before, _ in BLOCK_NAMES] + ["attn.c_attn"]
+def _shapes(config: NLQConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of such a model in a checkpoint, by name."""
+    d, r, inner = config.hidden_size, config.hidden_size // 2, config.intermediate_size
+    parts = len(next(parts for projection, parts in _QUERY_MODES.values() if projection == config.query_projection))
+    block = {
+        "ln_1": (d,),
+        "attn.c_attn": (parts * d, d),
+        "attn.c_proj": (d, d),
+        "ln_2": (d,),
+        "mlp.c_fc": (inner, d),
+        "mlp.c_proj": (d, inner),
+    }
     if config.query_projection == "nonlinear":
-        block += [f"attn.{name}" for name in _BOTTLENECK_NAMES]
-    modules += [f"h.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in block]
-    names = {f"transformer.{module}.weight" for module in modules} | {"lm_head.weight"}
+        bottleneck = ((d,), (r, d), (d, r), (d,))
+        block.update({f"attn.{name}": shape for name, shape in zip(_BOTTLENECK_NAMES, bottleneck)})
+    modules = {"wte": (config.vocab_size, d), "wpe": (config.max_position_embeddings, d), "ln_f": (d,)}
+    for layer in range(config.num_hidden_layers):
+        modules.update({f"h.{layer}.{name}": shape for name, shape in block.items()})
+    shapes = {f"transformer.{name}.weight": shape for name, shape in modules.items()}
     if config.use_bias:
         unbiased = ("wte", "wpe", "residual_rmsnorm_input")
-        names |= {f"transformer.{module}.bias" for module in modules if not module.endswith(unbiased)}
-    return names
+        shapes.update({f"transformer.{name}.bias": shape[:1] for name, shape in modules.items() if not name.endswith(unbiased)})
+    return {**shapes, "lm_head.weight": (config.vocab_size, d)}
 
 
 def _to_config(arguments: dict[str, Any]) -> NLQConfig:
@@ -150,6 +164,9 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
     if is_nanogpt:
         own = {"num_heads": arguments["n_head"], "scale": None, "mlp_hidden_size": 4 * values["n_embd"]}
         values = {**_DEFAULTS, "bias": True, **own, **arguments}
+    for name in ("n_embd", "num_heads", "n_layer", "block_size", "vocab_size", "mlp_hidden_size"):
+        if not isinstance(values[name], int) or values[name] < 1:
+            raise ValueError(f"model_args: {name}={values[name]!r} must be a whole number of at least 1")
     if values["query_mode"] not in _QUERY_MODES:
         raise ValueError(f"model_args: query_mode={values['query_mode']!r} must be one of {', '.join(_QUERY_MODES)}")
     if values["n_embd"] % values["num_heads"]:

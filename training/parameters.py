@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 @dataclass
@@ -33,13 +33,20 @@ def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
     with torch.device("meta"):
         # A copy, for the backend named here is written into the configuration, which may be that of a model in use
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    return size_of(model, context)
+
+
+def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
+    """The same of a model, with whatever head it has; it may be on the meta device."""
+    config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    embeddings.add(id(model.get_output_embeddings().weight))
+    if head is not None:
+        embeddings.add(id(head.weight))
     parameters = list(model.parameters())
     body = [parameter for parameter in parameters if id(parameter) not in embeddings]
 
     matrix_weights = sum(parameter.numel() for parameter in body if parameter.ndim >= 2)
-    matrix_weights += config.hidden_size * config.vocab_size
+    matrix_weights += 0 if head is None else head.weight.numel()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_elements = config.num_hidden_layers * config.num_attention_heads * head_dim
     products = 2 * (context or config.max_position_embeddings) * head_elements

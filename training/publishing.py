@@ -23,14 +23,15 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_nlq
+from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.card import CARD_FILE, render, without_folders
 from modeling_nlq.training.gpt2 import check_parameters
-from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.recipe import read_yaml
 from modeling_nlq.training.report import verdicts
 from modeling_nlq.training.results import RESULTS_FILE
@@ -42,6 +43,7 @@ _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.
 _SETTINGS = ("config.json", "generation_config.json")
 _TOKENIZER = (
     "added_tokens.json",
+    "additional_chat_templates/*.jinja",
     "chat_template.jinja",
     "merges.txt",
     "special_tokens_map.json",
@@ -89,11 +91,22 @@ class Publication:
 def files_to_publish(folder: Path) -> list[Path]:
     """The files of a saved model that are its own: weights, settings, code, tokenizer, results. The card is no part of them."""
     names = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS)
-    files = [path for path in folder.iterdir() if path.is_file() and any(fnmatch.fnmatch(path.name, name) for name in names)]
-    code = {module.partition(".")[0] + ".py" for module in AUTO_MAP.values()}
-    entries = [folder / name for name in sorted(code) if (folder / name).is_file()]
-    reached = {Path(path) for entry in entries for path in get_relative_import_files(entry)}
-    return sorted({*files, *entries, *(path for path in reached if path.is_file())})
+    files = {path for name in names for path in folder.glob(name) if path.is_file()}
+    try:
+        return sorted({*files, *_code(folder)})
+    except FileNotFoundError:  # half of the code of somebody's model
+        return sorted(files)
+
+
+def _code(folder: Path) -> set[Path]:
+    """The files that the Auto classes load from the folder.
+
+    Raises:
+        FileNotFoundError: if one imports another that is not there.
+    """
+    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
+    there = {path for path in entries if path.is_file()}
+    return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}
 
 
 def publish(
@@ -144,6 +157,8 @@ def publish(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         before = api.model_info(repo_id, revision=revision)
+        if private and not before.private:
+            raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
         there = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in there - contents.keys() if _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -151,7 +166,7 @@ def publish(
         commit = api.create_commit(
             repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
         )
-    except (HTTPError, OSError, RuntimeError) as error:
+    except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
         text = f"{repo_id} was not published: {_explain(error)}. The same command can be run again"
         raise PublishingError(text.replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
@@ -161,22 +176,32 @@ def _collect(
     folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
 ) -> dict[str, Path | bytes]:
     """What is uploaded, by name: files as they are, and those that might tell of this machine rewritten."""
+    records = {name: _read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
-    config = AutoConfig.from_pretrained(folder)
-    if config.model_type != "nlq":
-        raise ValueError(f"{folder} holds a model of type {config.model_type!r}; `hf upload` shares what is no NLQ model")
-    files = files_to_publish(folder)
-    _check_weights(folder, config)
-    missing = {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in files}
-    if missing:
+    settings = _read_json(folder / "config.json")
+    if settings.get("model_type") != NLQConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {settings.get('model_type')!r}; `hf upload` shares what is no NLQ model"
+        )
+    model, weights = _check_weights(folder, settings)
+    try:
+        code = _code(folder)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
+        ) from None
+    if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
         raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
 
-    contents: dict[str, Path | bytes] = {path.name: path for path in files}
+    others = {path for name in (*_SETTINGS, *_TOKENIZER, *_RESULTS) for path in folder.glob(name) if path.is_file()}
+    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in {*weights, *code, *others}}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if name in contents:
             contents[name] = _json({key: value for key, value in _read_json(folder / name).items() if key not in _PLACES})
-    records = {name: _read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if name in contents}
+    contents["config.json"] = _json({**json.loads(contents["config.json"]), "auto_map": AUTO_MAP})
     given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
     for name, record in records.items():
         contents[name] = _json(without_folders(record))
@@ -186,8 +211,11 @@ def _collect(
     text = None
     comparison_folder = _find_comparison(folder, comparison)
     if comparison_folder is not None:
-        model = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
-        text = verdicts(_read_json(comparison_folder / RESULTS_FILE), model)
+        contender = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
+        try:
+            text = verdicts(_read_json(comparison_folder / RESULTS_FILE), contender)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
         for path in (comparison_folder / "results.md", *sorted((comparison_folder / "figures").glob("*.png"))):
             if path.is_file():
@@ -198,8 +226,8 @@ def _collect(
         contents[CARD_FILE] = str(
             render(
                 repo_id,
-                config,
-                measure(config),
+                model.config,
+                size_of(model),
                 given=given,
                 metrics=records.get(METRICS_FILE),
                 conversion=records.get(CONVERSION_FILE),
@@ -213,28 +241,41 @@ def _collect(
     return dict(sorted(contents.items()))
 
 
-def _check_weights(folder: Path, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` unless the safetensors files are whole and hold just what the model has."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if not (folder / "model.safetensors").is_file() and index.is_file():
-        names = set(_read_json(index)["weight_map"].values())
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(names):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no {name}: its training did not finish, or it was saved as something else")
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged: {error}") from error
-    model_class = getattr(modeling_nlq, (config.architectures or [""])[0].removeprefix("FSDP"), modeling_nlq.NLQForCausalLM)
+def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
+    """The model without its weights, and the files that hold them.
+
+    Raises:
+        ValueError: unless these are whole, and hold just what the model has.
+    """
+    class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
+    models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
+    if class_name not in models:
+        raise ValueError(f"{folder}: architectures names {class_name!r}, which is none of {', '.join(sorted(models))}")
     with torch.device("meta"):
-        model = model_class(config)
+        model = getattr(modeling_nlq, class_name)(NLQConfig.from_pretrained(folder))
+    model.config.architectures = [class_name]
+    # As Transformers looks for them
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file() and index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} is damaged: it has no 'weight_map'")
+        files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no {path.name}: its training did not finish, or it was saved as something else")
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes.update({key: file.get_slice(key).get_shape() for key in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
     try:
         check_parameters(model, shapes)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    return model, files if files[0].name == "model.safetensors" else [index, *files]
 
 
 def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
@@ -257,15 +298,17 @@ def _read_card(path: Path) -> bytes:
 
 
 def _check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Raises `ValueError` if a text still names a folder of this machine, or holds a token."""
-    places = {str(folder.resolve()), str(folder.resolve().parent), f"{Path.home()}/", f"{Path.cwd()}/"} - {"/", "//"}
+    """Raises `ValueError` if a text names a folder of this machine, or holds a token."""
+    places = {str(path) for path in (folder.absolute(), folder.resolve())}
+    places |= {f"{Path(path).parent}/" for path in places} | {f"{Path.home()}/", f"{Path.cwd()}/"}
+    token = get_token()
     for name, content in contents.items():
-        if isinstance(content, Path) and content.suffix not in (".md", ".jinja"):
+        if name.endswith((".safetensors", ".png")):
             continue
         text = (content.read_bytes() if isinstance(content, Path) else content).decode("utf-8", errors="replace")
-        if place := next((place for place in places if place in text), None):
+        if place := next((place for place in sorted(places - {"/", "//"}) if place in text), None):
             raise ValueError(f"{name} names a folder of this machine, {place!r}; remove it first")
-        if re.search(r"\bhf_[A-Za-z0-9]{30,}\b", text):
+        if (token and token in text) or re.search(r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}", text):
             raise ValueError(f"{name} holds what looks like a token of the Hub; remove it first")
 
 
@@ -276,6 +319,8 @@ def _may_be_ours(name: str) -> bool:
 
 def _explain(error: BaseException) -> str:
     """What the Hub or the connection said, in a line."""
+    if isinstance(error, KeyError):
+        return f"the Hub's answer makes no sense, it lacks {error}"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # of a large file
     if isinstance(error, OfflineModeIsEnabled):

@@ -367,6 +367,7 @@ def train(
         "peak_memory": peak_memory(arguments.device),
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": fingerprint,
+        "is_fine_tuned": is_saved_model(recipe.model),
         "base_model": base_model_of(recipe.model) if is_saved_model(recipe.model) else None,
         "parameters": size.total,
         "non_embedding_parameters": size.non_embedding,

@@ -32,8 +32,6 @@ _WITHOUT_EFFECT = {
     "residual_dropout",
     "use_cache",
 }
-# Read by the rules of the projections
-_OF_PROJECTIONS = {"num_key_value_heads", "projection_activation", "projection_bottleneck_size"}
 # Fields of the whole model that cannot change, or not without another function
 _FIXED = {
     "head_dim": "the weights of every head are of this width",
@@ -87,7 +85,7 @@ def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> P
     if not isinstance(model.config, NLQConfig):
         raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model; convert it first")
     values = model.config.to_dict()
-    check_keys("model", switches, {*NLQConfig.__dataclass_fields__, "per_layer_config"})
+    check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
     new, lost = restructure(model, NLQConfig(**{**values, **switches}))
     if lost:
         raise ValueError(f"the model would not compute the same any more: {'; '.join(lost)}")
@@ -145,7 +143,8 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
 
 
 def _known_fields() -> set[str]:
-    return {*_WITHOUT_EFFECT, *_OF_PROJECTIONS, *_FIXED, *_OTHER_FUNCTION, *_MODEL_RULES, *_LAYER_RULES}
+    of_projections = {"num_key_value_heads"}
+    return {*_WITHOUT_EFFECT, *_FIXED, *_OTHER_FUNCTION, *_MODEL_RULES, *_LAYER_RULES, *of_projections}
 
 
 def _refusal(field: str, before: Any, after: Any, reason: str) -> str:
@@ -200,12 +199,12 @@ _MODEL_RULES = {
 
 def _widen(source: nn.Module, target: nn.Module) -> None:
     """`W1: d x r`, `W2: r x d` with a larger r: what the new inner units compute is multiplied by 0 (Chen et al. 2016)."""
-    width = source.fc1.out_features
-    target.fc1.weight[:width] = source.fc1.weight
+    width = min(source.fc1.out_features, target.fc1.out_features)
+    target.fc1.weight[:width] = source.fc1.weight[:width]
     target.fc2.weight.zero_()
-    target.fc2.weight[:, :width] = source.fc2.weight
-    if source.fc1.bias is not None:
-        target.fc1.bias[:width] = source.fc1.bias
+    target.fc2.weight[:, :width] = source.fc2.weight[:, :width]
+    if source.fc1.bias is not None and target.fc1.bias is not None:
+        target.fc1.bias[:width] = source.fc1.bias[:width]
 
 
 # Rules of a layer: they set the parameters that are left, and return why the function changes where it does
@@ -231,10 +230,6 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
     reason = None
     if old.bottleneck and not new.bottleneck:
         reason = "the bottleneck f(X) would be lost"
-    elif old.bottleneck and change.differs("projection_activation"):
-        reason = "the projection_activation inside its bottleneck would change"
-    elif old.bottleneck and change.after.projection_bottleneck_size < change.before.projection_bottleneck_size:
-        return "inner units of its bottleneck would be lost"
     if not new.linear and (old.linear or old.identity != new.identity):
         reason = "it has no matrix that could hold what X W, or X, contributes now"
 
@@ -246,23 +241,37 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
         if old.identity != new.identity:
             weight = weight + (1 if old.identity else -1) * torch.eye(len(weight), dtype=torch.float64, device=weight.device)
         into.weight.copy_(weight)
-        if from_ is not None and from_.bias is not None:
+        if from_ is not None and from_.bias is not None and into.bias is not None:
             into.bias.copy_(from_.bias)
     if new.bottleneck and old.bottleneck:
         target.input_norm.load_state_dict(source.input_norm.state_dict())
         _widen(source, target)
-        for name, parameter in (
-            *source.fc2.named_parameters(prefix="fc2"),
-            *source.output_norm.named_parameters(prefix="output_norm"),
-        ):
-            if name != "fc2.weight":
-                target.get_parameter(name).copy_(parameter)
+        for old_module, new_module in ((source.fc2, target.fc2), (source.output_norm, target.output_norm)):
+            for name, parameter in old_module.named_parameters():
+                if getattr(new_module, name) is not None and (old_module, name) != (source.fc2, "weight"):
+                    getattr(new_module, name).copy_(parameter)
     elif new.bottleneck:
         # The gain has a gradient at once, what is behind it from the first step on
         target.output_norm.weight.zero_()
         if target.output_norm.bias is not None:
             target.output_norm.bias.zero_()
     return reason
+
+
+def _has_bottlenecks(change: LayerChange) -> bool:
+    """Whether some projection has a bottleneck before and after."""
+    fields = ("query_projection", "key_projection", "value_projection")
+    return any(all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields)
+
+
+def _projection_bottleneck_size(change: LayerChange) -> str | None:
+    is_narrower = change.after.projection_bottleneck_size < change.before.projection_bottleneck_size
+    return "inner units that the model has learned would be lost" if is_narrower and _has_bottlenecks(change) else None
+
+
+def _projection_activation(change: LayerChange) -> str | None:
+    is_other = change.differs("projection_activation") and _has_bottlenecks(change)
+    return "the bottlenecks that the model has learned would compute something else" if is_other else None
 
 
 def _expand_heads(projection: nn.Module, before: int, after: int) -> str | None:
@@ -358,6 +367,8 @@ _LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "query_projection": _rule_of_projection("query"),
     "key_projection": _rule_of_projection("key"),
     "value_projection": _rule_of_projection("value"),
+    "projection_bottleneck_size": _projection_bottleneck_size,
+    "projection_activation": _projection_activation,
     "qk_norm": _unchanged("qk_norm", "queries and keys would lose or regain their lengths"),
     "attention_scaling": _attention_scaling,
     "attention_activation": _attention_activation,
