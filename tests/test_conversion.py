@@ -961,8 +961,9 @@ LINEAR_SOURCES = {
     "linear": {},
     "biased": {"use_bias": True},
     "grouped_queries": {"num_key_value_heads": 2},
-    "rope": {"position_embedding": "rope"},
-    "sigmoid": {"attention_activation": "sigmoid"},
+    "rope": {"position_embedding": "rope", "use_bias": True},
+    # With biases: to softmax without rotary positions, one of the keys would make no difference
+    "sigmoid": {"attention_activation": "sigmoid", "use_bias": True},
     "qk_norm_rms": {"qk_norm": "rms", "use_bias": True},
     "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},
     "post_norm": {"norm_position": "post", "attention_scaling": 0.7, "attention_output_scaling": 1.7},
@@ -1006,12 +1007,17 @@ SWITCHES_FOR_SOME = {
     "more_positions": {"max_position_embeddings": 40},
     "second_layer": {"per_layer_config": {1: {"query_projection": "upcycled", "attention_gate": "elementwise"}}},
 }
-SIMPLE_SOURCES = ("gpt2", "linear", "biased", "grouped_queries", "sigmoid", "qk_norm_rms", "post_norm")
+SIMPLE_SOURCES = ("gpt2", "linear", "biased", "grouped_queries", "rope", "sigmoid", "qk_norm_rms", "post_norm")
 # (source, switches) beyond the two products
 OTHER_UPCYCLING = {
     "sink_zero_to_learned": ({"attention_sink": "zero"}, {"attention_sink": "learned"}),
     "sink_zero_to_learned_in_one": ({"attention_sink": "zero"}, {"per_layer_config": {0: {"attention_sink": "learned"}}}),
     "identity_to_residual": ({"query_projection": "identity"}, {"query_projection": "residual"}),
+    "head_projection_folded": ({"head_projection": True}, {"head_projection": False}),
+    "head_projection_folded_into_gated": (
+        {"head_projection": True, "attention_gate": "headwise", "attention_output_scaling": 0.7, "num_key_value_heads": 2},
+        {"head_projection": False},
+    ),
     "identity_to_nonlinear": ({"query_projection": "identity"}, {"query_projection": "nonlinear"}),
     "identity_to_nonlinear_biased": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "nonlinear"}),
     "identity_to_residual_biased": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "residual"}),
@@ -1076,6 +1082,14 @@ SAME_OR_REFUSED = {
     "gate_of_another_kind": ({"attention_gate": "headwise", "use_bias": True}, {"attention_gate": "elementwise"}),
     "angles_of_no_use": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "normalization_named": ({"attention_activation": "sigmoid"}, {"attention_normalization": "none"}),
+    "fourth_matrix_dropped": ({"head_projection": True, "attention_output_scaling": 0.3}, {"head_projection": False}),
+    "fourth_matrix_before_gate": ({"head_projection": True, "attention_gate": "headwise"}, {"head_projection": False}),
+    "fourth_matrix_before_function": (
+        {"head_projection": True, "attention_output_activation": "tanh"},
+        {"head_projection": False},
+    ),
+    "fourth_matrix_and_gate": ({"head_projection": True}, {"head_projection": False, "attention_gate": "elementwise"}),
+    "fourth_matrix_and_scale": ({"head_projection": True}, {"head_projection": False, "attention_output_scaling": 0.4}),
     "attention_without_output": ({"attention_output_scaling": 0.0}, {"attention_output_scaling": 0.5}),
     "scores_of_zero": ({"attention_scaling": 0.0}, {"attention_scaling": 0.5}),
 }
@@ -1098,12 +1112,10 @@ def layer_switches(config):
 
 
 def assert_only_these_changed(config, before, switches):
-    """The configuration has the values asked for, and all others as before; what a layer has for itself stays."""
-    own = {int(index): layer for index, layer in (before.to_dict().get("per_layer_config") or {}).items()}
+    """The configuration has the values asked for, in layers that had others too, and all other fields as before."""
     expected = layer_switches(before)
     for index, layer in enumerate(expected):
         layer.update({name: value for name, value in switches.items() if name in PER_LAYER_SWITCHES})
-        layer.update(own.get(index, {}))
         layer.update(switches.get("per_layer_config", {}).get(index, {}))
     assert layer_switches(config) == expected
     free = {*PER_LAYER_SWITCHES, "per_layer_config", "dtype", "architectures", "_name_or_path", "transformers_version"}
@@ -1391,7 +1403,7 @@ REFUSED = {
     "hidden_act": ({}, {"hidden_act": "relu"}),
     "epsilon": ({}, {"layer_norm_eps": 0.1}),
     "gate_dropped": ({"attention_gate": "headwise"}, {"attention_gate": None}),
-    "head_projection_dropped": ({"head_projection": True}, {"head_projection": False}),
+    "head_projection_dropped": ({"head_projection": True, "attention_gate": "elementwise"}, {"head_projection": False}),
     "biases_dropped": ({"use_bias": True}, {"use_bias": False}),
     "scaling_zero": ({}, {"attention_scaling": 0.0}),
     "output_scaling_zero": ({}, {"attention_output_scaling": 0.0}),
@@ -2174,3 +2186,69 @@ class TestConvertFaults:
 
     def test_unknown_option(self, gpt2_folder, tmp_path, capsys):
         assert "--upcycled" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--upcycled")
+
+
+class TestTokenizerOfAnotherFolder:
+    """`--tokenizer` puts one beside any model, whatever its head."""
+
+    @pytest.mark.parametrize("model_class", [GPT2LMHeadModel, GPT2Model, GPT2ForSequenceClassification])
+    @pytest.mark.parametrize("to", ["nlq", "gpt2"])
+    def test_every_head(self, model_class, to, tmp_path):
+        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(tmp_path / "source")
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        convert(tmp_path / "source", tmp_path / "target", to=to, tokenizer=str(tmp_path / "tokenizer"))
+        assert AutoTokenizer.from_pretrained(tmp_path / "target").get_vocab() == tokenizer.get_vocab()
+        settings = json.loads((tmp_path / "target/config.json").read_text())
+        assert settings["eos_token_id"] == tokenizer.eos_token_id
+        if model_class is GPT2ForSequenceClassification:
+            assert settings["pad_token_id"] == 3, "the token that its answer is read off is another"
+
+
+class TestTokenIds:
+    def test_reach_generation(self, make_model):
+        model = make_model(query_projection="linear", eos_token_id=1)
+        assert upcycle(model, {"eos_token_id": 5}).generation_config.eos_token_id == 5
+
+    def test_padding_of_a_classifier(self):
+        model = from_gpt2(make_gpt2(GPT2ForSequenceClassification, pad_token_id=3))
+        with pytest.raises(ValueError, match="pad_token_id=3 cannot become 5: a classifier"):
+            upcycle(model, {"pad_token_id": 5})
+
+
+class TestOtherFindings:
+    def test_training_run_is_not_replaced(self, run, tmp_path, capsys):
+        shutil.copytree(run[0], tmp_path / "run")
+        make_gpt2().save_pretrained(tmp_path / "source")
+        before = snapshot(tmp_path / "run")
+        assert run_nlq("convert", tmp_path / "source", tmp_path / "run", "--overwrite") == 1
+        assert "holds a training run" in capsys.readouterr().err and snapshot(tmp_path / "run") == before
+
+    def test_folder_of_a_checkpoint(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        torch.save(make_checkpoint(), tmp_path / "out/ckpt.pt")
+        done = convert(tmp_path / "out", tmp_path / "target", upcycle=False, switches={"head_projection": True})
+        assert (done.source, done.source_class, done.difference) == ("out", "checkpoint", None)
+
+    @pytest.mark.parametrize(
+        "words, said",
+        [
+            (["--upcycle", "--set", "query_projection=linear"], "contradict each other"),
+            (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
+            (["--set", "head_projection=False"], "head_projection=False already"),
+        ],
+        ids=["contradiction", "twice", "nothing new"],
+    )
+    def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
+        from_gpt2(make_gpt2()).save_pretrained(tmp_path / "source")
+        assert run_nlq("convert", tmp_path / "source", tmp_path / "target", *words) == 1
+        assert said in capsys.readouterr().err and not (tmp_path / "target").exists()
+
+    def test_rounding_of_low_precision(self, tmp_path):
+        from_gpt2(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+        convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
+
+    def test_layers_with_a_value_of_their_own_are_upcycled_too(self):
+        model = upcycle(from_gpt2(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
+        layers = upcycle(model).config.per_layer_config
+        assert [layer.query_projection for layer in layers] == ["upcycled"] * len(layers)

@@ -231,10 +231,19 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
         )
 
 
+def _switches(texts: list[str]) -> dict:
+    from modeling_nlq.training.recipe import parse_switch
+
+    switches = [parse_switch(text) for text in texts]
+    names = [name for name, _ in switches]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--set {', '.join(twice)} is given twice")
+    return dict(switches)
+
+
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.conversion import convert
     from modeling_nlq.training.gpt2 import LossyConversion
-    from modeling_nlq.training.recipe import parse_switch
 
     try:
         done = convert(
@@ -242,13 +251,13 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
             arguments.target,
             to=arguments.to,
             upcycle=arguments.upcycle,
-            switches=dict(parse_switch(text) for text in arguments.set or []),
+            switches=_switches(arguments.set or []),
             tokenizer=arguments.tokenizer,
             allow_lossy=arguments.allow_lossy,
             overwrite=arguments.overwrite,
         )
     except LossyConversion as error:
-        raise ValueError(f"{error} (--allow-lossy)") from None
+        raise ValueError(f"{error}; --allow-lossy goes on without") from None
     parts = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
     if done.difference is not None:
         within = f"within {done.difference:.1e} of" if done.difference else "equal to"

@@ -7,18 +7,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import transformers
+import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GPT2ForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-import modeling_nlq
+from modeling_nlq import NLQForSequenceClassification
 from modeling_nlq.training.card import CARD_FILE, base_model_of, render
-from modeling_nlq.training.gpt2 import LossyConversion, check_names, from_gpt2, to_gpt2
+from modeling_nlq.training.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
 from modeling_nlq.training.paper import from_paper, read_checkpoint
 from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.publishing import CONVERSION_FILE, files_to_publish
-from modeling_nlq.training.train import is_taken, write_text
+from modeling_nlq.training.train import METRICS_FILE, RECIPE_FILE, is_taken, write_text
 from modeling_nlq.training.upcycling import largest_difference
 from modeling_nlq.training.upcycling import upcycle as upcycle_model
 
@@ -41,7 +48,8 @@ class Conversion:
         base_model: the model on the Hub that the weights come from, if that is known.
         switches: fields that were set anew.
         lost: what the new model cannot do as the old one did; empty if both compute the same.
-        difference: of the outputs on random tokens, in float32, relative to the largest; `None` if there was no other model.
+        difference: of the outputs on random tokens, in float32, relative to the largest; `None` if there is no other model to
+            compare with, as of a checkpoint.
         parameters: of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
     """
@@ -88,7 +96,11 @@ def convert(
         LossyConversion: where something would be lost, and that is not allowed.
     """
     source, target = str(source), Path(target)
-    switches = {**({"query_projection": "upcycled"} if upcycle else {}), **(switches or {})}
+    switches = dict(switches or {})
+    if upcycle and "query_projection" in switches:
+        raise ValueError(f"--upcycle and --set query_projection={switches['query_projection']!r} contradict each other")
+    if upcycle:
+        switches["query_projection"] = "upcycled"
     if to not in ("nlq", "gpt2"):
         raise ValueError(f"to={to!r} must be 'nlq' or 'gpt2'")
     if to == "gpt2" and switches:
@@ -101,25 +113,30 @@ def convert(
     if old.config.model_type == "gpt2":
         new, lost = _lossily(from_gpt2, old, allow_lossy)
     if switches:
-        new = upcycle_model(new, switches)
+        before, new = new, upcycle_model(new, switches)
+        if before.config.to_dict() == new.config.to_dict():
+            raise ValueError(f"{source} has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
     if to == "gpt2":
         new, more = _lossily(to_gpt2, new, allow_lossy)
         lost = [*lost, *more]
-    own_tokenizer = _load_tokenizer(source, tokenizer, new)
     difference = None if new is old else largest_difference(old, new)
-    if difference is not None and not lost and not difference <= _TOLERANCE:
+    # A matrix that is computed anew, as W - I, is rounded to the weights' own precision
+    tolerance = max(_TOLERANCE, torch.finfo(new.dtype).eps)
+    if difference is not None and not lost and not difference <= tolerance:
         raise ValueError(
             f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
         )
+    own_tokenizer = _load_tokenizer(source, tokenizer, new)
 
+    is_checkpoint = find_checkpoint(source) is not None
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
-        source_class=type(old).__name__ if not Path(source).is_file() else "checkpoint",
+        source_class="checkpoint" if is_checkpoint else type(old).__name__,
         target_class=type(new).__name__,
         base_model=base_model_of(source),
         switches=switches,
         lost=lost,
-        difference=difference,
+        difference=None if is_checkpoint else difference,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
     )
@@ -133,38 +150,49 @@ def load_source(source: str) -> PreTrainedModel:
     Raises:
         ValueError: if it is no such model, naming what is missing, damaged or too much.
     """
-    path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
-        path = path / PAPER_CHECKPOINT
-    if path.is_file():
+    path = find_checkpoint(source)
+    if path is not None:
         try:
             return from_paper(read_checkpoint(path))
         except ValueError as error:
             text = str(error)
             raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from error
-    if path.is_dir() and not (path / "config.json").is_file():
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT}")
+    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin"))):
+        raise ValueError(f"there is no folder or file {source!r}")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source!r} is no model that can be read: {str(error).splitlines()[0]}") from error
+        place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
+        raise ValueError(f"{source!r} is {place}no model that can be read: {str(error).splitlines()[0]}") from error
     if config.model_type not in ("gpt2", "nlq"):
         raise ValueError(f"{source!r} is a model of type {config.model_type!r}; only GPT-2 and NLQ models can be converted")
     return _load_weights(source, config)
 
 
+def find_checkpoint(source: str) -> Path | None:
+    """The checkpoint file that a source names, itself or by its folder; `None` if it is no such file."""
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
+        return path / PAPER_CHECKPOINT
+    return path if path.is_file() else None
+
+
 def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
-    library = transformers if config.model_type == "gpt2" else modeling_nlq
+    classes = {
+        model_class.__name__: model_class for model_class in (GPT2_CLASSES if config.model_type == "gpt2" else NLQ_CLASSES)
+    }
     default = "GPT2LMHeadModel" if config.model_type == "gpt2" else "NLQForCausalLM"
-    name = (config.architectures or [default])[0]
-    model_class = getattr(library, name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        raise ValueError(f"{source!r}: there is no model class {name!r}")
+    name = (config.architectures or [default])[0].removeprefix("FSDP")
+    if name not in classes:
+        raise ValueError(f"{source!r}: architectures names {name!r}, which is none of {', '.join(classes)}")
+    model_class = classes[name]
     try:
         model, found = model_class.from_pretrained(
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (SafetensorError, OSError, EOFError, RuntimeError) as error:
+    except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source!r}: the weights cannot be read: {str(error).splitlines()[0]}") from error
     except Exception as error:
         # Of a pickle that asks for more than tensors, torch says so at length
@@ -212,8 +240,11 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> Pr
             f"tokenizer {name or source!r} has {len(tokenizer)} tokens, more than the model's vocab_size="
             f"{model.config.vocab_size}"
         )
-    for kind in ("bos_token_id", "eos_token_id", "pad_token_id") if name is not None else ():
-        for settings in filter(None, (model.config, model.generation_config)):
+    # A classifier of sequences reads its answer off the last token that is not padding: its own stays
+    is_classifier = isinstance(model, NLQForSequenceClassification | GPT2ForSequenceClassification)
+    kinds = ("bos_token_id", "eos_token_id") if is_classifier else ("bos_token_id", "eos_token_id", "pad_token_id")
+    for kind in kinds if name is not None else ():
+        for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
             setattr(settings, kind, getattr(tokenizer, kind))
     return tokenizer
 
@@ -230,6 +261,8 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
             )
         if not (target / "config.json").is_file():
             raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
+        if any((target / name).exists() for name in (METRICS_FILE, RECIPE_FILE)) or any(target.glob("checkpoint-*")):
+            raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, done: Conversion, target: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import (
     GPT2Config,
+    GPT2DoubleHeadsModel,
     GPT2ForQuestionAnswering,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -42,6 +43,9 @@ _CLASSES = (
     (GPT2ForTokenClassification, NLQForTokenClassification, ("classifier", "score")),
     (GPT2ForQuestionAnswering, NLQForQuestionAnswering, ("qa_outputs", "qa_outputs")),
 )
+
+GPT2_CLASSES = (*(gpt2_class for gpt2_class, _, _ in _CLASSES), GPT2DoubleHeadsModel)
+NLQ_CLASSES = tuple(nlq_class for _, nlq_class, _ in _CLASSES)
 
 # (field of GPT2Config, field of NLQConfig) where the values are the same
 _FIELDS = (
@@ -83,7 +87,7 @@ class LossyConversion(ValueError):
     """A conversion that would lose something, which it names."""
 
     def __init__(self, lost: list[str]):
-        super().__init__(f"cannot be converted exactly: {'; '.join(lost)}. Allow a lossy conversion to go on all the same")
+        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}")
         self.lost = lost
 
 

@@ -167,7 +167,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
     for name in ("n_embd", "num_heads", "n_layer", "block_size", "vocab_size", "mlp_hidden_size"):
         if not isinstance(values[name], int) or values[name] < 1:
             raise ValueError(f"model_args: {name}={values[name]!r} must be a whole number of at least 1")
-    if values["query_mode"] not in _QUERY_MODES:
+    if str(values["query_mode"]) not in _QUERY_MODES:
         raise ValueError(f"model_args: query_mode={values['query_mode']!r} must be one of {', '.join(_QUERY_MODES)}")
     if values["n_embd"] % values["num_heads"]:
         raise ValueError(f"model_args: n_embd={values['n_embd']} must be a multiple of num_heads={values['num_heads']}")

@@ -62,10 +62,10 @@ _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
     403: "this token may not write there; is the owner right, and may the token write?",
     404: "there is no such owner, repository or revision, or this token may not see it",
-    409: "somebody else changed the repository at the same time",
-    412: "somebody else changed the repository at the same time",
+    409: "somebody else changed the repository at the same time; run the same command again",
+    412: "somebody else changed the repository at the same time; run the same command again",
     413: "the Hub takes no file as large as one of these; save the model in smaller shards (max_shard_size)",
-    429: "the Hub has had too many requests; wait a little",
+    429: "the Hub has had too many requests; run the same command again a little later",
 }
 
 
@@ -143,6 +143,10 @@ def publish(
     validate_repo_id(repo_id)
     if repo_id.count("/") != 1:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
+    if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
+        raise ValueError(f"revision {revision!r} must be the name of a branch, of letters, digits and _ . / -")
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
     contents = _collect(folder, repo_id, comparison, card, license)
     sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
     if dry_run:
@@ -167,8 +171,7 @@ def publish(
             repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
         )
     except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
-        text = f"{repo_id} was not published: {_explain(error)}. The same command can be run again"
-        raise PublishingError(text.replace(token, "***")) from None
+        raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
 
 
@@ -291,7 +294,9 @@ def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
 
 def _read_card(path: Path) -> bytes:
     try:
-        ModelCard.load(path)
+        license = ModelCard.load(path).data.license
+        if not isinstance(license, str | None):
+            raise ValueError(f"license: {license!r} must be a name that the Hub knows")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"card {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
     return path.read_bytes()
@@ -306,10 +311,20 @@ def _check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
         if name.endswith((".safetensors", ".png")):
             continue
         text = (content.read_bytes() if isinstance(content, Path) else content).decode("utf-8", errors="replace")
-        if place := next((place for place in sorted(places - {"/", "//"}) if place in text), None):
+        if place := next((place for place in sorted(places - {"/", "//"}) if _names_folder(text, place)), None):
             raise ValueError(f"{name} names a folder of this machine, {place!r}; remove it first")
         if (token and token in text) or re.search(r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}", text):
             raise ValueError(f"{name} holds what looks like a token of the Hub; remove it first")
+
+
+def _names_folder(text: str, place: str) -> bool:
+    """Whether a text holds a path as a path: not as the end of an address, nor as the beginning of another name."""
+    return (
+        re.search(
+            rf"(?<![\w./-]){re.escape(place)}(?![\w-])" if not place.endswith("/") else rf"(?<![\w./-]){re.escape(place)}", text
+        )
+        is not None
+    )
 
 
 def _may_be_ours(name: str) -> bool:
@@ -332,10 +347,13 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         said = f" ({' '.join(error.server_message.split())})" if error.server_message else ""
-        known = _STATUS.get(status) or ("the Hub has a problem of its own" if status >= 500 else "the Hub refused")
+        known = _STATUS.get(status) or (
+            "the Hub has a problem of its own; run the same command again" if status >= 500 else "the Hub refused"
+        )
         return f"{status}: {known}{said}"
     if isinstance(error, HTTPError):
-        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({type(error).__name__})"
+        kind = type(error).__name__
+        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -251,8 +251,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         )
         if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
             raise ValueError(
-                f"model {recipe.model!r} has other weights than these switches need, {changed[0]} for one; "
-                "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model to go on from"
+                f"model {recipe.model!r} does not have the weights of a language model with these switches: {changed[0]} for "
+                "one is missing, or too many; `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model to go on from"
             )
         return model
     return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)

@@ -15,22 +15,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.projections_nlq import PROJECTIONS
 from modeling_nlq.training.recipe import check_keys
 
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Read by training or by generation, but not by a forward pass in evaluation mode
 _WITHOUT_EFFECT = {
     "attention_dropout",
-    "bos_token_id",
     "embedding_dropout",
-    "eos_token_id",
     "initializer_range",
-    "pad_token_id",
     "residual_dropout",
     "use_cache",
+    *_TOKEN_IDS,  # but for a rule below
 }
 # Fields of the whole model that cannot change, or not without another function
 _FIXED = {
@@ -86,6 +85,11 @@ def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> P
         raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model; convert it first")
     values = model.config.to_dict()
     check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
+    if "per_layer_config" not in switches and values.get("per_layer_config"):
+        # A switch is set in all layers, those with a value of their own included
+        layers = values["per_layer_config"].items()
+        kept = {index: {name: value for name, value in own.items() if name not in switches} for index, own in layers}
+        values["per_layer_config"] = {index: own for index, own in kept.items() if own} or None
     new, lost = restructure(model, NLQConfig(**{**values, **switches}))
     if lost:
         raise ValueError(f"the model would not compute the same any more: {'; '.join(lost)}")
@@ -119,6 +123,9 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
     new = type(model)(config).to(model.dtype).eval()
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
+        for field in _TOKEN_IDS:
+            if getattr(before, field) != getattr(config, field):
+                setattr(new.generation_config, field, getattr(config, field))
     lost = [
         _refusal(field, getattr(before, field), getattr(config, field), reason)
         for field, reason in _OTHER_FUNCTION.items()
@@ -143,8 +150,7 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
 
 
 def _known_fields() -> set[str]:
-    of_projections = {"num_key_value_heads"}
-    return {*_WITHOUT_EFFECT, *_FIXED, *_OTHER_FUNCTION, *_MODEL_RULES, *_LAYER_RULES, *of_projections}
+    return {*_WITHOUT_EFFECT, *_FIXED, *_OTHER_FUNCTION, *_MODEL_RULES, *_LAYER_RULES}
 
 
 def _refusal(field: str, before: Any, after: Any, reason: str) -> str:
@@ -152,6 +158,23 @@ def _refusal(field: str, before: Any, after: Any, reason: str) -> str:
 
 
 # Rules of the whole model: from the old model and the new one to what is lost
+
+
+def _pad_token_id(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.config.pad_token_id, new.config.pad_token_id
+    if before == after or not isinstance(model, NLQForSequenceClassification):
+        return []
+    return [
+        _refusal("pad_token_id", before, after, "a classifier of sequences reads its answer off the last token that is not it")
+    ]
+
+
+def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.config.num_key_value_heads, new.config.num_key_value_heads
+    if after % before:
+        reason = "only a multiple gives every group of query heads the keys it had"
+        raise ValueError(_refusal("num_key_value_heads", before, after, reason))
+    return []  # the projections do the rest
 
 
 def _use_bias(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
@@ -190,6 +213,8 @@ def _intermediate_size(model: PreTrainedModel, new: PreTrainedModel) -> list[str
 
 
 _MODEL_RULES = {
+    "pad_token_id": _pad_token_id,
+    "num_key_value_heads": _num_key_value_heads,
     "use_bias": _use_bias,
     "tie_word_embeddings": _tie_word_embeddings,
     "max_position_embeddings": _max_position_embeddings,
@@ -218,8 +243,7 @@ def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
         source, target = getattr(change.source, name), getattr(change.target, name)
         if kind != "query" and change.differs("num_key_value_heads"):
             source = copy.deepcopy(source)
-            if reason := _expand_heads(source, change.before.num_key_value_heads, change.after.num_key_value_heads):
-                return reason
+            _expand_heads(source, change.before.num_key_value_heads, change.after.num_key_value_heads)
         return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field), change)
 
     return carry
@@ -274,17 +298,14 @@ def _projection_activation(change: LayerChange) -> str | None:
     return "the bottlenecks that the model has learned would compute something else" if is_other else None
 
 
-def _expand_heads(projection: nn.Module, before: int, after: int) -> str | None:
+def _expand_heads(projection: nn.Module, before: int, after: int) -> None:
     """Gives each group of query heads that shared a key or value head copies of it, in place."""
-    if after % before:
-        return f"num_key_value_heads={before} cannot become {after}, which is no multiple of it"
     modules = [projection] if isinstance(projection, nn.Linear) else []
     modules += [getattr(projection, name) for name in ("linear", "fc2", "output_norm") if hasattr(projection, name)]
     for module in modules:
         for parameter in module.parameters(recurse=False):
             heads = parameter.data.unflatten(0, (before, -1))
             parameter.data = heads.repeat_interleave(after // before, dim=0).flatten(0, 1)
-    return None
 
 
 def _attention_scaling(change: LayerChange) -> str | None:
@@ -331,9 +352,14 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 
 
 def _head_projection(change: LayerChange) -> str | None:
-    if change.before.head_projection and not change.after.head_projection:
-        return "the matrices that the model has learned would be lost"
-    return None  # new ones start at the identity
+    if not change.before.head_projection or change.after.head_projection:
+        return None  # new ones start at the identity
+    if change.before.attention_output_activation is not None or change.before.attention_gate == "elementwise":
+        return "what comes after the matrices that the model has learned keeps them out of the output projection"
+    # A head's output x passes (x W_h) W_o
+    heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
+    change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
+    return None
 
 
 def _attention_sink(change: LayerChange) -> str | None:
