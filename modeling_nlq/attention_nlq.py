@@ -7,17 +7,24 @@ normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"
 query alone, never on the padded, cached or total length: that is what makes cached decoding, padding and packing exact.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
+
+
+try:
+    import entmax
+except ImportError:
+    entmax = None
 
 
 # Transformers' function names without the two that own parameters: a switch names a function, not a layer.
@@ -42,6 +49,8 @@ class AttentionActivation:
         formula: `phi(s)` in words.
         source: where the formula comes from.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
+        kind: what a weight depends on: `"elementwise"`, on its own score, but for the normaliser; `"softmax"` and `"simplex"`,
+            on its whole row, which the latter's `function` projects; `"linear"`, on no score at all.
     """
 
     name: str
@@ -52,11 +61,12 @@ class AttentionActivation:
     formula: str
     source: str
     subtract_log_count: bool = False
+    kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a weight depends on its own score only, but for the normaliser: not for softmax, whose maximum is shared."""
-        return self.name != "softmax"
+        """Whether a weight depends on its own score only, but for the normaliser."""
+        return self.kind == "elementwise"
 
     def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the scores."""
@@ -69,6 +79,21 @@ class AttentionActivation:
 
 def _identity(scores: torch.Tensor) -> torch.Tensor:
     return scores
+
+
+def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
+    """`(..., key)` -> the nearest weights that are positive or exactly 0 and sum to 1, row by row.
+
+    Raises:
+        ImportError: if the package `entmax` is not installed.
+    """
+    if entmax is None:
+        raise ImportError(f"attention_activation={name!r} needs the package entmax: pip install entmax")
+    return getattr(entmax, name)(scores, dim=-1)
+
+
+def _no_scores(scores: torch.Tensor) -> torch.Tensor:
+    raise ValueError("attention_activation='linear' is no function of the scores: it never forms them")
 
 
 def _relu_squared(scores: torch.Tensor) -> torch.Tensor:
@@ -86,6 +111,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="exp(s)",
             source="Vaswani et al. 2017, arXiv 1706.03762",
+            kind="softmax",
         ),
         AttentionActivation(
             name="sigmoid",
@@ -151,10 +177,38 @@ ATTENTION_ACTIVATIONS = {
             formula="s",
             source="no activation at all",
         ),
+        AttentionActivation(
+            name="sparsemax",
+            function=functools.partial(_project_onto_simplex, "sparsemax"),
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="max(s - tau, 0), where tau makes the sum 1",
+            source="Martins and Astudillo 2016, arXiv 1602.02068",
+            kind="simplex",
+        ),
+        AttentionActivation(
+            name="entmax15",
+            function=functools.partial(_project_onto_simplex, "entmax15"),
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
+            source="Peters et al. 2019, arXiv 1905.05702",
+            kind="simplex",
+        ),
+        AttentionActivation(
+            name="linear",
+            function=_no_scores,
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
+            source="Katharopoulos et al. 2020, arXiv 2006.16236",
+            kind="linear",
+        ),
     )
 }
-# Named here so that asking for one says so, instead of offering a near miss.
-UNAVAILABLE_ACTIVATIONS = ("linear", "sparsemax", "entmax15")
 # Transformers' own divides 0 by 0 in its gradient where softplus underflows.
 _SAFE_FUNCTIONS = {
     "sqrtsoftplus": lambda scores: nn.functional.softplus(scores).clamp(min=torch.finfo(scores.dtype).tiny).sqrt(),
@@ -170,7 +224,7 @@ LIBRARY_ACTIVATIONS = {
         source="transformers.activations.ACT2FN",
     )
     for name in FUNCTIONS
-    if name not in ATTENTION_ACTIVATIONS and name != "linear"
+    if name not in ATTENTION_ACTIVATIONS
 }
 
 # Users' own activations, by name, as keyword arguments of `AttentionActivation`. The installed package and every model loaded
@@ -211,7 +265,7 @@ def register_attention_activation(
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name={name!r} must be a Python identifier")
-    if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS or name in UNAVAILABLE_ACTIVATIONS:
+    if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
         raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
@@ -286,8 +340,6 @@ def get_attention_activation(name: str) -> AttentionActivation:
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
     choices = ", ".join((*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS))
-    if name in UNAVAILABLE_ACTIVATIONS:
-        raise ValueError(f"attention_activation={name!r} is not available yet; choose one of {choices}")
     raise ValueError(
         f"attention_activation={name!r} is unknown; choose one of {choices}, or, if it is one of your own, call "
         f"register_attention_activation({name!r}, function) first"
@@ -437,6 +489,14 @@ def attention_weights(
             column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
+        return weights.masked_fill(~visible, 0.0)
+
+    if activation.kind == "simplex":
+        # Far below what a visible score can be and still have weight, and small enough to be summed up
+        scores = scores - scores.masked_fill(~visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(
+            min=torch.finfo(scores.dtype).min
+        )
+        weights = activation.function(scores.masked_fill(~visible, -1e4))
         return weights.masked_fill(~visible, 0.0)
 
     count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)

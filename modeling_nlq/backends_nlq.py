@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_nlq import AUTOMATIC, AttentionActivation, counts_as_zero, eager_attention_forward
+from .linear_nlq import linear_attention
 from .tiled_nlq import tiled_attention_forward
 
 
@@ -217,21 +218,31 @@ _flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_si
 _other = AttentionBackend(sdpa_attention_forward, _softmax_without_sink, weights="omitted")
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(
-        eager_attention_forward, lambda activation, sink: True, weights="returned", takes_visibility=True
+        # Of linear layers it takes the parallel form, which has no weights to return
+        eager_attention_forward,
+        lambda activation, sink: True,
+        weights="returned",
+        takes_visibility=True,
     ),
     "sdpa": AttentionBackend(sdpa_with_sink_forward, lambda activation, sink: activation.name == "softmax", weights="omitted"),
     "flash_attention_2": _flash_attention,
     "flash_attention_3": _flash_attention,
     "flash_attention_4": _flash_attention,
     "flex_attention": AttentionBackend(
-        flex_attention_with_log_forward, lambda activation, sink: activation.non_negative, has_dropout=False
+        flex_attention_with_log_forward,
+        lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
+        has_dropout=False,
     ),
     "nlq_tiled": AttentionBackend(
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, takes_visibility=True
     ),
+    # Linear layers keep a state instead of keys and values, so they call `linear_attention` themselves
+    "nlq_linear": AttentionBackend(
+        linear_attention, lambda activation, sink: activation.kind == "linear", has_dropout=False, takes_visibility=True
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything.
-PREFERENCE = ("sdpa", "nlq_tiled", "eager")
+PREFERENCE = ("sdpa", "nlq_tiled", "nlq_linear", "eager")
 UNAVAILABLE_BACKENDS = ("nlq_triton",)
 
 
@@ -259,6 +270,11 @@ def find_backend(
     Raises:
         ValueError: if the implementation cannot do what is asked; names what can.
     """
+    if activation.kind == "linear" and needs_weights:
+        raise ValueError(
+            f"output_attentions=True: attention_activation='linear' (layer {', '.join(map(str, layers))}) has no weights to "
+            "show, for it never forms them; leave output_attentions out, or use another activation there"
+        )
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
     if name in UNAVAILABLE_BACKENDS:

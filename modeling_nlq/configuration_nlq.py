@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from .attention_nlq import AUTOMATIC, FUNCTIONS, AttentionActivation, get_attention_activation
+from .linear_nlq import LAYER_TYPE
 from .projections_nlq import PROJECTIONS
 
 
@@ -55,6 +56,7 @@ PER_LAYER_SWITCHES = (
     "attention_output_activation",
     "attention_output_scaling",
     "head_projection",
+    "linear_attention_decay",
 )
 
 # Angles that depend on the current length would change what is already cached.
@@ -128,6 +130,8 @@ class NLQConfig(PreTrainedConfig):
         attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; by default the activation's own.
         attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of that for
             queries with an identity term.
+        linear_attention_decay (`str`, *optional*): how linear attention forgets: `"fixed"`, by RetNet's rate for each key and
+            value head, or `"learned"`, by one that is trained.
         attention_sink (`str`, *optional*): `"zero"` or `"learned"`, one more term `exp(b)` in softmax's denominator.
         qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys, or `"l2"`, cosine similarities times a
             learned scale per query head that replaces the default scaling.
@@ -175,6 +179,7 @@ class NLQConfig(PreTrainedConfig):
     attention_activation: str = "softmax"
     attention_normalization: Literal["sum", "length", "none"] | None = None
     attention_scaling: int | float | None = None
+    linear_attention_decay: Literal["fixed", "learned"] | None = None
     attention_sink: Literal["zero", "learned"] | None = None
     qk_norm: Literal["rms", "l2"] | None = None
     attention_gate: Literal["headwise", "elementwise"] | None = None
@@ -251,6 +256,20 @@ class NLQConfig(PreTrainedConfig):
     def activation(self) -> AttentionActivation:
         """The table's row of `attention_activation` (of one layer)."""
         return get_attention_activation(self.attention_activation)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What each layer keeps in the cache, for Transformers; not there if all keep keys and values."""
+        try:
+            kinds = [layer.activation.kind for layer in self.per_layer_config]
+        except ValueError:
+            kinds = []  # of an unknown activation, which the validation is about to name
+        if "linear" not in kinds:
+            raise AttributeError("layer_types")  # Transformers asks by `hasattr`
+        return [LAYER_TYPE if kind == "linear" else "full_attention" for kind in kinds]
+
+    def validate_layer_type(self):
+        """Nothing to validate: the types of the layers are no field, they follow from the activations."""
 
     @property
     def score_scaling(self) -> float:
@@ -364,8 +383,18 @@ def _check_layer(layer: NLQConfig) -> None:
 
     activation = layer.activation  # raises for an unknown name
     normalization = layer.attention_normalization
-    if activation.name == "softmax" and normalization not in (None, "sum"):
-        raise ValueError(f"attention_normalization={normalization!r}: softmax is normalised by 'sum' only")
+    if not activation.is_elementwise and normalization not in (None, "sum"):
+        raise ValueError(f"attention_normalization={normalization!r}: {activation.name} is normalised by 'sum' only")
+    if layer.linear_attention_decay is not None and activation.kind != "linear":
+        raise ValueError(
+            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear', not "
+            f"{activation.name!r}; a key's weight does not fade there"
+        )
+    if activation.kind == "linear" and layer.attention_dropout > 0.0:
+        raise ValueError(
+            f"attention_dropout={layer.attention_dropout!r}: attention_activation='linear' has no weights to drop; use "
+            "residual_dropout"
+        )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
             f"attention_normalization='sum' needs weights that are never negative, which attention_activation="

@@ -37,6 +37,7 @@ from .attention_nlq import (
 )
 from .backends_nlq import ATTENTION_BACKENDS, UNAVAILABLE_BACKENDS, find_backend
 from .configuration_nlq import NLQConfig
+from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .projections_nlq import make_projection
 
@@ -125,6 +126,11 @@ class NLQAttention(nn.Module):
             # `bias` in its name keeps it out of Trainer's weight decay
             self.sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
+        self.linear_attention_decay = layer.linear_attention_decay
+        if layer.linear_attention_decay == "learned":
+            # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
+            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).float())
+
         self.head_proj = NLQHeadProjection(config.num_attention_heads, self.head_dim) if layer.head_projection else None
         self.output_activation = None
         if layer.attention_output_activation is not None:
@@ -150,6 +156,15 @@ class NLQAttention(nn.Module):
         if self.attention_sink == "zero":
             return torch.zeros(self.config.num_attention_heads, device=self.o_proj.weight.device)
         return self.sink_bias if self.attention_sink == "learned" else None
+
+    @property
+    def log_decay(self) -> torch.Tensor | None:
+        """`(key_value_heads,)`: the logarithm of what a linear layer keeps from token to token, or `None` if it keeps all."""
+        if self.linear_attention_decay == "learned":
+            return nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
+        if self.linear_attention_decay == "fixed":
+            return fixed_log_decay(self.config.num_key_value_heads).to(self.o_proj.weight.device)
+        return None
 
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
         """The name of the backend that computes this layer in this call.
@@ -200,6 +215,9 @@ class NLQAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
         name = self.find_backend(**kwargs)
+        if self.activation.kind == "linear":
+            attn_output = self._attend_linearly(hidden_states, position_embeddings, attention_mask, past_key_values, name)
+            return self._shape_output(hidden_states, attn_output), None
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
         else:
@@ -220,7 +238,49 @@ class NLQAttention(nn.Module):
             **kwargs,
         )
 
-        # (batch, query, heads, head_dim)
+        return self._shape_output(hidden_states, attn_output), attn_weights
+
+    def _attend_linearly(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+        visibility: Visibility | torch.Tensor | None,
+        past_key_values: Cache | None,
+        backend: str,
+    ) -> torch.Tensor:
+        """`(batch, query, hidden)` -> `(batch, query, heads, head_dim)`, with a state in the place of keys and values."""
+        if isinstance(visibility, torch.Tensor):
+            raise ValueError(
+                f"attention_activation='linear' (layer {self.layer_idx}) takes no 4-D attention_mask, for it forms no weights "
+                "that it could hide; give a padding mask (batch, key), or use another activation there"
+            )
+        query_states, key_states, value_states = self.project(hidden_states)
+        cache = state = None
+        if past_key_values is not None:
+            cache = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
+            if not hasattr(cache, "get_state"):
+                raise ValueError(
+                    f"attention_activation='linear' (layer {self.layer_idx}) needs a cache that knows it: make it by "
+                    "DynamicCache(config=model.config)"
+                )
+            state = cache.get_state()
+        attn_output, state = linear_attention(
+            query_states,
+            key_states,
+            value_states,
+            visibility,
+            scaling=self.scaling,
+            log_decay=self.log_decay,
+            position_embeddings=position_embeddings,
+            state=state,
+            form="parallel" if backend == "eager" and cache is None else "chunked",
+        )
+        if cache is not None:
+            cache.set_state(state, hidden_states.shape[1])
+        return attn_output
+
+    def _shape_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`: all that comes after the weights."""
         if self.head_proj is not None:
             attn_output = self.head_proj(attn_output)
         if self.output_scaling is not None:
@@ -230,7 +290,7 @@ class NLQAttention(nn.Module):
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(hidden_states))
             attn_output = attn_output * gate.view(*attn_output.shape[:3], -1)
-        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
+        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1))
 
 
 class NLQMLP(nn.Module):
@@ -340,8 +400,11 @@ class NLQPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
         elif isinstance(module, NLQL2Norm) and module.scale is not None:
             init.constant_(module.scale, math.sqrt(module.head_dim))
-        elif isinstance(module, NLQAttention) and module.attention_sink == "learned":
-            init.zeros_(module.sink_bias)
+        elif isinstance(module, NLQAttention):
+            if module.attention_sink == "learned":
+                init.zeros_(module.sink_bias)
+            if module.linear_attention_decay == "learned":
+                init.copy_(module.decay_bias, initial_decay_bias(len(module.decay_bias)))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The backend to use: Transformers' choice if it can compute every layer's activation, else one that can.
@@ -417,6 +480,8 @@ class NLQModel(NLQPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        if isinstance(attention_mask, dict):
+            attention_mask = self._read_masks(attention_mask)
         padding_mask = self._find_padding_mask(attention_mask)
         query_length = key_length = inputs_embeds.shape[1]
         query_offset = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -467,6 +532,13 @@ class NLQModel(NLQPreTrainedModel):
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    @staticmethod
+    def _read_masks(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | BlockMask | None:
+        """The one mask all layers are to have, of those that generation makes for each type of layer."""
+        given = [mask for mask in masks.values() if mask is not None]
+        padding = [mask for mask in given if isinstance(mask, torch.Tensor) and mask.ndim == 2]
+        return next(iter(padding or given), None)
 
     @staticmethod
     def _find_padding_mask(attention_mask: torch.Tensor | BlockMask | None) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
 """What all tests share: no network, one seed, small models whose parameters all matter, and one finished training run."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
 from modeling_nlq.training.data import python_documents
 from modeling_nlq.training.recipe import load_recipe
 from modeling_nlq.training.train import train
@@ -101,10 +102,12 @@ def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.fixture(scope="module")
 def tiny_tiles():
-    """Tiles so small that these tests' short sequences take several."""
+    """Tiles and chunks so small that these tests' short sequences take several."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
             monkeypatch.setattr(tiled_nlq, name, value)
+        monkeypatch.setattr(linear_nlq, "SEGMENT_CHUNKS", 2)
+        monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
         yield
 
 

@@ -3,8 +3,10 @@
 Shapes: a sequence is `(length, width)`, a head of it `(length, head_dim)`; everything works on one sequence at a time.
 """
 
+import functools
 import math
 
+import entmax
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -53,6 +55,15 @@ CANONICAL_NORMALIZATION = {
     "softplus": "sum",
     "tanh": "length",
     "identity": "length",
+    "sparsemax": "sum",
+    "entmax15": "sum",
+    "linear": "sum",
+}
+
+# Projections of a row onto the simplex, by the bisection of another package than computes them in the model.
+PROJECTED = {
+    "sparsemax": lambda scores: entmax.sparsemax_bisect(scores, dim=-1),
+    "entmax15": lambda scores: entmax.entmax_bisect(scores, alpha=1.5, dim=-1, n_iter=100),
 }
 
 
@@ -80,6 +91,8 @@ def weights_of_query(layer, scores, sink=None):
     count = len(scores)
     if count == 0:
         return scores
+    if name in PROJECTED:
+        return PROJECTED[name](scores)
     values = phi(name, normalization, scores, count)
     if normalization == "sum":
         total = values.sum() + (0.0 if sink is None else torch.exp(sink))
@@ -172,6 +185,56 @@ def rotate(x, positions, config):
     return torch.cat([turned_first, turned_second], dim=-1) * magnitude
 
 
+def psi(x):
+    return torch.where(x > 0, x + 1, torch.exp(x))
+
+
+def fixed_decay(index):
+    """RetNet's rate of a key and value head."""
+    return 1 - 2 ** (-5 - index)
+
+
+def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
+    """One head of linear attention.
+
+    Args:
+        query, key, value: `(length, head_dim)`.
+        visible: `(length, length)`, true where a query sees a key.
+        scaling: `attention_scaling`.
+        decay: what is kept of a key's weight with each later key that the query sees.
+        turn: rotary positions, a function of `(length, head_dim)`.
+
+    Returns:
+        The output `(length, head_dim)`, and the weights before any rotation `(length, length)`.
+    """
+    query, key = psi(scaling * math.sqrt(query.shape[-1]) * query), psi(key)
+    turned_query, turned_key = (query, key) if turn is None else (turn(query), turn(key))
+    outputs, all_weights = [], []
+    for i in range(len(query)):
+        seen = visible[i].nonzero()[:, 0].tolist()
+        weights, output, total = [torch.zeros((), dtype=query.dtype)] * len(query), torch.zeros_like(value[0]), 0.0
+        for age, j in enumerate(reversed(seen)):
+            kept = decay**age
+            weights[j] = kept * (query[i] * key[j]).sum()
+            total = total + weights[j]
+            output = output + kept * (turned_query[i] * turned_key[j]).sum() * value[j]
+        outputs.append(output / total if seen else output)
+        all_weights.append(torch.stack(weights) / total if seen else torch.stack(weights))
+    return torch.stack(outputs), torch.stack(all_weights)
+
+
+def after_the_weights(layer, head, output, parameters, gates, own):
+    """What a head's output passes through; `own` is its slice of all heads' columns."""
+    if layer.head_projection:
+        output = output @ parameters["head_proj.weight"][head]
+    if layer.attention_output_scaling is not None:
+        output = output * layer.attention_output_scaling
+    output = FUNCTIONS[layer.attention_output_activation](output)
+    if layer.attention_gate == "headwise":
+        return output * gates[:, head : head + 1]
+    return output * gates[:, own] if layer.attention_gate == "elementwise" else output
+
+
 def attention(config, layer, x, parameters, positions, visible):
     """One sequence through the attention sub-layer. `visible` is `(heads, length, length)`, true where a query sees a key."""
     eps, head_dim = config.layer_norm_eps, config.head_dim
@@ -194,6 +257,18 @@ def attention(config, layer, x, parameters, positions, visible):
         elif layer.qk_norm == "l2":
             query = unit(query) * parameters["q_norm.scale"][head]
             key = unit(key)
+        if layer.attention_activation == "linear":
+            key_head = head // queries_per_key
+            decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(key_head)
+            if layer.linear_attention_decay == "learned":
+                decay = sigmoid(parameters["decay_bias"][key_head])
+            turn = (
+                functools.partial(rotate, positions=positions, config=config) if config.position_embedding == "rope" else None
+            )
+            output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
+            outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
+            all_weights.append(weights)
+            continue
         if config.position_embedding == "rope":
             query, key = rotate(query, positions, config), rotate(key, positions, config)
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
@@ -208,17 +283,7 @@ def attention(config, layer, x, parameters, positions, visible):
             for j in seen:
                 output[i] += weights[i, j] * value[j]
         all_weights.append(weights)
-
-        if layer.head_projection:
-            output = output @ parameters["head_proj.weight"][head]
-        if layer.attention_output_scaling is not None:
-            output = output * layer.attention_output_scaling
-        output = FUNCTIONS[layer.attention_output_activation](output)
-        if layer.attention_gate == "headwise":
-            output = output * gates[:, head : head + 1]
-        elif layer.attention_gate == "elementwise":
-            output = output * gates[:, own]
-        outputs.append(output)
+        outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
     return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights)
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import reference
 import torch
 from attention_cases import LAYOUTS, NON_NEGATIVE, PHI, check, expected_of, layer_for, run
 from huggingface_hub.errors import StrictDataclassError
@@ -21,7 +22,10 @@ from modeling_nlq.attention_nlq import (
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
-FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in CANONICAL_NORMALIZATION if name != "softmax"}}
+# Those whose weights are no function of one score: projections of a row (`test_formulas.py`), and what has no scores
+PROJECTIONS = ("sparsemax", "entmax15")
+OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*PROJECTIONS, "linear"))
+FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in OF_ONE_SCORE if name != "softmax"}}
 # Off 0, where some have a kink
 SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
 
@@ -29,21 +33,38 @@ SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
 class TestTable:
     def test_names(self):
         assert set(ATTENTION_ACTIVATIONS) == set(CANONICAL_NORMALIZATION)
-        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"linear", "prelu", "xielu"}
+        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"prelu", "xielu"}
 
     @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
     def test_row(self, name):
         row = get_attention_activation(name)
         assert row.name == name
         assert row.normalization == CANONICAL_NORMALIZATION[name]
-        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax"))
-        assert row.is_elementwise == (name != "softmax")
+        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *PROJECTIONS, "linear"))
+        assert row.is_elementwise == (name in OF_ONE_SCORE and name != "softmax")
         assert row.subtract_log_count == (name == "sigmoid")
         assert row.formula
         assert row.source
-        assert (row.function(SCORES).min() >= 0) == row.non_negative
+        if name != "linear":
+            assert (row.function(SCORES).min() >= 0) == row.non_negative
 
-    @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
+    def test_linear_is_no_function(self):
+        """Nor is it the function of that name in Transformers, which is the identity."""
+        with pytest.raises(ValueError, match="attention_activation='linear' is no function of the scores"):
+            get_attention_activation("linear").function(SCORES)
+
+    @pytest.mark.parametrize("name", PROJECTIONS)
+    def test_projection(self, name):
+        row = get_attention_activation(name)
+        assert (row.kind, row.derivative) == ("simplex", None)
+        scores = torch.stack([SCORES, SCORES.flip(0).sin()]).requires_grad_()
+        weights = row.function(scores)
+        expected = reference.PROJECTED[name](scores)
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        slopes = [torch.autograd.grad((tensor * SCORES.cos()).sum(), scores)[0] for tensor in (weights, expected)]
+        torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("name", OF_ONE_SCORE)
     def test_function_and_derivative(self, name):
         row = get_attention_activation(name)
         scores = SCORES.clone().requires_grad_()
@@ -56,7 +77,7 @@ class TestTable:
             torch.testing.assert_close(actual, other.detach(), rtol=1e-9, atol=1e-12)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", [name for name in CANONICAL_NORMALIZATION if name != "softmax"])
+    @pytest.mark.parametrize("name", [name for name in OF_ONE_SCORE if name != "softmax"])
     def test_derivative_is_finite(self, name, dtype):
         row = get_attention_activation(name)
         scores = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1e-30, 1.0, 90.0, 1e4], dtype=dtype)
@@ -76,16 +97,12 @@ class TestTable:
         torch.testing.assert_close(weights, expected.detach())
         torch.testing.assert_close(gradient, slope * SCORES.cos())
 
-    @pytest.mark.parametrize("name", ["linear", "sparsemax", "entmax15"])
-    def test_not_available_yet(self, name):
-        with pytest.raises(ValueError, match=rf"'{name}' is not available yet; choose one of softmax, .*silu"):
-            get_attention_activation(name)
-
     @pytest.mark.parametrize("name", ["prelu", "xielu", "softmaxx"])
     def test_unknown(self, name):
         with pytest.raises(ValueError) as error:
             get_attention_activation(name)
         assert str(error.value).startswith(f"attention_activation={name!r} is unknown; choose one of softmax, sigmoid, ")
+        assert ", identity, sparsemax, entmax15, linear" in str(error.value)
         assert f"register_attention_activation({name!r}, function)" in str(error.value)
 
 
@@ -143,7 +160,7 @@ class TestRegistration:
             NLQConfig(attention_activation="cauchy")
         register_attention_activation("cauchy", cauchy)
         assert NLQConfig(attention_activation="cauchy").activation.function is cauchy
-        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* identity, cauchy, "):
+        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* linear, cauchy, "):
             NLQConfig(attention_activation="couchy")
         with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
@@ -196,11 +213,11 @@ print(NLQForCausalLM.from_pretrained({str(tmp_path)!r}).model.layers[1].self_att
         assert get_attention_activation("mine").function is torch.sin
 
     @pytest.mark.parametrize("exist_ok", [False, True])
-    @pytest.mark.parametrize("name", ["softmax", "relu_squared", "identity", "gelu", "relu6", "linear", "sparsemax"])
+    @pytest.mark.parametrize("name", ["softmax", "relu_squared", "identity", "gelu", "relu6", "linear", "entmax15"])
     def test_name_is_taken(self, name, exist_ok):
         with pytest.raises(ValueError, match=f"name='{name}' is an attention activation already; choose another name"):
             register_attention_activation(name, torch.tanh, exist_ok=exist_ok)
-        assert name == "linear" or name == "sparsemax" or get_attention_activation(name).function is not torch.tanh
+        assert get_attention_activation(name).function is not torch.tanh
 
     @pytest.mark.parametrize("name", ["", "my function", "1st", None, 3])
     def test_name_is_none(self, name):

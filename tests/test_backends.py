@@ -556,8 +556,12 @@ class TestChoice:
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
         **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
+        "sparsemax": {"eager"},
+        "entmax15": {"eager"},
+        "linear": {"eager", "nlq_linear"},
     }
-    AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa"}  # the others: nlq_tiled
+    # The others: nlq_tiled
+    AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa", "sparsemax": "eager", "entmax15": "eager", "linear": "nlq_linear"}
 
     @staticmethod
     def asked(name):
@@ -581,9 +585,11 @@ class TestChoice:
     def test_automatic(self, name):
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
         assert find_backend("nlq", [0], *self.asked(name)) == automatic
+        assert find_backend(None, [0], *self.asked(name)) == "eager"
+        if name == "linear":  # has no weights, to drop or to show
+            return
         assert find_backend("nlq", [0], *self.asked(name), dropout=0.1) == automatic
         assert find_backend("nlq", [0], *self.asked(name), needs_weights=True) == "eager"
-        assert find_backend(None, [0], *self.asked(name)) == "eager"
 
     def test_flex_attention_refuses_dropout(self):
         with pytest.raises(ValueError) as error:
@@ -591,6 +597,15 @@ class TestChoice:
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
             "use one of nlq, eager, nlq_tiled"
+        )
+
+    @pytest.mark.parametrize("backend", ["nlq", None, *ATTENTION_BACKENDS])
+    def test_no_weights_of_linear_attention(self, backend):
+        with pytest.raises(ValueError) as error:
+            find_backend(backend, [0, 3], *self.asked("linear"), needs_weights=True)
+        assert str(error.value) == (
+            "output_attentions=True: attention_activation='linear' (layer 0, 3) has no weights to show, for it never forms "
+            "them; leave output_attentions out, or use another activation there"
         )
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])

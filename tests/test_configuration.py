@@ -93,8 +93,11 @@ def test_shipped_accelerate_files_are_valid(name):
         {"position_embedding": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
         {"per_layer_config": {1: {"attention_activation": "relu", "query_projection": "linear"}, 2: {"qk_norm": "rms"}}},
         {"attention_scaling": 0.5, "attention_output_scaling": 2, "eos_token_id": [1, 2], "num_key_value_heads": 4},
+        {"attention_activation": "linear", "linear_attention_decay": "learned"},
+        {"per_layer_config": {1: {"attention_activation": "linear", "linear_attention_decay": "fixed"}}},
+        {"attention_activation": "entmax15"},
     ],
-    ids=["defaults", "switches", "rope", "per-layer", "numbers"],
+    ids=["defaults", "switches", "rope", "per-layer", "numbers", "linear", "hybrid", "sparse"],
 )
 def test_json_round_trip(switches, tmp_path):
     config = NLQConfig(**{**TINY, **switches})
@@ -114,8 +117,58 @@ def test_json_round_trip(switches, tmp_path):
 BAD = {
     "unknown query projection": ({"query_projection": "cubic"}, ["query_projection='cubic'", "nonlinear", "upcycled"]),
     "unknown activation": ({"attention_activation": "softmx"}, ["attention_activation='softmx'", "unknown", "softmax", "silu"]),
-    "linear attention": ({"attention_activation": "linear"}, ["'linear'", "not available yet", "softmax"]),
-    "sparsemax": ({"attention_activation": "sparsemax"}, ["'sparsemax'", "not available yet", "softmax"]),
+    "linear attention by length": (
+        {"attention_activation": "linear", "attention_normalization": "length"},
+        ["attention_normalization='length'", "linear", "'sum'"],
+    ),
+    "linear attention by nothing": (
+        {"attention_activation": "linear", "attention_normalization": "none"},
+        ["attention_normalization='none'", "linear", "'sum'"],
+    ),
+    "sparsemax by length": (
+        {"attention_activation": "sparsemax", "attention_normalization": "length"},
+        ["attention_normalization='length'", "sparsemax", "'sum'"],
+    ),
+    "entmax by nothing": (
+        {"attention_activation": "entmax15", "attention_normalization": "none"},
+        ["attention_normalization='none'", "entmax15", "'sum'"],
+    ),
+    "decay of softmax": (
+        {"linear_attention_decay": "fixed"},
+        ["linear_attention_decay='fixed'", "attention_activation='linear'", "'softmax'"],
+    ),
+    "decay of sparsemax": (
+        {"attention_activation": "sparsemax", "linear_attention_decay": "learned"},
+        ["linear_attention_decay='learned'", "attention_activation='linear'", "'sparsemax'"],
+    ),
+    "decay of some layers": (
+        {
+            "attention_activation": "linear",
+            "linear_attention_decay": "fixed",
+            "per_layer_config": {2: {"attention_activation": "relu"}},
+        },
+        ["layer 2", "linear_attention_decay='fixed'", "attention_activation='linear'", "'relu'"],
+    ),
+    "unknown decay": (
+        {"attention_activation": "linear", "linear_attention_decay": "fast"},
+        ["linear_attention_decay", "fast", "fixed", "learned"],
+    ),
+    "dropped weights of linear attention": (
+        {"attention_activation": "linear", "attention_dropout": 0.1},
+        ["attention_dropout=0.1", "attention_activation='linear'", "residual_dropout"],
+    ),
+    "dropped weights of one layer of linear attention": (
+        {"attention_dropout": 0.1, "per_layer_config": {1: {"attention_activation": "linear"}}},
+        ["layer 1", "attention_dropout=0.1", "attention_activation='linear'", "residual_dropout"],
+    ),
+    "sink of linear attention": (
+        {"attention_activation": "linear", "attention_sink": "zero"},
+        ["attention_sink='zero'", "'softmax'", "'linear'"],
+    ),
+    "sink of entmax": (
+        {"attention_activation": "entmax15", "attention_sink": "learned"},
+        ["attention_sink='learned'", "'softmax'", "'entmax15'"],
+    ),
     "function with parameters": ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
     "no function where one is needed": ({"hidden_act": None}, ["hidden_act"]),
     "unknown function": ({"residual_activation": "rilu"}, ["residual_activation='rilu'", "relu"]),
@@ -162,6 +215,7 @@ BAD = {
     "per-layer misspelt": ({"per_layer_config": {1: {"qk_nrom": "l2"}}}, ["per_layer_config", "qk_nrom", "qk_norm"]),
     "per-layer list": ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
     "per-layer value": ({"per_layer_config": {1: {"attention_activation": "lol"}}}, ["layer 1", "'lol'"]),
+    "per-layer decay": ({"per_layer_config": {1: {"linear_attention_decay": "fixed"}}}, ["layer 1", "linear_attention_decay"]),
     "per-layer skip": ({"per_layer_config": {1: {"skip": ["mlp"]}}}, ["per_layer_config", "skip"]),
 }
 

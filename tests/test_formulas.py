@@ -1,14 +1,16 @@
 """Every switch against the formulas of `reference.py`, against GPT-2, and against its own initial state."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
+import entmax
 import pytest
 import reference
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.attention_nlq import (
     ATTENTION_ACTIVATIONS,
     LIBRARY_ACTIVATIONS,
@@ -39,13 +41,16 @@ NORMALIZATIONS = {
     "quick_gelu": (None,),
     "relu6": (None,),
     "silu": (None, "length", "none"),
+    "sparsemax": (None, "sum"),
+    "entmax15": (None, "sum"),
 }
 ACTIVATION_AND_NORMALIZATION = [
     pytest.param(name, normalization, id=f"{name}-{normalization}")
     for name, normalizations in NORMALIZATIONS.items()
     for normalization in normalizations
 ]
-ELEMENTWISE_AND_NORMALIZATION = [case for case in ACTIVATION_AND_NORMALIZATION if case.values[0] != "softmax"]
+ROW_BY_ROW = ("softmax", "sparsemax", "entmax15")
+ELEMENTWISE_AND_NORMALIZATION = [case for case in ACTIVATION_AND_NORMALIZATION if case.values[0] not in ROW_BY_ROW]
 NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 
 # Source text 000 proposes A, a ReLU after each Add/Norm, and B, a ReLU before each sub-layer.
@@ -112,6 +117,23 @@ SWITCHES = {
     "only_one_layer_has_sinks": {"per_layer_config": {0: {"attention_sink": "learned"}}},
 }
 
+LINEAR = {
+    "plain": {},
+    "fixed_decay": {"linear_attention_decay": "fixed"},
+    "learned_decay": {"linear_attention_decay": "learned"},
+    "attention_scaling": {"attention_scaling": 1.7},
+    "qk_norm_rms": {"qk_norm": "rms", "linear_attention_decay": "learned"},
+    "qk_norm_l2": {"qk_norm": "l2", "linear_attention_decay": "fixed"},
+    "grouped_queries": {"num_key_value_heads": 2, "linear_attention_decay": "learned"},
+    "one_key_value_head": {"num_key_value_heads": 1, "linear_attention_decay": "fixed"},
+    "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "linear_attention_decay": "learned"},
+    "everything_after_the_heads": SWITCHES["everything_after_the_heads"],
+    "layers_differ": {
+        "linear_attention_decay": "learned",
+        "per_layer_config": {0: {"attention_activation": "softmax", "linear_attention_decay": None}},
+    },
+}
+
 # Rotary angles are computed in float32 by Transformers, so these agree to about 1e-7 only.
 ROTARY = {
     "default": {},
@@ -155,9 +177,13 @@ def mask_of(*rows):
 
 
 def check_against_reference(model, input_ids, tolerance=1e-10, visible=None, **inputs):
-    """Logits and attention weights of `model` are those of the formulas, wherever a token is not padding."""
+    """Logits and attention weights of `model` are those of the formulas, wherever a token is not padding.
+
+    Linear attention shows no weights: of a model with such layers the logits alone are compared.
+    """
+    has_weights = all(layer.attention_activation != "linear" for layer in model.config.per_layer_config)
     with torch.no_grad():
-        output = model(input_ids, output_attentions=True, **inputs)
+        output = model(input_ids, output_attentions=has_weights, **inputs)
     inputs.pop("use_cache", None)
     if visible is not None:
         inputs["attention_mask"] = None
@@ -165,6 +191,8 @@ def check_against_reference(model, input_ids, tolerance=1e-10, visible=None, **i
     is_real = torch.ones_like(input_ids).bool() if inputs.get("attention_mask") is None else inputs["attention_mask"].bool()
     tolerances = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(output.logits[is_real], logits[is_real], **tolerances)
+    if not has_weights:
+        return
     assert len(output.attentions) == len(weights)
     for actual, expected in zip(output.attentions, weights):
         torch.testing.assert_close(actual.transpose(1, 2)[is_real], expected.transpose(1, 2)[is_real], **tolerances)
@@ -214,14 +242,25 @@ class TestReference:
         model = make_model(torch.float64, position_embedding="rope", **switches)
         check_against_reference(model, random_tokens(2, 9), 1e-5, attention_mask=mask_of("001111111", "111111111"))
 
-    @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "relu", "squared"])
+    @pytest.mark.parametrize("use_cache", [False, True], ids=["parallel_form", "chunked_form"])
+    @parametrize_switches(LINEAR)
+    def test_linear_attention(self, make_model, switches, use_cache):
+        """The rows of padding decay nothing, and the longest takes more than one chunk."""
+        model = make_model(torch.float64, use_bias=True, **{"attention_activation": "linear", **switches})
+        inputs = {"attention_mask": mask_of("0011111", "1111110", "1101101"), "use_cache": use_cache}
+        check_against_reference(model, random_tokens(3, 7), **inputs)
+        if model.config.head_dim % 2 == 0:
+            model = make_model(torch.float64, position_embedding="rope", **{"attention_activation": "linear", **switches})
+            check_against_reference(model, random_tokens(3, 7), 1e-5, **inputs)
+
+    @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "relu", "squared", "sparsemax", "entmax15", "linear"])
     @pytest.mark.parametrize("positions", ["learned", "none"])
     def test_packed_documents(self, make_model, activation, positions):
         model = make_model(torch.float64, attention_activation=activation, position_embedding=positions)
         position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2], [4, 5, 6, 7, 2, 3, 4]])
         check_against_reference(model, random_tokens(2, 7), position_ids=position_ids)
 
-    @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "relu", "squared", "gelu"])
+    @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "relu", "squared", "gelu", "sparsemax", "entmax15"])
     def test_mask_for_each_head(self, make_model, activation):
         model = make_model(torch.float64, attention_activation=activation)
         visible = (torch.rand(2, 4, 7, 7) < 0.6).tril()
@@ -250,11 +289,70 @@ ALL_ACTIVATION_AND_NORMALIZATION = [
 ]
 
 
+class TestSparse:
+    """Projections onto the simplex: those that the package `entmax` computes by bisection, in float64."""
+
+    SOLVERS = {
+        "sparsemax": lambda scores: entmax.sparsemax_bisect(scores, dim=-1, n_iter=100),
+        "entmax15": lambda scores: entmax.entmax_bisect(scores, alpha=1.5, dim=-1, n_iter=100),
+    }
+
+    @pytest.mark.parametrize("activation", SOLVERS)
+    @pytest.mark.parametrize("magnitude", [0.01, 1.0, 30.0])
+    def test_bisection(self, activation, magnitude):
+        """Of the scores that a query sees: weights, their gradient, and exact zeros where the solver has them."""
+        generator = torch.Generator().manual_seed(0)
+        scores = magnitude * torch.randn(2, 3, 9, 9, generator=generator, dtype=torch.float64)
+        scores.requires_grad_()
+        visible = (torch.rand(2, 1, 9, 9, generator=generator) < 0.7).tril()
+        count = visible.sum(dim=-1)
+        row = get_attention_activation(activation)
+        weights = attention_weights(scores, visible, count, row, "sum")
+        direction = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+        gradient = torch.autograd.grad((weights * direction).sum(), scores)[0]
+        assert ((weights == 0) | visible).all() and ((gradient == 0) | visible).all()
+        number_of_zeros = 0
+        for place in itertools.product(range(2), range(3), range(9)):
+            seen = visible[place[0], 0, place[2]]
+            if not seen.any():
+                assert (weights[place] == 0).all() and (gradient[place] == 0).all()
+                continue
+            given = scores[place][seen].detach().requires_grad_()
+            expected = self.SOLVERS[activation](given)
+            torch.testing.assert_close(weights[place][seen], expected, rtol=1e-9, atol=1e-9)
+            number_of_zeros += (weights[place][seen] == 0).sum()
+            slope = torch.autograd.grad((expected * direction[place][seen]).sum(), given)[0]
+            torch.testing.assert_close(gradient[place][seen], slope, rtol=1e-6, atol=1e-6)
+        assert (number_of_zeros > 0) == (magnitude >= 1)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("activation", SOLVERS)
+    def test_large_scores(self, activation, dtype):
+        """Only differences count, and a hidden key gets nothing, however low the others are."""
+        module = attention_module(activation, None)
+        for shift in (-3e4, 0.0, 3e4):
+            scores = torch.tensor([[[[0.0, -0.5, -1e5, -3e4, 0.25, 9.0]]]]) + shift
+            visible = torch.tensor([True, True, True, True, False, False]).expand(1, 1, 1, 6)
+            weights = attention_weights(scores.to(dtype), visible, visible.sum(-1)[:, 0], module.activation, "sum")
+            expected = self.SOLVERS[activation](scores.to(dtype)[0, 0, 0, :4].double())
+            torch.testing.assert_close(weights[0, 0, 0, :4].double(), expected, rtol=1e-5, atol=1e-5)
+            assert (weights[..., 2:] == 0).all()
+
+    @pytest.mark.parametrize("activation", SOLVERS)
+    def test_sums_to_one(self, activation):
+        scores = 3 * torch.randn(2, 3, 50, 50)
+        visible = torch.ones(1, 1, 50, 50).tril().bool()
+        weights = attention_weights(scores, visible, visible.sum(-1)[:, 0], get_attention_activation(activation), "sum")
+        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 3, 50))
+        assert (weights >= 0).all()
+
+
 class TestGradients:
     """Automatic differentiation against finite differences, in float64."""
 
     def test_every_activation_is_tested(self):
-        assert set(NORMALIZATIONS) >= set(ATTENTION_ACTIVATIONS)
+        """Linear attention, which has no scores, in `test_linear.py`."""
+        assert set(NORMALIZATIONS) >= set(ATTENTION_ACTIVATIONS) - {"linear"}
 
     @pytest.mark.parametrize("activation, normalization", ALL_ACTIVATION_AND_NORMALIZATION)
     def test_weights(self, activation, normalization):
@@ -395,7 +493,8 @@ def logits_and_gradients(model, input_ids, inputs):
     attention_mask = inputs.get("attention_mask")
     is_padded = attention_mask is not None and attention_mask.ndim == 2
     is_real = attention_mask.bool() if is_padded else torch.ones_like(input_ids).bool()
-    logits = model(input_ids, **inputs).logits[is_real]
+    # With a cache, linear layers would take the chunked form under every backend
+    logits = model(input_ids, **inputs, use_cache=False).logits[is_real]
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(logits)
     gradients = torch.autograd.grad((logits * direction).sum(), list(model.parameters()))
     return logits.detach(), gradients
@@ -432,6 +531,25 @@ HYBRIDS = {
         "per_layer_config": {1: {"attention_activation": "softmax"}},
     },
 }
+# Without masks of pairs, which linear layers refuse.
+LINEAR_HYBRIDS = {
+    "linear": {"attention_activation": "linear"},
+    "fixed_decay": {"attention_activation": "linear", "linear_attention_decay": "fixed", "num_key_value_heads": 2},
+    "learned_decay": {"attention_activation": "linear", "linear_attention_decay": "learned", "position_embedding": "rope"},
+    "linear_first": {
+        "attention_activation": "sigmoid",
+        "per_layer_config": {
+            0: {"attention_activation": "linear", "linear_attention_decay": "learned"},
+            2: {"attention_activation": "softmax"},
+        },
+    },
+    "linear_between": {
+        "position_embedding": "rope",
+        "num_key_value_heads": 2,
+        "attention_activation": "entmax15",
+        "per_layer_config": {1: {"attention_activation": "linear", "qk_norm": "l2"}},
+    },
+}
 ELEMENTWISE_HYBRIDS = {
     "relu_sigmoid_tanh": {
         "attention_activation": "relu",
@@ -463,10 +581,8 @@ class TestBackends:
     """Every backend equals eager, in outputs and gradients of a whole model."""
 
     @pytest.fixture(autouse=True)
-    def tiny_tiles(self, monkeypatch):
+    def tiny_tiles(self, tiny_tiles):
         """So small that seven queries and keys take several."""
-        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
-            monkeypatch.setattr(tiled_nlq, name, value)
 
     @staticmethod
     def check(make_model, implementation, inputs, **switches):
@@ -497,6 +613,12 @@ class TestBackends:
     @parametrize_inputs({**MASKS, **DENSE_MASKS})
     @parametrize_switches({**HYBRIDS, **ELEMENTWISE_HYBRIDS})
     def test_layers_differ(self, make_model, switches, inputs):
+        self.check(make_model, "nlq", inputs, num_hidden_layers=3, **switches)
+
+    @parametrize_inputs(MASKS)
+    @parametrize_switches(LINEAR_HYBRIDS)
+    def test_linear_layers(self, make_model, switches, inputs):
+        """The parallel form is eager's, the chunked form the automatic choice's."""
         self.check(make_model, "nlq", inputs, num_hidden_layers=3, **switches)
 
     @parametrize_inputs({**MASKS, **DENSE_MASKS})
@@ -720,7 +842,8 @@ class TestNothingVisible:
     @pytest.mark.parametrize(
         "implementation, activation",
         [
-            *(pytest.param("eager", name, id=f"eager-{name}") for name in NORMALIZATIONS),
+            *(pytest.param("eager", name, id=f"eager-{name}") for name in (*NORMALIZATIONS, "linear")),
+            pytest.param("nlq", "linear", id="nlq-linear"),
             pytest.param("sdpa", "softmax", id="sdpa-softmax"),
         ],
     )

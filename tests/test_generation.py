@@ -22,6 +22,12 @@ BY_SUM = {
     f"{name}_sum": {"attention_activation": name, "attention_normalization": "sum"}
     for name in ("sigmoid", "relu", "relu_squared")
 }
+SPARSE = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15")}
+LINEAR = {
+    "linear": {"attention_activation": "linear"},
+    "linear_fixed": {"attention_activation": "linear", "linear_attention_decay": "fixed"},
+    "linear_learned": {"attention_activation": "linear", "linear_attention_decay": "learned"},
+}
 HYBRID = {
     "hybrid": {
         "attention_activation": "tanh",
@@ -32,12 +38,25 @@ HYBRID = {
         },
     }
 }
-KINDS = {**SOFTMAX, **ELEMENTWISE, **BY_SUM, **HYBRID}
+# With a state in one layer's cache, and keys and values in the others'
+LINEAR_HYBRID = {
+    "linear_first": {
+        "num_hidden_layers": 3,
+        "per_layer_config": {0: LINEAR["linear_learned"], 1: {"attention_activation": "sigmoid"}},
+    },
+    "linear_last": {
+        "attention_activation": "entmax15",
+        "num_hidden_layers": 3,
+        "per_layer_config": {0: {"attention_activation": "softmax"}, 2: LINEAR["linear_fixed"]},
+    },
+}
+KINDS = {**SOFTMAX, **ELEMENTWISE, **BY_SUM, **HYBRID, **SPARSE, **LINEAR, **LINEAR_HYBRID}
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
     "sdpa": tuple(SOFTMAX),
     "nlq_tiled": (*ELEMENTWISE, *BY_SUM),
+    "nlq_linear": tuple(LINEAR),
     "flex_attention": ("softmax", "squared", "softplus", *BY_SUM),  # on the CPU: the sum only, and no sink
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
@@ -138,7 +157,9 @@ class TestGreedy:
         assert new_tokens(alone) == expected_tokens(kind, position_embedding=position_embedding)[:1]
 
     @pytest.mark.parametrize("implementation", ["eager", "nlq"])
-    @pytest.mark.parametrize("kind", ["softmax_sink_learned", "sigmoid", "relu", "hybrid"])
+    @pytest.mark.parametrize(
+        "kind", ["softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID]
+    )
     def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
         """One graph for all tokens after the prompt."""
         graphs = []
@@ -184,9 +205,12 @@ class TestBeamSearch:
 
 
 class TestAssisted:
-    """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache."""
+    """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache.
 
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    A state cannot go back: models with linear layers refuse (`test_linear.py`).
+    """
+
+    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[0] not in {*LINEAR, *LINEAR_HYBRID}])
     def test_model_of_one_layer(self, make_kind, expected_tokens, kind, implementation):
         # The model's own first layer, and tied embeddings: they agree about some tokens.
         switches = {"tie_word_embeddings": True}

@@ -33,6 +33,12 @@ PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "mlp", "upcycled")
 WITHOUT_IDENTITY = ("linear", "mlp", "upcycled")
 TABLE_ACTIVATIONS = ("softmax", "sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity")
 ACTIVATIONS = (*TABLE_ACTIVATIONS, "gelu", "silu", "leaky_relu")
+SPARSE = ("sparsemax", "entmax15")
+LINEAR = {
+    "linear": {"attention_activation": "linear", "linear_attention_decay": None},
+    "linear_fixed": {"attention_activation": "linear", "linear_attention_decay": "fixed"},
+    "linear_learned": {"attention_activation": "linear", "linear_attention_decay": "learned"},
+}
 NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 # Source text 000's designs A and B beside the usual two.
 BLOCKS = {
@@ -43,27 +49,30 @@ BLOCKS = {
 }
 
 
-# What a layer's weights are: every activation, and softmax with each sink.
+# What a layer's weights are: every activation, softmax with each sink, and linear attention with each decay.
 KINDS = {
     "softmax": {"attention_activation": "softmax"},
     "softmax_sink_zero": {"attention_activation": "softmax", "attention_sink": "zero"},
     "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
-    **{name: {"attention_activation": name} for name in ACTIVATIONS[1:]},
+    **{name: {"attention_activation": name} for name in (*ACTIVATIONS[1:], *SPARSE)},
+    **LINEAR,
 }
+WITH_WEIGHTS = tuple(kind for kind in KINDS if kind not in LINEAR)
 # Which kinds each backend computes on the CPU, where flex_attention knows no sink and no normaliser but the sum.
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
     "sdpa": tuple(kind for kind in KINDS if kind.startswith("softmax")),
     "nlq_tiled": ACTIVATIONS[1:],
+    "nlq_linear": tuple(LINEAR),
     "flex_attention": ("softmax", *NEVER_NEGATIVE),
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
 
 
-def cases(*, without=()):
-    """The parameters of `draw_model`, without some backends."""
-    chosen = [case for case in CASES if case[1] not in without]
+def cases(*, without=(), kinds=tuple(KINDS)):
+    """The parameters of `draw_model`, without some backends or kinds."""
+    chosen = [case for case in CASES if case[1] not in without and case[0] in kinds]
     return pytest.mark.parametrize("draw_model", chosen, ids="-".join, indirect=True)
 
 
@@ -87,12 +96,13 @@ def attention_switches(draw, kind, implementation):
         "attention_output_activation": draw(st.sampled_from([None, None, "gelu"])),
         "attention_output_scaling": draw(st.sampled_from([None, 0.5])),
         "head_projection": draw(st.booleans()),
-        # An absent sink would be inherited from the model.
+        # An absent sink or decay would be inherited from the model.
         "attention_sink": None,
+        "linear_attention_decay": None,
         **KINDS[kind],
     }
-    if switches["attention_activation"] == "softmax":
-        allowed = [None]
+    if switches["attention_activation"] in ("softmax", "linear", *SPARSE):
+        allowed = [None, "sum"]
     elif implementation == "flex_attention":
         allowed = ["sum"]
     else:
@@ -101,8 +111,8 @@ def attention_switches(draw, kind, implementation):
 
 
 @st.composite
-def switch_combinations(draw, kind, implementation):
-    """The switches of a whole model, whose other layer may differ."""
+def switch_combinations(draw, kind, implementation, others):
+    """The switches of a whole model, whose other layer may be of another kind."""
     key_value_heads = draw(st.sampled_from([4, 2, 1]))
     projections = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
     switches = {
@@ -115,7 +125,8 @@ def switch_combinations(draw, kind, implementation):
         "use_bias": draw(st.booleans()),
     }
     if draw(st.booleans()):
-        other = draw(attention_switches(draw(st.sampled_from(BACKENDS[implementation])), implementation))
+        other = draw(st.sampled_from([other for other in BACKENDS[implementation] if other in others]))
+        other = draw(attention_switches(other, implementation))
         switches["per_layer_config"] = {draw(st.sampled_from([0, 1])): other}
     return switches
 
@@ -125,8 +136,8 @@ def draw_model(request, make_model):
     """A function that lets hypothesis choose every switch but the activation and sink, and returns the model."""
     kind, implementation = request.param
 
-    def draw(data, **options):
-        switches = {**data.draw(switch_combinations(kind, implementation), label="switches"), **options}
+    def draw(data, others=tuple(KINDS), **options):
+        switches = {**data.draw(switch_combinations(kind, implementation, others), label="switches"), **options}
         return make_model(implementation=implementation, **switches)
 
     return draw
@@ -355,13 +366,14 @@ class TestBackends:
         results = []
         for implementation in (model.config._attn_implementation, "eager"):
             model.set_attn_implementation(implementation)
-            logits = model(**inputs).logits[is_real]
+            # With a cache, linear layers would take the same form under either name
+            logits = model(**inputs, use_cache=False).logits[is_real]
             direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
             gradients = torch.autograd.grad((logits * direction).sum(), list(model.parameters()), materialize_grads=True)
             results.append((logits.detach(), gradients))
         torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
-    @cases(without=["eager", "sdpa", "nlq", "nlq_tiled"])
+    @cases(without=["eager", "sdpa", "nlq", "nlq_tiled", "nlq_linear"])
     @examples(6)
     @given(st.data(), padded_or_packed())
     def test_outputs(self, draw_model, data, batch):
@@ -434,13 +446,13 @@ class TestSaving:
 
 
 class TestMasks:
-    """A caller's own 4-D masks."""
+    """A caller's own 4-D masks, which linear layers refuse (`test_linear.py`)."""
 
-    @cases(without=["flex_attention"])
+    @cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     @examples(4)
     @given(st.data(), token_rows(min_rows=2, min_length=2), st.sampled_from(["boolean", "additive", "integer"]))
     def test_equals_the_padding_mask(self, draw_model, data, rows, kind):
-        model = draw_model(data)
+        model = draw_model(data, others=WITH_WEIGHTS)
         input_ids, attention_mask, places = pad(rows, [0])
         length = input_ids.shape[1]
         mask = torch.ones(length, length).tril().bool() & attention_mask.bool()[:, None, None, :]
@@ -454,14 +466,14 @@ class TestMasks:
         for index, place in enumerate(places):
             torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
 
-    @cases(without=["flex_attention"])
+    @cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     @examples(4)
     @given(st.data(), st.integers(0, 100))
     def test_equals_the_reference(self, draw_model, data, seed):
         """A mask of its own for each row, with queries that see nothing."""
         # After a ReLU nothing may be left of a head, and its direction is 0/0 in the formula.
         options = {"position_embedding": "learned", "residual_activation": None, "sublayer_activation": None}
-        model = draw_model(data, dtype=torch.float64, **options)
+        model = draw_model(data, others=WITH_WEIGHTS, dtype=torch.float64, **options)
         generator = torch.Generator().manual_seed(seed)
         input_ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
         visible = (torch.rand(2, 1, 5, 5, generator=generator) < 0.6).tril()
@@ -486,7 +498,9 @@ class TestMasks:
             model(torch.ones(1, 3).long(), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
 
     @pytest.mark.parametrize("mask_kind", ["boolean", "additive"])
-    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[1] != "flex_attention"])
+    @pytest.mark.parametrize(
+        "kind, implementation", [case for case in CASES if case[1] != "flex_attention" and case[0] in WITH_WEIGHTS]
+    )
     def test_with_a_cache(self, make_model, kind, implementation, mask_kind):
         """The mask of a chunk has a row for each of its queries and a column for each key so far."""
         model = make_model(implementation=implementation, **KINDS[kind])
@@ -506,11 +520,28 @@ class TestMasks:
 class TestHybrids:
     @pytest.mark.parametrize("implementation", ["eager", "nlq"])
     @pytest.mark.parametrize("layer", [0, 1])
-    @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-    def test_layers_differ(self, make_model, activation, layer, implementation):
+    @pytest.mark.parametrize("kind", [*ACTIVATIONS[1:], *SPARSE, *LINEAR])
+    def test_layers_differ(self, make_model, kind, layer, implementation):
         """Each layer computes its own activation, in one pass and chunk by chunk, whichever comes first."""
-        layers = {layer: {"attention_activation": activation, "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
-        model = make_model(torch.float64, implementation, num_hidden_layers=3, per_layer_config=layers)
+        layers = {layer: {**KINDS[kind], "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
+        self.check(make_model(torch.float64, implementation, num_hidden_layers=3, per_layer_config=layers))
+
+    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
+    @pytest.mark.parametrize("kinds", itertools.permutations(["linear_learned", "softmax_sink_learned", "sigmoid"]))
+    def test_any_order(self, make_model, kinds, implementation):
+        """A state, and keys and values, in one cache; whichever counts the tokens."""
+        absent = {"attention_sink": None, "linear_attention_decay": None}
+        layers = {index: {**absent, **KINDS[kind]} for index, kind in enumerate(kinds)}
+        self.check(make_model(torch.float64, implementation, num_hidden_layers=3, per_layer_config=layers))
+
+    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
+    def test_linear_layers_differ(self, make_model, implementation):
+        layers = {1: {"linear_attention_decay": "fixed"}, 2: {"linear_attention_decay": "learned", "attention_scaling": 0.9}}
+        switches = {"attention_activation": "linear", "per_layer_config": layers}
+        self.check(make_model(torch.float64, implementation, num_hidden_layers=3, **switches))
+
+    @staticmethod
+    def check(model):
         input_ids, attention_mask, places = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
         expected, _ = reference.forward(model.config, model.state_dict(), input_ids, attention_mask)
         chunks = [(0, 2), (2, 3), (3, 6)]
@@ -562,6 +593,10 @@ class TestAtRunTime:
         switches = switches_of(kind, implementation)
         model = make_model(implementation=implementation, **switches)
         input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
+        if kind in LINEAR:
+            with pytest.raises(ValueError, match=r"attention_activation='linear' .* has no weights to show"):
+                model(input_ids, attention_mask=attention_mask, output_attentions=True)
+            return
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "output_attentions": True}
         with torch.no_grad():
             expected = make_model(**switches)(**inputs)
@@ -595,7 +630,9 @@ class TestAtRunTime:
             assert torch.equal(model(input_ids).logits, expected)
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[1] != "flex_attention"])
+    @pytest.mark.parametrize(
+        "kind, implementation", [case for case in CASES if case[1] != "flex_attention" and case[0] in WITH_WEIGHTS]
+    )
     def test_dropout_under_gradient_checkpointing(self, make_model, kind, implementation, reentrant):
         """Recomputing a layer drops the same weights again."""
         layers = {1: {"attention_activation": "relu", "attention_sink": None}} if implementation == "nlq" else None

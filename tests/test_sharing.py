@@ -43,7 +43,7 @@ for name in names:
     if name == resaved:
         model.save_pretrained(again)
 config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-results["config"] = config.attention_activation
+results["config"] = config.per_layer_config[0].attention_activation
 assert sys.modules["modeling_nlq"] is None
 torch.save(results, out)
 """
@@ -94,6 +94,57 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         assert torch.equal(results[auto_class], expected)
         assert results["generated"].shape == (2, 11)
         assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
+
+
+def test_linear_model_without_the_package(tmp_path):
+    """Its cache too comes from the folder."""
+    torch.manual_seed(0)
+    layers = {1: {"attention_activation": "relu", "linear_attention_decay": None}}
+    switches = {"attention_activation": "linear", "linear_attention_decay": "learned", "per_layer_config": layers}
+    model = NLQForCausalLM(tiny_config(**switches)).eval()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.decay_bias.normal_()
+        inputs = torch.arange(12).reshape(2, 6)
+        expected = model(inputs).logits
+    folder, out, name = tmp_path / "saved", tmp_path / "results.pt", "AutoModelForCausalLM"
+    model.save_pretrained(folder)
+    done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = torch.load(out)
+    assert results["config"] == "linear"
+    assert torch.equal(results[name], expected)
+    assert torch.equal(results["generated"], model.generate(inputs, max_new_tokens=5, do_sample=False, use_cache=False))
+
+
+WITHOUT_ENTMAX = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.modules["entmax"] = None
+folder, again = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+model.save_pretrained(again)
+try:
+    model(torch.arange(12).reshape(2, 6))
+except ImportError as error:
+    assert str(error).startswith("attention_activation='entmax15' needs the package entmax: pip install "), error
+else:
+    raise AssertionError("it ran without the package")
+"""
+
+
+def test_sparse_model_where_its_package_is_missing(tmp_path):
+    """Its code imports, the model loads and is saved again; only running it needs the package, and says so."""
+    model = NLQForCausalLM(tiny_config(attention_activation="entmax15")).eval()
+    model.save_pretrained(tmp_path / "saved")
+    done = run_python(WITHOUT_THIS_PACKAGE + WITHOUT_ENTMAX, tmp_path / "saved", tmp_path / "again", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    inputs = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        again = NLQForCausalLM.from_pretrained(tmp_path / "again").eval()
+        assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
 REVISIONS = """
@@ -201,6 +252,29 @@ def test_registered_activations_belong_to_the_process(tmp_path):
             assert torch.equal(remote_class.from_pretrained(tmp_path).eval()(inputs).logits, model(inputs).logits)
     finally:
         del modeling_nlq.attention_nlq._REGISTERED[name]
+
+
+def test_revisions_have_caches_of_their_own(tmp_path):
+    """Transformers' table of cache layers belongs to the process: a model must be given the state of its own code."""
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="linear", linear_attention_decay="learned")).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "linear_nlq.py"
+    source = path.read_text()
+    # A revision that has another name for what a model asks of its cache
+    assert "def get_state(" in source
+    path.write_text(source.replace("def get_state(", "def recall("))
+    model_path = tmp_path / "modeling_nlq.py"
+    model_path.write_text(model_path.read_text().replace("get_state", "recall"))
+    other = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path)).from_pretrained(tmp_path).eval()
+    inputs = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = model(inputs, use_cache=False).logits
+        for either in (model, other, model):
+            cache = either(inputs[:, :4]).past_key_values
+            torch.testing.assert_close(either(inputs[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+            static = either.generate(inputs, max_new_tokens=3, do_sample=False, cache_implementation="static")
+            assert torch.equal(static, either.generate(inputs, max_new_tokens=3, do_sample=False, use_cache=False))
 
 
 def test_revisions_have_operators_of_their_own(tmp_path):

@@ -65,11 +65,25 @@ CONFIGURATIONS = {
         "attention_activation": "squared",
         "norm_position": "post",
     },
+    "nonlinear-linear-attention": {
+        "query_projection": "nonlinear",
+        "attention_activation": "linear",
+        "linear_attention_decay": "learned",
+    },
+    "linear-hybrid-rope": {
+        "query_projection": "linear",
+        "position_embedding": "rope",
+        "num_key_value_heads": 2,
+        # The number as JSON has it, which the tests of configurations compare with what was given
+        "per_layer_config": {"0": {"attention_activation": "linear", "linear_attention_decay": "fixed"}},
+    },
+    "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
 }
 EVERY = tuple(CONFIGURATIONS)
-NOT_SOFTMAX = ("identity-sigmoid", "linear-relu-rope-grouped", "nonlinear-squared-post")
-ROPE = ("linear-relu-rope-grouped",)
-NOT_ROPE = ("nonlinear-softmax", "identity-sigmoid", "nonlinear-squared-post")
+NOT_SOFTMAX = EVERY[1:]
+ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope")
+NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
+RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
 
 # The tests that are not run: name (`*` stands for any characters), the configurations it is not run for, and why.
 DESELECTED = (
@@ -112,6 +126,31 @@ DESELECTED = (
         "test_flash_attn_*",
         NOT_SOFTMAX,
         "It selects flash attention, which computes softmax only.",
+    ),
+    (
+        "test_attention_outputs",
+        RECURRENT,
+        "It asks for attention weights, which linear layers never form.",
+    ),
+    (
+        "test_capture_outputs_decorator",
+        RECURRENT,
+        "It asks for attention weights, which linear layers never form.",
+    ),
+    (
+        "test_retain_grad_hidden_states_attentions",
+        RECURRENT,
+        "It asks for attention weights, which linear layers never form.",
+    ),
+    (
+        "test_model_outputs_equivalence",
+        RECURRENT,
+        "It asks for attention weights too, which linear layers never form; its other parts run with the other configurations.",
+    ),
+    (
+        "test_eager_matches_sdpa_inference_*_output_attentions",
+        RECURRENT,
+        "It asks for attention weights, which linear layers never form; it does run without them.",
     ),
 )
 
@@ -188,6 +227,18 @@ class LinearReluRopeGroupedTest(TransformersSuite, unittest.TestCase):
 
 class NonlinearSquaredPostTest(TransformersSuite, unittest.TestCase):
     configuration = "nonlinear-squared-post"
+
+
+class NonlinearLinearAttentionTest(TransformersSuite, unittest.TestCase):
+    configuration = "nonlinear-linear-attention"
+
+
+class LinearHybridRopeTest(TransformersSuite, unittest.TestCase):
+    configuration = "linear-hybrid-rope"
+
+
+class NonlinearEntmax15Test(TransformersSuite, unittest.TestCase):
+    configuration = "nonlinear-entmax15"
 
 
 @pytest.mark.parametrize("configuration", NOT_SOFTMAX)

@@ -1,0 +1,426 @@
+"""Linear attention: weights `psi(c q) . psi(k)` that need no score for each pair, so that attention is a recurrent network.
+
+`psi(x) = elu(x) + 1` (Katharopoulos et al. 2020, arXiv 2006.16236), `c = attention_scaling * sqrt(head_dim)`. The output is
+
+    o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
+
+over the keys that query `i` sees, where `t` counts the tokens that are not padding, `R` are rotary positions, in the numerator
+only (Su et al. 2021, arXiv 2104.09864, section 3.3), and `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621).
+All that later tokens need of earlier ones are two sums, the state. There are three ways to the same numbers: `parallel_form`,
+quadratic in the length, for readers and tests; `chunked_form`, linear, for training and prompts; and `recurrent_form`, token by
+token.
+
+Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.generic import maybe_autocast
+
+from .attention_nlq import Visibility, counts_as_zero, make_visibility
+
+
+# Transformers' table of cache layers belongs to the process, where other revisions of this file may be loaded
+LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+# Of 64 heads' width and more, this many tokens cost about as much among themselves as the state costs
+CHUNK_SIZE = 64
+# So many chunks are computed at once: enough to keep a device busy, and few enough to stay in a processor's cache
+SEGMENT_CHUNKS = 32
+
+
+class LinearState(NamedTuple):
+    """What later tokens need of earlier ones, in float32.
+
+    Attributes:
+        numerator: `(b, g, d, d)`, the sum of keys times values, decayed up to the last token.
+        denominator: `(b, g, d)`, the sum of keys.
+    """
+
+    numerator: torch.Tensor
+    denominator: torch.Tensor
+
+
+class LinearInputs(NamedTuple):
+    """What the three forms compute on, in float32.
+
+    Attributes:
+        query: `(b, g, r, n, d)`, `psi(c q)`.
+        key: `(b, g, n, d)`, `psi(k)`, 0 for padding.
+        rotated_query, rotated_key: of the same shapes, what the numerator is made of.
+        value: `(b, g, n, d)`.
+        count: `(b, n)`, how many tokens up to each one are not padding, those of the state included.
+        is_valid: `(b, n)` booleans, false for padding.
+        document_start: `(b, n)`, the first token of each one's packed document, or `None`.
+        log_decay: `(g,)`, or `None` if nothing decays.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    rotated_query: torch.Tensor
+    rotated_key: torch.Tensor
+    value: torch.Tensor
+    count: torch.Tensor
+    is_valid: torch.Tensor
+    document_start: torch.Tensor | None
+    log_decay: torch.Tensor | None
+
+
+def fixed_log_decay(num_heads: int) -> torch.Tensor:
+    """`(heads,)`: the logarithms of RetNet's rates, `1 - 2^(-5 - head)`."""
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(num_heads, dtype=torch.float64)))
+
+
+def initial_decay_bias(num_heads: int) -> torch.Tensor:
+    """`(heads,)`: the numbers whose sigmoids are RetNet's rates."""
+    exponent = 5.0 + torch.arange(num_heads, dtype=torch.float64)
+    return exponent * math.log(2.0) + fixed_log_decay(num_heads)
+
+
+def feature_map(states: torch.Tensor) -> torch.Tensor:
+    """`psi`, which is positive, so that the normaliser is."""
+    # As `elu(x) + 1` is written it would be 0 below -17, and coarse before that
+    return torch.where(states > 0, states + 1.0, torch.exp(states.clamp(max=0.0)))
+
+
+def parallel_form(inputs: LinearInputs) -> torch.Tensor:
+    """`(b, g, r, n, d)`, from a weight for each pair of tokens."""
+    length = inputs.query.shape[-2]
+    weights = (inputs.query @ inputs.key[:, :, None].mT) * _pairs(inputs)
+    rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * _pairs(inputs)
+    assert weights.shape[-1] == length
+    return _divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
+
+
+def chunked_form(
+    inputs: LinearInputs, state: LinearState | None = None, chunk_size: int = CHUNK_SIZE
+) -> tuple[torch.Tensor, LinearState]:
+    """`(b, g, r, n, d)` and the state after the last token: pairs within a chunk, the state for what came before it.
+
+    No factor is above 1, whatever the length: decay is counted from where a chunk, or the state, ends.
+
+    Args:
+        inputs: with `query` of n tokens.
+        state: of all tokens before them.
+        chunk_size: c, in tokens.
+    """
+    outputs = []
+    for segment in _split(inputs, SEGMENT_CHUNKS * chunk_size):
+        output, state = _segment(segment, state, chunk_size)
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2), state
+
+
+def _split(inputs: LinearInputs, size: int) -> Iterator[LinearInputs]:
+    """The inputs, so many tokens at a time; documents that began before them begin at a negative place."""
+
+    def split(states: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        # Not sliced: the gradient of a slice is as large as the whole, which would make this quadratic
+        return states.split(size, dim=dim)
+
+    queries, keys, values = (split(states, -2) for states in (inputs.query, inputs.key, inputs.value))
+    is_rotated = inputs.rotated_query is not inputs.query
+    rotated_queries = split(inputs.rotated_query, -2) if is_rotated else queries
+    rotated_keys = split(inputs.rotated_key, -2) if is_rotated else keys
+    rows = [queries, keys, rotated_queries, rotated_keys, values, split(inputs.count, -1), split(inputs.is_valid, -1)]
+    for index, part in enumerate(zip(*rows)):
+        start = None if inputs.document_start is None else split(inputs.document_start, -1)[index] - index * size
+        yield LinearInputs(*part, document_start=start, log_decay=inputs.log_decay)
+
+
+def _segment(inputs: LinearInputs, state: LinearState | None, chunk_size: int) -> tuple[torch.Tensor, LinearState]:
+    """A few chunks at once."""
+    length = inputs.query.shape[-2]
+    inputs = _chunked(inputs, chunk_size)
+    before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)  # (b, chunks): tokens before each chunk
+    after = inputs.count[..., -1]
+    first = torch.arange(before.shape[-1], device=before.device) * chunk_size
+
+    # What each chunk adds to the state, and how much of the state before it outlives it
+    from_end = _decay(inputs.log_decay, after[..., None] - inputs.count)  # (b, g, chunks, c)
+    outlives = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
+    if inputs.document_start is not None:
+        last_start = inputs.document_start[..., -1]
+        places = first[:, None] + torch.arange(chunk_size, device=first.device)
+        from_end = from_end * (places >= last_start[..., None])[:, None]
+        outlives = outlives * (last_start < first)[:, None]
+    added = LinearState(
+        (inputs.rotated_key * from_end[..., None]).mT @ inputs.value, (inputs.key * from_end[..., None]).sum(dim=-2)
+    )
+    if state is None:
+        state = LinearState(*(torch.zeros_like(part[:, :, 0]) for part in added))
+    states = []
+    # Unbound, not indexed: the gradient of an index is as large as all chunks, which would make this quadratic
+    for kept, numerator, denominator in zip(*(part.unbind(dim=2) for part in (outlives, *added))):
+        states.append(state)
+        state = LinearState(
+            state.numerator * kept[..., None, None] + numerator, state.denominator * kept[..., None] + denominator
+        )
+    numerators, denominators = (torch.stack(parts, dim=2) for parts in zip(*states))  # (b, g, chunks, ...)
+
+    # (b, g, chunks, c): how much of the state before its chunk a query still sees
+    seen = _decay(inputs.log_decay, inputs.count - before[..., None])
+    if inputs.document_start is not None:
+        seen = seen * (inputs.document_start < first[:, None])[:, None]
+    pairs = _pairs(inputs)
+    weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
+    rotated = weights
+    if inputs.rotated_query is not inputs.query:
+        rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * pairs
+    numerator = rotated @ inputs.value[:, :, None]
+    numerator = numerator + (inputs.rotated_query @ numerators[:, :, None]) * seen[:, :, None, ..., None]
+    denominator = (inputs.query @ denominators[:, :, None, ..., None]).squeeze(-1)
+    denominator = weights.sum(dim=-1) + denominator * seen[:, :, None]
+    return _divide(numerator, denominator).flatten(3, 4)[..., :length, :], state
+
+
+def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
+    """`(b, g, r, n, d)` and the state after the last token: `S_i = decay S_(i-1) + k_i v_i^T`, token by token."""
+    if state is None:
+        numerator = inputs.value.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1], inputs.value.shape[-1])
+        state = LinearState(numerator, inputs.key.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1]))
+    outputs = []
+    for index in range(inputs.query.shape[-2]):
+        kept = _decay(inputs.log_decay, inputs.is_valid[:, index].to(inputs.count.dtype))  # (b, g): padding decays nothing
+        if inputs.document_start is not None:
+            kept = kept * (inputs.document_start[:, index] < index)[:, None]
+        key, rotated_key = inputs.key[:, :, index], inputs.rotated_key[:, :, index]
+        state = LinearState(
+            state.numerator * kept[..., None, None] + rotated_key[..., :, None] * inputs.value[:, :, index][..., None, :],
+            state.denominator * kept[..., None] + key,
+        )
+        numerator = inputs.rotated_query[..., index, :] @ state.numerator
+        denominator = (inputs.query[..., index, :] @ state.denominator[..., None]).squeeze(-1)
+        outputs.append(_divide(numerator, denominator))
+    return torch.stack(outputs, dim=-2), state
+
+
+def _divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """The mean, and 0 for a query that sees no key."""
+    is_zero = counts_as_zero(denominator)[..., None]
+    return (numerator / denominator[..., None].masked_fill(is_zero, 1.0)).masked_fill(is_zero, 0.0)
+
+
+def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    """`decay^tokens`: `(b, ...)` -> `(b, g or 1, ...)`; a negative number of tokens, of a pair that is hidden, counts as 0."""
+    if log_decay is None:
+        return torch.ones_like(tokens, dtype=torch.float32)[:, None]
+    rate = log_decay.view(-1, *[1] * (tokens.ndim - 1))
+    return torch.exp(rate * tokens.clamp(min=0)[:, None].to(log_decay.dtype))
+
+
+def _pairs(inputs: LinearInputs) -> torch.Tensor:
+    """The factor of each pair's weight, `(b, g or 1, 1, ..., c, c)`: decay, and 0 where the query does not see the key."""
+    length = inputs.query.shape[-2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device).tril()
+    visible = visible & inputs.is_valid[..., None, :]
+    if inputs.document_start is not None:
+        start = inputs.document_start
+        visible = visible & (start[..., :, None] == start[..., None, :])
+    tokens = inputs.count[..., :, None] - inputs.count[..., None, :]
+    return (_decay(inputs.log_decay, tokens) * visible[:, None])[:, :, None]
+
+
+def _chunked(inputs: LinearInputs, chunk_size: int) -> LinearInputs:
+    """The inputs with their length cut into chunks, `(..., n, d)` -> `(..., chunks, c, d)`; the last is filled with padding."""
+    missing = -inputs.query.shape[-2] % chunk_size
+
+    def cut(states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
+
+    def cut_row(row: torch.Tensor) -> torch.Tensor:
+        # The last token's number again: padding counts nothing, and belongs to the last document
+        row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
+        return row.unflatten(-1, (-1, chunk_size))
+
+    query, key = cut(inputs.query), cut(inputs.key)
+    is_rotated = inputs.rotated_query is not inputs.query
+    return LinearInputs(
+        query=query,
+        key=key,
+        rotated_query=cut(inputs.rotated_query) if is_rotated else query,
+        rotated_key=cut(inputs.rotated_key) if is_rotated else key,
+        value=cut(inputs.value),
+        count=cut_row(inputs.count),
+        is_valid=nn.functional.pad(inputs.is_valid, (0, missing)).unflatten(-1, (-1, chunk_size)),
+        document_start=None if inputs.document_start is None else cut_row(inputs.document_start),
+        log_decay=inputs.log_decay,
+    )
+
+
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visibility: Visibility | None,
+    scaling: float,
+    log_decay: torch.Tensor | None = None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    state: LinearState | None = None,
+    form: str = "chunked",
+) -> tuple[torch.Tensor, LinearState | None]:
+    """Linear attention of the tokens of one call.
+
+    Args:
+        query: `(batch, heads, query, head_dim)`, before rotary positions.
+        key, value: `(batch, key_value_heads, query, head_dim)`, of the same tokens.
+        visibility: which of them are padding, and where packed documents begin; `None` if all are one text.
+        scaling: `attention_scaling`.
+        log_decay: `(key_value_heads,)`, or `None`.
+        position_embeddings: cosines and sines of rotary positions, or `None`.
+        state: of the tokens before these.
+        form: `"chunked"`, which takes single tokens one by one, or `"parallel"`, which takes and gives no state.
+
+    Returns:
+        The output `(batch, query, heads, head_dim)`, and the state after these tokens.
+    """
+    batch, heads, length, head_dim = query.shape
+    dtype = value.dtype
+    if visibility is None:
+        visibility = make_visibility(length, length, 0, query.device)
+    # Sums over thousands of tokens: in float32 also where autocast would have products in less
+    with maybe_autocast(query.device.type, enabled=False):
+        query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
+        query, key = feature_map(query * (scaling * math.sqrt(head_dim))), feature_map(key)
+        is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+        if visibility.key_is_valid is not None:
+            is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
+            key = key * is_valid[:, None, :, None]
+        rotated_query, rotated_key = query, key
+        if position_embeddings is not None:
+            cos, sin = (part.to(query.dtype) for part in position_embeddings)
+            rotated_query, rotated_key = apply_rotary_pos_emb(query, key, cos, sin)
+        groups = (key.shape[1], heads // key.shape[1])
+        grouped = query.unflatten(1, groups)
+        start = visibility.document_start
+        inputs = LinearInputs(
+            query=grouped,
+            key=key,
+            rotated_query=grouped if position_embeddings is None else rotated_query.unflatten(1, groups),
+            rotated_key=rotated_key,
+            value=value,
+            # Across packed documents the count restarts, and pairs across are hidden: only differences within one matter
+            count=(visibility.query_index[None] + 1 if start is not None else visibility.visible_count).expand(batch, -1),
+            is_valid=is_valid,
+            document_start=None if start is None else start.expand(batch, -1),
+            log_decay=None if log_decay is None else log_decay.to(query.dtype),
+        )
+        if form == "parallel":
+            output, state = parallel_form(inputs), None
+        elif length == 1:
+            output, state = recurrent_form(inputs, state)
+        else:
+            output, state = chunked_form(inputs, state)
+    return output.flatten(1, 2).transpose(1, 2).to(dtype).contiguous(), state
+
+
+class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
+    """The state of one linear layer in Transformers' cache.
+
+    Transformers' own layer cannot stand in a cache without attention layers, for it counts no tokens; this one does.
+
+    Args:
+        max_cache_len: of a static cache, whose masks are so long; the state itself has no limit.
+    """
+
+    _layer_type = LAYER_TYPE
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields))
+        CacheLayerMixin.__init__(self)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length: int | torch.Tensor = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """A number of tokens that is no tensor would be compiled in."""
+        return self.max_cache_len is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """A state does not remember what it was."""
+        return False
+
+    def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
+        """Makes room for a state of the given shape."""
+        super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
+        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
+        if self.max_cache_len is not None and isinstance(self.cumulative_length, int):
+            self.cumulative_length = torch.tensor([self.cumulative_length], device=self.device)
+        self.is_initialized = True
+
+    def get_state(self) -> LinearState | None:
+        """The state of the tokens so far; `None` before the first."""
+        return LinearState(*self.recurrent_states.values()) if all(self.has_previous_state.values()) else None
+
+    def set_state(self, state: LinearState, length: int) -> None:
+        """Takes the state after `length` more tokens."""
+        for index, part in enumerate(state):
+            if not self.is_recurrent_states_initialized[index]:
+                self.lazy_initialization(recurrent_states=part, state_idx=index)
+            if self.max_cache_len is None:
+                self.recurrent_states[index] = part  # not in place: a gradient may need what was there
+            else:
+                self.update_recurrent_state(part, index)
+            self.has_previous_state[index] = True
+        self.cumulative_length += length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Keys and values are no part of this cache."""
+        raise RuntimeError("a layer with attention_activation='linear' keeps a state, and neither keys nor values")
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """How many tokens have been seen."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The length of a mask over all tokens, and 0."""
+        return (self.cumulative_length + query_length if self.max_cache_len is None else self.max_cache_len), 0
+
+    def get_max_length(self) -> int:
+        """That of a static cache; -1 for no limit."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def activate_past_recording(self) -> None:
+        """Called before tokens are tried that may be taken back."""
+        self.crop(-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises `RuntimeError`, unless nothing is to be removed."""
+        if tokens_to_remove != 0:
+            raise RuntimeError(
+                "attention_activation='linear': the state of such a layer cannot go back by some tokens, which assisted "
+                "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+            )
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        if self.max_cache_len is None:
+            self._map(torch.zeros_like)  # not in place: a gradient may need what was there
+        LinearAttentionLayer.reset(self)
+        if isinstance(self.cumulative_length, int):
+            self.cumulative_length = 0
+        else:
+            self.cumulative_length.zero_()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row of the batch."""
+        self._map(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some rows of the batch."""
+        self._map(lambda part: part[indices])
+
+    def _map(self, function) -> None:
+        if self.is_initialized:
+            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items()}
+
+
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer
