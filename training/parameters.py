@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from modeling_nlq.linear_nlq import LAYER_TYPE
+
 
 @dataclass
 class Size:
@@ -27,8 +29,8 @@ def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
     """Parameters, and FLOPs per token in a context of `context` tokens (by default `max_position_embeddings`).
 
     A weight of a matrix costs 2 operations a token forward and 4 backward; so does each of the `2 * context` products of a
-    head with keys and values per element of `head_dim` (Chowdhery et al. 2022, appendix B: no discount for causality).
-    Norms, activations and the softmax are not counted.
+    head with keys and values per element of `head_dim` (Chowdhery et al. 2022, appendix B: no discount for causality), or, of
+    linear attention, of the `2 * head_dim` products with its state. Norms, activations and the softmax are not counted.
     """
     with torch.device("meta"):
         # A copy, for the backend named here is written into the configuration, which may be that of a model in use
@@ -48,8 +50,10 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     matrix_weights = sum(parameter.numel() for parameter in body if parameter.ndim >= 2)
     matrix_weights += 0 if head is None else head.weight.numel()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    head_elements = config.num_hidden_layers * config.num_attention_heads * head_dim
-    products = 2 * (context or config.max_position_embeddings) * head_elements
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    context = context or config.max_position_embeddings
+    spans = sum(head_dim if kind == LAYER_TYPE else context for kind in layer_types)
+    products = 2 * spans * config.num_attention_heads * head_dim
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body),

@@ -69,7 +69,8 @@ def attention_statistics(
         position_ids: `(batch, length)`, for packed documents.
 
     Returns:
-        A dictionary per layer; a quantity that does not exist is not in it, such as the entropy of nothing but zeros.
+        A dictionary per layer; a quantity that does not exist is not in it, such as the entropy of nothing but zeros. That of
+        a layer of linear attention, which has no weights, is empty.
 
     Raises:
         ValueError: if the model has no NLQ attention layers.
@@ -85,8 +86,10 @@ def attention_statistics(
     records: dict[int, dict[str, float]] = {}
 
     def record(layer: NLQAttention, inputs: tuple, keyword_inputs: dict) -> None:
-        query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
-        records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
+        records[layer.layer_idx] = {}
+        if layer.activation.kind != "linear":
+            query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
+            records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
 
     # The layers' own configuration is the one they read the backend from
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
@@ -160,7 +163,7 @@ def _row_statistics(
     if layer.activation.name == "softmax":
         log_normalizer = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1)
         rows["log_normalizer"] = log_normalizer if sink is None else torch.logaddexp(log_normalizer, sink.to(scores)[:, None])
-    elif layer.normalization == "sum":
+    elif layer.normalization == "sum" and layer.activation.is_elementwise:
         limits = torch.finfo(scores.dtype)
         normalizer = layer.activation.function(scores).masked_fill(~visible, 0.0).sum(dim=-1)
         rows["log_normalizer"] = normalizer.clamp(min=limits.tiny / limits.eps).log()

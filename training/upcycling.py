@@ -399,6 +399,7 @@ _LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "attention_scaling": _attention_scaling,
     "attention_activation": _attention_activation,
     "attention_normalization": _attention_normalization,
+    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
