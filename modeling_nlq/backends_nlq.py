@@ -4,6 +4,7 @@
 else than it was asked for: what it cannot do is an error, never softmax in silence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +21,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_nlq import AUTOMATIC, AttentionActivation, counts_as_zero, eager_attention_forward
+from .attention_nlq import AUTOMATIC, AttentionActivation, Visibility, counts_as_zero, eager_attention_forward
 from .linear_nlq import linear_attention
 from .tiled_nlq import tiled_attention_forward
+
+
+try:
+    import adasplash
+except ImportError:
+    adasplash = None
 
 
 def sdpa_with_sink_forward(
@@ -184,6 +191,33 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
         )
 
 
+def sparse_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Projections onto the simplex: entmax15 by the kernel of `adasplash` where that can do it, the rest as `eager` does.
+
+    The kernel needs CUDA and takes causal texts without padding, packing or a cache; its memory is linear in the length.
+    Arguments and the first result are those of `eager_attention_forward`; there are no weights.
+    """
+    is_plain = attention_mask is None or (
+        isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.document_start is None
+    )
+    is_causal = query.shape[2] == key.shape[2] > 1 and is_plain and dropout == 0.0
+    if adasplash is not None and query.is_cuda and is_causal and module.activation.name == "entmax15":
+        # It scales by 1 / sqrt(head_dim)
+        query = query * (scaling * math.sqrt(query.shape[-1]))
+        return adasplash.adasplash(query, key, value, is_causal=True).transpose(1, 2).contiguous(), None
+    output, _ = eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+    return output, None
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """One row of the table of backends.
@@ -236,13 +270,16 @@ ATTENTION_BACKENDS = {
     "nlq_tiled": AttentionBackend(
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, takes_visibility=True
     ),
+    "nlq_sparse": AttentionBackend(
+        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", takes_visibility=True
+    ),
     # Linear layers keep a state instead of keys and values, so they call `linear_attention` themselves
     "nlq_linear": AttentionBackend(
         linear_attention, lambda activation, sink: activation.kind == "linear", has_dropout=False, takes_visibility=True
     ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything.
-PREFERENCE = ("sdpa", "nlq_tiled", "nlq_linear", "eager")
+PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "nlq_linear", "eager")
 UNAVAILABLE_BACKENDS = ("nlq_triton",)
 
 

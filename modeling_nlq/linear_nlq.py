@@ -23,9 +23,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils import is_flash_linear_attention_available
 from transformers.utils.generic import maybe_autocast
 
 from .attention_nlq import Visibility, counts_as_zero, make_visibility
+
+
+if is_flash_linear_attention_available():
+    from fla.ops.simple_gla import chunk_simple_gla
+else:
+    chunk_simple_gla = None
 
 
 # Transformers' table of cache layers belongs to the process, where other revisions of this file may be loaded
@@ -34,6 +41,8 @@ LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes())
 CHUNK_SIZE = 64
 # So many chunks are computed at once: enough to keep a device busy, and few enough to stay in a processor's cache
 SEGMENT_CHUNKS = 32
+# The narrowest value that a kernel takes
+_COLUMNS = 16
 
 
 class LinearState(NamedTuple):
@@ -202,6 +211,31 @@ def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tu
     return torch.stack(outputs, dim=-2), state
 
 
+def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
+    """The chunked form by the kernels of flash-linear-attention, on CUDA, for anything but packed documents."""
+    groups = inputs.query.shape[2]
+    gates = None
+    if inputs.log_decay is not None:  # (b, n, heads): padding decays nothing
+        gates = inputs.log_decay.repeat_interleave(groups) * inputs.is_valid[..., None]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor | None):
+        if before is not None:
+            before = before.repeat_interleave(groups, dim=1)
+        key, value = (states.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous() for states in (key, value))
+        query = query.flatten(1, 2).transpose(1, 2).contiguous()
+        output, after = chunk_simple_gla(query, key, value, g=gates, scale=1.0, initial_state=before, output_final_state=True)
+        return output.transpose(1, 2).unflatten(1, (-1, groups)), after[:, ::groups]
+
+    # Kernels multiply no single column: the sum of the keys is that of the first of these
+    ones = nn.functional.pad(torch.ones_like(inputs.value[..., :1]), (0, _COLUMNS - 1))
+    before = None if state is None else nn.functional.pad(state.denominator[..., None], (0, _COLUMNS - 1))
+    numerator, numerator_state = attend(
+        inputs.rotated_query, inputs.rotated_key, inputs.value, None if state is None else state.numerator
+    )
+    denominator, denominator_state = attend(inputs.query, inputs.key, ones, before)
+    return _divide(numerator, denominator[..., 0]), LinearState(numerator_state, denominator_state[..., 0])
+
+
 def _divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """The mean, and 0 for a query that sees no key."""
     is_zero = counts_as_zero(denominator)[..., None]
@@ -316,6 +350,8 @@ def linear_attention(
             output, state = parallel_form(inputs), None
         elif length == 1:
             output, state = recurrent_form(inputs, state)
+        elif chunk_simple_gla is not None and query.is_cuda and start is None:
+            output, state = kernel_form(inputs, state)
         else:
             output, state = chunked_form(inputs, state)
     return output.flatten(1, 2).transpose(1, 2).to(dtype).contiguous(), state
