@@ -28,6 +28,7 @@ lint: .venv/installed-test
 benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/training_step.py
 	.venv/bin/python benchmarks/attention.py
+	.venv/bin/python benchmarks/linear.py
 	.venv/bin/python benchmarks/stability.py
 
 # torch first and by itself: another package's range must not pull in another build of it

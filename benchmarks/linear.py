@@ -68,28 +68,49 @@ def gate(arguments: argparse.Namespace) -> None:
                 raise SystemExit(f"correctness gate: {name} is off by {error:.2g}; nothing is timed")
 
 
+def seconds(arguments: argparse.Namespace, name: str, inputs: list[torch.Tensor], gradient: torch.Tensor) -> float:
+    synchronize(arguments.device)
+    start = time.perf_counter()
+    train_step(name, inputs, gradient)
+    synchronize(arguments.device)
+    return time.perf_counter() - start
+
+
 def report_training(arguments: argparse.Namespace) -> None:
-    names = ("softmax", "linear", "linear, fixed decay")
     print("training: forward and backward, milliseconds; as a multiple of softmax")
-    shortest: dict[str, float] = {}
     for length in arguments.lengths:
         inputs, gradient = make_inputs(arguments, length)
-        times: dict[str, list[float]] = {name: [] for name in names}
+        times: dict[str, list[float]] = {name: [] for name in ("softmax", "linear", "linear, fixed decay")}
         for round_number in range(arguments.rounds + 1):  # the first one warms up
-            for name in names:
-                synchronize(arguments.device)
-                start = time.perf_counter()
-                train_step(name, inputs, gradient)
-                synchronize(arguments.device)
+            for name in times:
+                elapsed = seconds(arguments, name, inputs, gradient)
                 if round_number:
-                    times[name].append(time.perf_counter() - start)
+                    times[name].append(elapsed)
         medians = {name: statistics.median(values) for name, values in times.items()}
-        shortest = shortest or medians
-        cells = [
-            f"{name} {1000 * value:.1f} ({value / medians['softmax']:.2f}; {value / shortest[name]:.1f} x the first length)"
-            for name, value in medians.items()
-        ]
+        cells = [f"{name} {1000 * value:.1f} ({value / medians['softmax']:.2f})" for name, value in medians.items()]
         print(f"  length {length:6}: {', '.join(cells)}", flush=True)
+
+
+def report_growth(arguments: argparse.Namespace) -> None:
+    """How the time of linear attention grows; the lengths take turns."""
+    print(
+        f"growth: forward and backward, as a multiple of length {arguments.growth[0]}; linear would be the ratio of the lengths"
+    )
+    cases = {length: make_inputs(arguments, length) for length in arguments.growth}
+    for name in ("linear", "linear, fixed decay"):
+        times: dict[int, list[float]] = {length: [] for length in cases}
+        for round_number in range(arguments.rounds + 1):
+            for length, case in cases.items():
+                train_step(name, *case)  # after a longer one, memory that was given back must be had again
+                elapsed = seconds(arguments, name, *case)
+                if round_number:
+                    times[length].append(elapsed)
+        first = times[arguments.growth[0]]
+        cells = []
+        for length, values in times.items():
+            ratio = statistics.median(above / below for above, below in zip(values, first))
+            cells.append(f"{length}: {1000 * statistics.median(values):.1f} ms ({ratio:.1f})")
+        print(f"  {name}: {'; '.join(cells)}", flush=True)
 
 
 def make_model(arguments: argparse.Namespace, name: str) -> NLQForCausalLM:
@@ -173,9 +194,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192], help="beside softmax")
+    parser.add_argument(
+        "--growth", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="lengths of linear alone"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--rounds", type=int, default=3, help="of training")
+    parser.add_argument("--rounds", type=int, default=9, help="of training")
     parser.add_argument("--tokens", type=int, default=50, help="decoded after each context")
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     arguments = parser.parse_args()
@@ -186,6 +210,7 @@ def main() -> None:
     gate(arguments)
     curves = report_decoding(arguments)
     report_training(arguments)
+    report_growth(arguments)
     if arguments.plot:
         plot(curves, arguments.plot)
 

@@ -88,7 +88,9 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
         ImportError: if the package `entmax` is not installed.
     """
     if entmax is None:
-        raise ImportError(f"attention_activation={name!r} needs the package entmax: pip install entmax")
+        raise ImportError(
+            f"attention_activation={name!r} needs the package entmax: pip install entmax, or use another activation"
+        )
     return getattr(entmax, name)(scores, dim=-1)
 
 

@@ -15,7 +15,6 @@ Letters of shapes: b batch, g key and value heads, r query heads for each of the
 
 import hashlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +38,8 @@ else:
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
 # Of 64 heads' width and more, this many tokens cost about as much among themselves as the state costs
 CHUNK_SIZE = 64
-# So many chunks are computed at once: enough to keep a device busy, and few enough to stay in a processor's cache
-SEGMENT_CHUNKS = 32
+# So many tokens are computed at once: enough to keep a device busy, and few enough that memory is used again
+SEGMENT_SIZE = 2048
 # The narrowest value that a kernel takes
 _COLUMNS = 16
 
@@ -93,10 +92,29 @@ def initial_decay_bias(num_heads: int) -> torch.Tensor:
     return exponent * math.log(2.0) + fixed_log_decay(num_heads)
 
 
+class _FeatureMap(torch.autograd.Function):
+    """`psi`, of which backward needs nothing but the result: its derivative is `min(psi, 1)`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        # `elu(x) + 1` as it is written would be 0 below -17, and coarse before that
+        return torch.exp(states.clamp(max=0.0)).add_(states.clamp(min=0.0))
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        (features,) = ctx.saved_tensors
+        return gradient * features.clamp(max=1.0)
+
+
 def feature_map(states: torch.Tensor) -> torch.Tensor:
     """`psi`, which is positive, so that the normaliser is."""
-    # As `elu(x) + 1` is written it would be 0 below -17, and coarse before that
-    return torch.where(states > 0, states + 1.0, torch.exp(states.clamp(max=0.0)))
+    return _FeatureMap.apply(states)
 
 
 def parallel_form(inputs: LinearInputs) -> torch.Tensor:
@@ -120,32 +138,6 @@ def chunked_form(
         state: of all tokens before them.
         chunk_size: c, in tokens.
     """
-    outputs = []
-    for segment in _split(inputs, SEGMENT_CHUNKS * chunk_size):
-        output, state = _segment(segment, state, chunk_size)
-        outputs.append(output)
-    return torch.cat(outputs, dim=-2), state
-
-
-def _split(inputs: LinearInputs, size: int) -> Iterator[LinearInputs]:
-    """The inputs, so many tokens at a time; documents that began before them begin at a negative place."""
-
-    def split(states: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
-        # Not sliced: the gradient of a slice is as large as the whole, which would make this quadratic
-        return states.split(size, dim=dim)
-
-    queries, keys, values = (split(states, -2) for states in (inputs.query, inputs.key, inputs.value))
-    is_rotated = inputs.rotated_query is not inputs.query
-    rotated_queries = split(inputs.rotated_query, -2) if is_rotated else queries
-    rotated_keys = split(inputs.rotated_key, -2) if is_rotated else keys
-    rows = [queries, keys, rotated_queries, rotated_keys, values, split(inputs.count, -1), split(inputs.is_valid, -1)]
-    for index, part in enumerate(zip(*rows)):
-        start = None if inputs.document_start is None else split(inputs.document_start, -1)[index] - index * size
-        yield LinearInputs(*part, document_start=start, log_decay=inputs.log_decay)
-
-
-def _segment(inputs: LinearInputs, state: LinearState | None, chunk_size: int) -> tuple[torch.Tensor, LinearState]:
-    """A few chunks at once."""
     length = inputs.query.shape[-2]
     inputs = _chunked(inputs, chunk_size)
     before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)  # (b, chunks): tokens before each chunk
@@ -315,46 +307,77 @@ def linear_attention(
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
     """
-    batch, heads, length, head_dim = query.shape
+    batch, _, length, head_dim = query.shape
     dtype = value.dtype
     if visibility is None:
         visibility = make_visibility(length, length, 0, query.device)
+    is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+    if visibility.key_is_valid is not None:
+        is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
+    count, start = visibility.visible_count.expand(batch, -1), visibility.document_start
+    if start is not None:  # pairs across documents are hidden, so only differences within one matter
+        start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
+    has_kernel = chunk_simple_gla is not None and query.is_cuda and start is None
+    size = length if form == "parallel" or has_kernel else SEGMENT_SIZE
+
+    # Split, not sliced: the gradient of a slice is as large as the whole, which would make this quadratic
+    splits = [states.split(size, dim=2) for states in (query, key, value)]
+    splits += [row.split(size, dim=1) for row in (count, is_valid)]
+    positions = () if position_embeddings is None else [part.split(size, dim=1) for part in position_embeddings]
+    outputs = []
     # Sums over thousands of tokens: in float32 also where autocast would have products in less
     with maybe_autocast(query.device.type, enabled=False):
-        query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
-        query, key = feature_map(query * (scaling * math.sqrt(head_dim))), feature_map(key)
-        is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
-        if visibility.key_is_valid is not None:
-            is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
-            key = key * is_valid[:, None, :, None]
-        rotated_query, rotated_key = query, key
-        if position_embeddings is not None:
-            cos, sin = (part.to(query.dtype) for part in position_embeddings)
-            rotated_query, rotated_key = apply_rotary_pos_emb(query, key, cos, sin)
-        groups = (key.shape[1], heads // key.shape[1])
-        grouped = query.unflatten(1, groups)
-        start = visibility.document_start
-        inputs = LinearInputs(
-            query=grouped,
-            key=key,
-            rotated_query=grouped if position_embeddings is None else rotated_query.unflatten(1, groups),
-            rotated_key=rotated_key,
-            value=value,
-            # Across packed documents the count restarts, and pairs across are hidden: only differences within one matter
-            count=(visibility.query_index[None] + 1 if start is not None else visibility.visible_count).expand(batch, -1),
-            is_valid=is_valid,
-            document_start=None if start is None else start.expand(batch, -1),
-            log_decay=None if log_decay is None else log_decay.to(query.dtype),
-        )
-        if form == "parallel":
-            output, state = parallel_form(inputs), None
-        elif length == 1:
-            output, state = recurrent_form(inputs, state)
-        elif chunk_simple_gla is not None and query.is_cuda and start is None:
-            output, state = kernel_form(inputs, state)
-        else:
-            output, state = chunked_form(inputs, state)
-    return output.flatten(1, 2).transpose(1, 2).to(dtype).contiguous(), state
+        for index, part in enumerate(zip(*splits)):
+            inputs = _make_inputs(
+                *part,
+                scale=scaling * math.sqrt(head_dim),
+                # A document that began before these tokens begins at a negative place
+                document_start=None if start is None else start.split(size, dim=1)[index] - index * size,
+                log_decay=log_decay,
+                position_embeddings=tuple(split[index] for split in positions),
+            )
+            if form == "parallel":
+                output = parallel_form(inputs)
+            elif length == 1:
+                output, state = recurrent_form(inputs, state)
+            elif has_kernel:
+                output, state = kernel_form(inputs, state)
+            else:
+                output, state = chunked_form(inputs, state)
+            outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
+    return torch.cat(outputs, dim=1), None if form == "parallel" else state
+
+
+def _make_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    count: torch.Tensor,
+    is_valid: torch.Tensor,
+    scale: float,
+    document_start: torch.Tensor | None,
+    log_decay: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, ...],
+) -> LinearInputs:
+    """Features, rotations and groups of heads."""
+    query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
+    query, key = feature_map(query * scale), feature_map(key) * is_valid[:, None, :, None]
+    groups = (key.shape[1], query.shape[1] // key.shape[1])
+    rotated_query, rotated_key = query, key
+    if position_embeddings:
+        rotated_query, rotated_key = apply_rotary_pos_emb(query, key, *(part.to(query.dtype) for part in position_embeddings))
+    grouped = query.unflatten(1, groups)
+    return LinearInputs(
+        query=grouped,
+        key=key,
+        rotated_query=rotated_query.unflatten(1, groups) if position_embeddings else grouped,
+        rotated_key=rotated_key,
+        value=value,
+        count=count,
+        is_valid=is_valid,
+        document_start=document_start,
+        log_decay=None if log_decay is None else log_decay.to(query.dtype),
+    )
 
 
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):

@@ -106,7 +106,7 @@ def tiny_tiles():
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
             monkeypatch.setattr(tiled_nlq, name, value)
-        monkeypatch.setattr(linear_nlq, "SEGMENT_CHUNKS", 2)
+        monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
         monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
         yield
 

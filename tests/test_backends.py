@@ -556,12 +556,12 @@ class TestChoice:
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
         **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
-        "sparsemax": {"eager"},
-        "entmax15": {"eager"},
+        "sparsemax": {"eager", "nlq_sparse"},
+        "entmax15": {"eager", "nlq_sparse"},
         "linear": {"eager", "nlq_linear"},
     }
     # The others: nlq_tiled
-    AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa", "sparsemax": "eager", "entmax15": "eager", "linear": "nlq_linear"}
+    AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa", "sparsemax": "nlq_sparse", "entmax15": "nlq_sparse", "linear": "nlq_linear"}
 
     @staticmethod
     def asked(name):

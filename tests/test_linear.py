@@ -60,7 +60,7 @@ def run_form(form, states, mask=None, logits=None, rotary=None, state=None, scal
     with pytest.MonkeyPatch.context() as patch:
         for name in ("chunked_form", "recurrent_form"):  # a single token takes the latter
             patch.setattr(linear_nlq, name, function)
-        patch.setattr(linear_nlq, "SEGMENT_CHUNKS", 2)
+        patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
         options = {"log_decay": log_decay, "position_embeddings": rotary, "state": state}
         return linear_attention(*states, mask, scaling, form="parallel" if form == "parallel" else "chunked", **options)
 
@@ -477,7 +477,7 @@ def tokens():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_nlq, "SEGMENT_CHUNKS", 2)
+    monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
     monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(chunked_form, chunk_size=3))
 
 
@@ -972,7 +972,7 @@ class TestSparse:
     @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "nlq_tiled", "nlq_linear"])
     def test_other_backends(self, make_model, activation, name):
         with pytest.raises(
-            ValueError, match=rf"'{name}' cannot compute .*'{activation}' \(layer 0, 1\); use one of nlq, eager$"
+            ValueError, match=rf"'{name}' cannot compute .*'{activation}' \(layer 0, 1\); use one of nlq, eager, nlq_sparse$"
         ):
             make_model(implementation=name, attention_activation=activation)
 
