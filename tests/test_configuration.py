@@ -267,6 +267,14 @@ def test_flops_equal_those_pytorch_counts(name):
     assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
 
 
+def test_flops_of_linear_attention_do_not_grow_with_the_context():
+    linear, softmax = (load_config(name) for name in ("tiny-linear-attention", "tiny-linear"))
+    assert measure(linear, 128) == measure(linear, 65536)
+    # Writing into a state of head_dim x head_dim and reading from it, instead of one product for each of 256 keys, twice
+    saved = 6 * 2 * (256 - linear.head_dim) * linear.num_hidden_layers * linear.hidden_size
+    assert measure(softmax, 256).flops_per_token - measure(linear, 256).flops_per_token == saved
+
+
 def test_matching_width():
     linear, identity = load_config("gpt3-small-linear"), load_config("gpt3-small-identity")
     width = matching_intermediate_size(identity, measure(linear))

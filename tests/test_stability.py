@@ -319,3 +319,15 @@ class TestLossSpikes:
 
     def test_ripples_of_less_than_a_tenth_are_none(self):
         assert loss_spikes([(index, 4.0 + 0.09 * (index == 20)) for index in range(30)]) == []
+
+
+class TestLayersWithoutScores:
+    def test_linear_layers_have_no_quantities(self, make_model):
+        layers = {1: {"attention_activation": "softmax", "linear_attention_decay": None}}
+        model = make_model(attention_activation="linear", linear_attention_decay="fixed", per_layer_config=layers)
+        linear, softmax = attention_statistics(model, TOKENS)
+        assert linear == {} and "entropy" in softmax
+
+    def test_sparse_layers_have_no_normalizer(self, make_model):
+        layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)
+        assert all("entropy" in layer and "smallest_log_normalizer" not in layer for layer in layers)
