@@ -20,6 +20,7 @@ from transformers.integrations.flex_attention import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import repeat_kv
 
 from .attention_nlq import AUTOMATIC, AttentionActivation, Visibility, counts_as_zero, eager_attention_forward
 from .linear_nlq import linear_attention
@@ -203,17 +204,22 @@ def sparse_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Projections onto the simplex: entmax15 by the kernel of `adasplash` where that can do it, the rest as `eager` does.
 
-    The kernel needs CUDA and takes causal texts without padding, packing or a cache; its memory is linear in the length.
-    Arguments and the first result are those of `eager_attention_forward`; there are no weights.
+    The kernel needs CUDA and takes causal texts without padding, packing or a cache, of a length that is a power of 2 and at
+    least 64, and heads of some widths; its memory is linear in the length. Arguments and the first result are those of
+    `eager_attention_forward`; there are no weights.
     """
     is_plain = attention_mask is None or (
         isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.document_start is None
     )
-    is_causal = query.shape[2] == key.shape[2] > 1 and is_plain and dropout == 0.0
-    if adasplash is not None and query.is_cuda and is_causal and module.activation.name == "entmax15":
+    length, head_dim = query.shape[2:]
+    fits = length == key.shape[2] >= 64 and length.bit_count() == 1 and head_dim in (16, 32, 64, 128, 256)
+    is_entmax15 = module.activation.name == "entmax15" and dropout == 0.0
+    if adasplash is not None and query.is_cuda and is_entmax15 and is_plain and fits:
         # It scales by 1 / sqrt(head_dim)
-        query = query * (scaling * math.sqrt(query.shape[-1]))
-        return adasplash.adasplash(query, key, value, is_causal=True).transpose(1, 2).contiguous(), None
+        inputs = [query * (scaling * math.sqrt(head_dim))]
+        inputs += [repeat_kv(states, module.num_key_value_groups) for states in (key, value)]
+        output = adasplash.adasplash(*(states.contiguous() for states in inputs), is_causal=True)
+        return output.transpose(1, 2).contiguous(), None
     output, _ = eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     return output, None
 

@@ -163,7 +163,9 @@ class NLQAttention(nn.Module):
         if self.linear_attention_decay == "learned":
             return nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
         if self.linear_attention_decay == "fixed":
-            return fixed_log_decay(self.config.num_key_value_heads).to(self.o_proj.weight.device)
+            weight = self.o_proj.weight
+            log_decay = fixed_log_decay(self.config.num_key_value_heads)
+            return log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return None
 
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:

@@ -7,7 +7,9 @@ import copy
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 
+import entmax
 import numpy as np
 import pytest
 import reference
@@ -20,7 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, attention_nlq, linear_nlq
+from modeling_nlq import (
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForSequenceClassification,
+    attention_nlq,
+    backends_nlq,
+    linear_nlq,
+)
 from modeling_nlq.attention_nlq import make_visibility
 from modeling_nlq.linear_nlq import (
     LinearInputs,
@@ -1033,11 +1042,37 @@ class TestKernels:
         found, _ = linear_attention(query, key, value, None, 0.125, log_decay)
         torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-3)
 
+    @pytest.mark.parametrize("length, is_taken", [(64, True), (128, True), (96, False), (32, False)])
+    def test_what_adasplash_is_given(self, length, is_taken, make_model, monkeypatch):
+        """Its own assertions, and the formula."""
+        calls = []
+
+        def adasplash(query, key, value, is_causal):
+            assert is_causal and all(states.is_contiguous() for states in (query, key, value))
+            assert query.shape == key.shape == value.shape and query.shape[2] & (query.shape[2] - 1) == 0
+            calls.append(query.shape)
+            scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(
+                ~torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril(), -1e4
+            )
+            return entmax.entmax15(scores, dim=-1) @ value
+
+        sizes = {"hidden_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 2, "attention_scaling": 0.6}
+        model = make_model(attention_activation="entmax15", query_projection="linear", implementation="nlq", **sizes)
+        tokens = torch.randint(13, (2, length))
+        expected = model(tokens, use_cache=False).logits
+        monkeypatch.setattr(backends_nlq, "adasplash", SimpleNamespace(adasplash=adasplash))
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        found = model(tokens, use_cache=False).logits
+        monkeypatch.undo()
+        assert bool(calls) == is_taken
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
     @pytest.mark.gpu
     def test_adasplash(self, make_model):
         pytest.importorskip("adasplash")
-        model = make_model(attention_activation="entmax15", hidden_size=64, implementation="nlq").cuda()
-        tokens = torch.randint(13, (2, 32), device="cuda")
+        sizes = {"hidden_size": 64, "max_position_embeddings": 128}
+        model = make_model(attention_activation="entmax15", implementation="nlq", **sizes).cuda()
+        tokens = torch.randint(13, (2, 128), device="cuda")
         found = model(tokens).logits
         model.set_attn_implementation("eager")
         torch.testing.assert_close(found, model(tokens).logits, rtol=1e-2, atol=1e-3)
