@@ -43,6 +43,7 @@ CODE = {
     "attention_nlq.py",
     "backends_nlq.py",
     "configuration_nlq.py",
+    "linear_nlq.py",
     "loss_nlq.py",
     "modeling_nlq.py",
     "projections_nlq.py",
