@@ -36,7 +36,7 @@ else:
 
 # Transformers' table of cache layers belongs to the process, where other revisions of this file may be loaded
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
-# Of 64 heads' width and more, this many tokens cost about as much among themselves as the state costs
+# With heads of 64, so many tokens cost about as much among themselves as reading the state costs
 CHUNK_SIZE = 64
 # So many tokens are computed at once: enough to keep a device busy, and few enough that memory is used again
 SEGMENT_SIZE = 2048
@@ -45,7 +45,7 @@ _COLUMNS = 16
 
 
 class LinearState(NamedTuple):
-    """What later tokens need of earlier ones, in float32.
+    """What later tokens need of earlier ones, in float32 or more.
 
     Attributes:
         numerator: `(b, g, d, d)`, the sum of keys times values, decayed up to the last token.
@@ -57,7 +57,7 @@ class LinearState(NamedTuple):
 
 
 class LinearInputs(NamedTuple):
-    """What the three forms compute on, in float32.
+    """What all forms compute on, in float32 or more.
 
     Attributes:
         query: `(b, g, r, n, d)`, `psi(c q)`.
@@ -119,10 +119,9 @@ def feature_map(states: torch.Tensor) -> torch.Tensor:
 
 def parallel_form(inputs: LinearInputs) -> torch.Tensor:
     """`(b, g, r, n, d)`, from a weight for each pair of tokens."""
-    length = inputs.query.shape[-2]
-    weights = (inputs.query @ inputs.key[:, :, None].mT) * _pairs(inputs)
-    rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * _pairs(inputs)
-    assert weights.shape[-1] == length
+    pairs = _pairs(inputs)
+    weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
+    rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * pairs
     return _divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
 
 

@@ -248,6 +248,13 @@ INEXACT = {
         "attention_activation",
         "sigmoid",
     ),
+    "linear_attention": ({"attention_activation": "linear"}, "attention_activation", "linear"),
+    "retention": (
+        {"attention_activation": "linear", "linear_attention_decay": "learned"},
+        "linear_attention_decay",
+        "learned",
+    ),
+    "entmax15": ({"attention_activation": "entmax15"}, "attention_activation", "entmax15"),
     "queries_nonlinear": ({"query_projection": "nonlinear"}, "query_projection", "nonlinear"),
     "queries_mlp": ({"query_projection": "mlp"}, "query_projection", "mlp"),
     "queries_upcycled": ({"query_projection": "upcycled"}, "query_projection", "upcycled"),

@@ -24,7 +24,7 @@ from modeling_nlq.training.card import CARD_FILE, base_model_of, render
 from modeling_nlq.training.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
 from modeling_nlq.training.paper import from_paper, read_checkpoint
 from modeling_nlq.training.parameters import size_of
-from modeling_nlq.training.publishing import CONVERSION_FILE, files_to_publish
+from modeling_nlq.training.publishing import CONVERSION_FILE, VOCABULARIES, files_to_publish
 from modeling_nlq.training.train import METRICS_FILE, RECIPE_FILE, is_taken, write_text
 from modeling_nlq.training.upcycling import largest_difference
 from modeling_nlq.training.upcycling import upcycle as upcycle_model
@@ -33,7 +33,6 @@ from modeling_nlq.training.upcycling import upcycle as upcycle_model
 logger = logging.get_logger(__name__)
 
 PAPER_CHECKPOINT = "ckpt.pt"
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 # Relative to the largest output, in float32: sums in another order, and nothing more
 _TOLERANCE = 1e-4
 
@@ -226,7 +225,7 @@ def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[Pre
 
 def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, whose special tokens the model then knows, or that of the source, if there is one."""
-    if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in _TOKENIZER_FILES):
+    if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)

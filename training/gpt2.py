@@ -32,6 +32,7 @@ from modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
+from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.upcycling import restructure
 
 
@@ -130,7 +131,7 @@ def from_gpt2(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTraine
         new_state = {f"model.{name}": value for name, value in new_state.items()}
     if head is not None:
         new_state.update({name.replace(*head, 1): value for name, value in state.items() if name.startswith(f"{head[0]}.")})
-    return build(target, _to_nlq_config(config, state), new_state, model)
+    return build(target, _to_nlq_config(config), new_state, model)
 
 
 def to_gpt2(model: NLQPreTrainedModel, allow_lossy: bool = False) -> PreTrainedModel:
@@ -154,28 +155,19 @@ def to_gpt2(model: NLQPreTrainedModel, allow_lossy: bool = False) -> PreTrainedM
     by_layer = len(scalings) > 1 and scalings == [scalings[0] / (index + 1) for index in range(len(scalings))]
     usual = 1.0 / math.sqrt(config.head_dim)
     scaling = 1.0 if scalings[0] == 1.0 else usual  # any other is moved into the weights
-    plain = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
+    # The defaults of the layers' switches are GPT-2, but for the queries
+    own = (*PER_LAYER_SWITCHES, "per_layer_config")
+    plain = {name: value for name, value in config.to_dict().items() if name not in own}
     plain.update(
-        # What GPT-2 has no switch for
-        attention_normalization=None,
-        attention_sink=None,
-        qk_norm=None,
-        attention_gate=None,
-        attention_output_activation=None,
-        attention_output_scaling=None,
-        head_projection=False,
+        query_projection="linear",
+        attention_scaling=scaling,
         sublayer_activation=None,
         residual_activation=None,
-        query_projection="linear",
-        key_projection="linear",
-        value_projection="linear",
-        attention_activation="softmax",
         num_key_value_heads=config.num_attention_heads,
         position_embedding="learned",
         norm_position="pre",
         use_bias=True,
         head_dim=config.hidden_size // config.num_attention_heads,
-        attention_scaling=scaling,
     )
     if by_layer:
         plain["per_layer_config"] = _scaling_by_layer(scaling, config.num_hidden_layers)
@@ -304,7 +296,7 @@ def _transposed(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.t() if name.endswith(".weight") and re.search(r"\.(c_attn|c_proj|c_fc)\.", name) else value
 
 
-def _to_nlq_config(config: GPT2Config, state: dict[str, torch.Tensor]) -> NLQConfig:
+def _to_nlq_config(config: GPT2Config) -> NLQConfig:
     scaling = 1.0 / math.sqrt(config.n_embd // config.n_head) if config.scale_attn_weights else 1.0
     fields: dict[str, Any] = {
         "query_projection": "linear",

@@ -54,6 +54,8 @@ _TOKENIZER = (
     "vocab.json",
     "vocab.txt",
 )
+# One of these makes a tokenizer of a folder
+VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _RESULTS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, "loss.png")
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
 # Fields in which a tokenizer or a configuration remembers where it was loaded from
@@ -237,7 +239,7 @@ def _collect(
                 comparison=text,
                 license=license,
                 has_plot="loss.png" in contents,
-                has_tokenizer=bool(contents.keys() & {"tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt"}),
+                has_tokenizer=any(name in contents for name in VOCABULARIES),
             )
         ).encode()
     _check_for_traces(folder, contents)
@@ -319,12 +321,8 @@ def _check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
 
 def _names_folder(text: str, place: str) -> bool:
     """Whether a text holds a path as a path: not as the end of an address, nor as the beginning of another name."""
-    return (
-        re.search(
-            rf"(?<![\w./-]){re.escape(place)}(?![\w-])" if not place.endswith("/") else rf"(?<![\w./-]){re.escape(place)}", text
-        )
-        is not None
-    )
+    end = "" if place.endswith("/") else r"(?![\w-])"
+    return re.search(rf"(?<![\w./-]){re.escape(place)}{end}", text) is not None
 
 
 def _may_be_ours(name: str) -> bool:

@@ -120,7 +120,7 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
             raise ValueError(
                 _refusal(field, getattr(before, field), getattr(config, field), "no rule says how to keep the function")
             )
-    new = type(model)(config).to(model.dtype).eval()
+    new = type(model)(config).to(model.device, model.dtype).eval()
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
         for field in _TOKEN_IDS:
