@@ -12,6 +12,11 @@ import pytest
 import torch
 import yaml
 
+
+# Before any kernel is defined: without a GPU, Triton's interpreter runs them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
 from modeling_nlq.training.data import python_documents
 from modeling_nlq.training.recipe import load_recipe
