@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
+from .triton_activations_nlq import TRITON_BODIES
 
 try:
     import entmax
@@ -51,6 +52,7 @@ class AttentionActivation:
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
         kind: what a weight depends on: `"elementwise"`, on its own score, but for the normaliser; `"softmax"` and `"simplex"`,
             on its whole row, which the latter's `function` projects; `"linear"`, on no score at all.
+        triton_body: a function decorated with `triton.jit`, from a tile of scores to `phi` and `phi'` there, or `None`.
     """
 
     name: str
@@ -62,6 +64,7 @@ class AttentionActivation:
     source: str
     subtract_log_count: bool = False
     kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
+    triton_body: Callable | None = None
 
     @property
     def is_elementwise(self) -> bool:
@@ -124,6 +127,7 @@ ATTENTION_ACTIVATIONS = {
             formula="sigmoid(s - log n_i); without log n_i under sum and length",
             source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
             subtract_log_count=True,
+            triton_body=TRITON_BODIES["sigmoid"],
         ),
         AttentionActivation(
             name="relu",
@@ -133,6 +137,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="max(s, 0)",
             source="Wortsman et al. 2023, arXiv 2309.08586",
+            triton_body=TRITON_BODIES["relu"],
         ),
         AttentionActivation(
             name="relu_squared",
@@ -142,6 +147,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="max(s, 0)^2",
             source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
+            triton_body=TRITON_BODIES["relu_squared"],
         ),
         AttentionActivation(
             name="squared",
@@ -151,6 +157,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="s^2",
             source="p_i^2 / sum_j p_j^2: another map onto the simplex",
+            triton_body=TRITON_BODIES["squared"],
         ),
         AttentionActivation(
             name="softplus",
@@ -160,6 +167,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="log(1 + exp(s))",
             source="a smooth map onto the simplex",
+            triton_body=TRITON_BODIES["softplus"],
         ),
         AttentionActivation(
             name="tanh",
@@ -169,6 +177,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=False,
             formula="tanh(s)",
             source="bounded, but neither positive nor summing to one",
+            triton_body=TRITON_BODIES["tanh"],
         ),
         AttentionActivation(
             name="identity",
@@ -178,6 +187,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=False,
             formula="s",
             source="no activation at all",
+            triton_body=TRITON_BODIES["identity"],
         ),
         AttentionActivation(
             name="sparsemax",
@@ -224,6 +234,7 @@ LIBRARY_ACTIVATIONS = {
         non_negative=False,
         formula=f"{name}(s)",
         source="transformers.activations.ACT2FN",
+        triton_body=TRITON_BODIES[name],
     )
     for name in FUNCTIONS
     if name not in ATTENTION_ACTIVATIONS
@@ -245,6 +256,7 @@ def register_attention_activation(
     non_negative: bool = False,
     formula: str = "",
     source: str = "",
+    triton_body: Callable | None = None,
     exist_ok: bool = False,
 ) -> None:
     """Adds an attention activation, which every model of this process can then name, downloaded ones included.
@@ -259,6 +271,8 @@ def register_attention_activation(
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: for readers.
+        triton_body: the same for `nlq_triton`, which cannot compute the activation without: a function decorated with
+            `triton.jit`, from a tile of scores in float32 to the pair `phi(scores)`, `phi'(scores)`.
         exist_ok: whether to replace an activation registered before by one that keeps its normaliser and sign: models that
             exist compute the new function from then on.
 
@@ -278,7 +292,12 @@ def register_attention_activation(
     if normalization == "sum" and not non_negative:
         raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
 
-    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
+    if triton_body is not None and not hasattr(triton_body, "arg_names"):
+        raise ValueError(f"triton_body={triton_body!r} of {name!r} must be a function decorated with triton.jit")
+
+    row = AttentionActivation(
+        name, function, derivative, normalization, non_negative, formula, source, triton_body=triton_body
+    )
     if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
         raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
     _check_function(row)
@@ -456,10 +475,14 @@ def read_mask(
     return visible, visible.sum(dim=-1)
 
 
+def zero_limit(dtype: torch.dtype) -> float:
+    """Below this a sum of weights counts as 0: its reciprocal, or a gradient, would overflow."""
+    return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+
+
 def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
-    """Whether a sum of weights counts as 0: so small that its reciprocal, or a gradient, would overflow."""
-    limits = torch.finfo(total.dtype)
-    return total < limits.tiny / limits.eps
+    """Whether a sum of weights counts as 0."""
+    return total < zero_limit(total.dtype)
 
 
 def attention_weights(

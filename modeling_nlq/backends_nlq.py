@@ -21,16 +21,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.utils import logging
 
 from .attention_nlq import AUTOMATIC, AttentionActivation, Visibility, counts_as_zero, eager_attention_forward
 from .linear_nlq import linear_attention
 from .tiled_nlq import tiled_attention_forward
+from .triton_nlq import refusal, triton_attention_forward
 
 
 try:
     import adasplash
 except ImportError:
     adasplash = None
+
+
+logger = logging.get_logger(__name__)
 
 
 def sdpa_with_sink_forward(
@@ -276,6 +281,11 @@ ATTENTION_BACKENDS = {
     "nlq_tiled": AttentionBackend(
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, takes_visibility=True
     ),
+    "nlq_triton": AttentionBackend(
+        triton_attention_forward,
+        lambda activation, sink: activation.is_elementwise and activation.triton_body is not None,
+        takes_visibility=True,
+    ),
     "nlq_sparse": AttentionBackend(
         sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", takes_visibility=True
     ),
@@ -284,9 +294,9 @@ ATTENTION_BACKENDS = {
         linear_attention, lambda activation, sink: activation.kind == "linear", has_dropout=False, takes_visibility=True
     ),
 }
-# The backends that the automatic choice tries, in this order. The last one computes everything.
+# The backends that the automatic choice tries, in this order. The last one computes everything. On CUDA `use_fused_kernels`
+# takes `nlq_triton` in the place of `nlq_tiled`.
 PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "nlq_linear", "eager")
-UNAVAILABLE_BACKENDS = ("nlq_triton",)
 
 
 def find_backend(
@@ -320,9 +330,6 @@ def find_backend(
         )
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
-    if name in UNAVAILABLE_BACKENDS:
-        choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
-        raise ValueError(f"attn_implementation={name!r} is not available yet; use one of {choices}")
     if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
@@ -339,6 +346,24 @@ def find_backend(
     raise ValueError(
         f"attn_implementation={name!r} cannot compute {refused} (layer {', '.join(map(str, layers))}); use one of {choices}"
     )
+
+
+def use_fused_kernels(name: str, activation: AttentionActivation, query: torch.Tensor) -> str:
+    """The automatic choice once the query is there: `nlq_triton` for `nlq_tiled` on CUDA, where it can; else a warning, once.
+
+    Args:
+        name: what `find_backend` chose.
+        activation: the layer's activation.
+        query: `(batch, heads, query, head_dim)`.
+    """
+    if name != "nlq_tiled" or query.device.type != "cuda":
+        return name
+    reason = refusal(activation, query.device, query.dtype, query.shape[-1])
+    if reason is None:
+        return "nlq_triton"
+    if not torch.compiler.is_compiling():
+        logger.warning_once(f"attn_implementation='nlq' uses nlq_tiled, which is slower: nlq_triton {reason}")
+    return name
 
 
 def _of_nlq_models_only(*args, **kwargs):

@@ -35,7 +35,7 @@ from .attention_nlq import (
     get_attention_activation,
     make_visibility,
 )
-from .backends_nlq import ATTENTION_BACKENDS, UNAVAILABLE_BACKENDS, find_backend
+from .backends_nlq import ATTENTION_BACKENDS, find_backend, use_fused_kernels
 from .configuration_nlq import NLQConfig
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
@@ -220,14 +220,16 @@ class NLQAttention(nn.Module):
         if self.activation.kind == "linear":
             attn_output = self._attend_linearly(hidden_states, position_embeddings, attention_mask, past_key_values, name)
             return self._shape_output(hidden_states, attn_output), None
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+
+        if self.config._attn_implementation == AUTOMATIC:
+            name = use_fused_kernels(name, self.activation, query_states)
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
 
         attn_output, attn_weights = attention_interface(
             self,
@@ -419,7 +421,7 @@ class NLQPreTrainedModel(PreTrainedModel):
             if self.config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
                 return AUTOMATIC
             return super().get_correct_attn_implementation(None, is_init_check)
-        known = ("eager", *ATTENTION_BACKENDS, *UNAVAILABLE_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
+        known = ("eager", *ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
         if requested_attention not in known:
             choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
             raise ValueError(f'Specified `attn_implementation="{requested_attention}"` is not supported; use one of {choices}')

@@ -15,15 +15,12 @@ Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, a
 """
 
 import functools
-import hashlib
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation, read_mask
+from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation
+from .operators_nlq import AttentionOperators, in_autocast_precision
 
 
 # Queries and keys of a tile. Its scores should stay in a CPU's cache: smaller tiles where many heads share it.
@@ -320,55 +317,15 @@ def _tiled_attention_backward(
     return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
 
 
-def _define_operators() -> tuple[Callable, Callable]:
-    """Registers both passes with PyTorch, so that `torch.compile` and export keep each as one node.
-
-    The names are known to the whole process, where other revisions of this code may be loaded too: a hash of the code that
-    the operators run tells them apart, and the same code shares them.
-    """
-    files = (Path(__file__), Path(sys.modules[AttentionActivation.__module__].__file__))
-    namespace = f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in files)).hexdigest()[:16]}"
-    if hasattr(operators := getattr(torch.ops, namespace), "tiled_attention"):
-        return operators.tiled_attention, operators.tiled_attention_backward
-
-    # They read sizes and offsets from the device, which a recorded CUDA graph cannot
-    options = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
-    forward = torch.library.custom_op(f"{namespace}::tiled_attention", _tiled_attention, **options)
-    backward = torch.library.custom_op(f"{namespace}::tiled_attention_backward", _tiled_attention_backward, **options)
-
-    @forward.register_fake
-    def _(query, *inputs):
-        batch, heads, query_length, head_dim = query.shape
-        scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
-        return query.new_empty(batch, query_length, heads, head_dim), scale
-
-    @backward.register_fake
-    def _(gradient, query, key, value, *inputs):
-        return tuple(states.new_empty(states.shape) for states in (query, key, value))
-
-    return forward, backward
-
-
-_forward_operator, _backward_operator = _define_operators()
-
-
-class _TiledAttention(torch.autograd.Function):
-    """The two operators as one differentiable function. Given to the operator itself, the formula would be skipped in silence
-    by forward-mode differentiation, which this refuses."""
-
-    @staticmethod
-    def forward(*inputs):
-        return _forward_operator(*inputs)
-
-    @staticmethod
-    def setup_context(ctx, inputs, outputs):
-        tensors, ctx.options = inputs[:9], inputs[9:]
-        ctx.mark_non_differentiable(outputs[1])
-        ctx.save_for_backward(*tensors[:3], *outputs, *tensors[3:])
-
-    @staticmethod
-    def backward(ctx, gradient, _):
-        return (*_backward_operator(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
+_operators = AttentionOperators(
+    "tiled_attention",
+    _tiled_attention,
+    _tiled_attention_backward,
+    new_gradient=lambda states: states.new_empty(states.shape),
+    modules=(__name__, AttentionActivation.__module__),
+    tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device, which a recorded CUDA graph cannot
+    seed_device="cpu",
+)
 
 
 def tiled_attention_forward(
@@ -394,19 +351,5 @@ def tiled_attention_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    device_type = query.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        query, key, value = (states.to(torch.get_autocast_dtype(device_type)) for states in (query, key, value))
-    mask, visible_count = read_mask(attention_mask, query, key)
-    if isinstance(mask, Visibility):
-        masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
-    else:
-        masks = (None, None, None, mask)
-    dropout = dropout if module.training else 0.0
-    seed = torch.randint(2**62, ()) if dropout > 0.0 else None
-    options = (module.activation.name, module.normalization, float(scaling), float(dropout))
-    # Dynamo (torch 2.13) fails on a function with a context where gradients are off, and there it needs none
-    is_plain = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    function = _forward_operator if is_plain else _TiledAttention.apply
-    output, _ = function(query, key, value, visible_count, *masks, seed, *options)
-    return output, None
+    query, key, value = in_autocast_precision(query, key, value)
+    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout), None

@@ -967,6 +967,6 @@ class TestWithPyTorch:
         if isinstance(visibility, attention_nlq.Visibility):
             masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
         rest = (count, *masks, torch.tensor(5) if dropout else None, "softplus", "sum", SCALING, dropout)
-        torch.library.opcheck(tiled_nlq._forward_operator, (*states, *rest))
-        output, scale = tiled_nlq._forward_operator(*states, *rest)
-        torch.library.opcheck(tiled_nlq._backward_operator, (torch.randn_like(output), *states, output, scale, *rest))
+        torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))
+        output, scale = tiled_nlq._operators.forward(*states, *rest)
+        torch.library.opcheck(tiled_nlq._operators.backward, (torch.randn_like(output), *states, output, scale, *rest))

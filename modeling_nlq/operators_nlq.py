@@ -1,0 +1,116 @@
+"""PyTorch operators of attention whose weights are never in memory: what `nlq_tiled` and `nlq_triton` share.
+
+Each pass is one operator of `torch.library`, which `torch.compile` and export keep as one node. Both passes take the query, key
+and value, how many keys each query sees, the fields of a `Visibility` or a boolean mask, a seed for dropout, and the options.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .attention_nlq import Visibility, read_mask
+
+
+class AttentionOperators:
+    """Both passes of one backend as one differentiable function.
+
+    Args:
+        name: that of the forward operator; the backward one's ends in `_backward`.
+        forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
+            document_start, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
+            head_dim)` and `1 / Z`, `(batch, heads, query)`, in at least float32.
+        backward: that of the backward operator: the gradient of the output, query, key, value, both results, and the rest of the
+            arguments, to the gradients of query, key and value.
+        new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
+        modules: names of the modules that the operators run. The operators' names are known to the whole process, where other
+            revisions of this code may be loaded too: a hash of the modules' files tells them apart, and the same code shares them.
+        tags: PyTorch's tags of both operators.
+        seed_device: where the operators read the seed: `"cpu"`, or that of the query if `None`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable,
+        backward: Callable,
+        new_gradient: Callable[[torch.Tensor], torch.Tensor],
+        modules: Sequence[str],
+        tags: Sequence[torch.Tag] = (),
+        seed_device: str | None = None,
+    ):
+        files = [Path(sys.modules[module].__file__) for module in (*modules, __name__)]
+        namespace = f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in files)).hexdigest()[:16]}"
+        self.seed_device = seed_device
+        if not hasattr(operators := getattr(torch.ops, namespace), name):
+            options = {"mutates_args": (), "tags": tuple(tags)}
+            definition = torch.library.custom_op(f"{namespace}::{name}", forward, **options)
+            backward_definition = torch.library.custom_op(f"{namespace}::{name}_backward", backward, **options)
+
+            @definition.register_fake
+            def _(query, *inputs):
+                batch, heads, query_length, head_dim = query.shape
+                scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+                return query.new_empty(batch, query_length, heads, head_dim), scale
+
+            @backward_definition.register_fake
+            def _(gradient, query, key, value, *inputs):
+                return new_gradient(query), new_gradient(key), new_gradient(value)
+
+        forward_operator = self.forward = getattr(operators, name).default
+        backward_operator = self.backward = getattr(operators, f"{name}_backward").default
+
+        class Attention(torch.autograd.Function):
+            # Given to the operator itself, the formula would be skipped in silence by forward-mode differentiation, which
+            # this refuses
+            @staticmethod
+            def forward(*inputs):
+                return forward_operator(*inputs)
+
+            @staticmethod
+            def setup_context(ctx, inputs, outputs):
+                tensors, ctx.options = inputs[:9], inputs[9:]
+                ctx.mark_non_differentiable(outputs[1])
+                ctx.save_for_backward(*tensors[:3], *outputs, *tensors[3:])
+
+            @staticmethod
+            def backward(ctx, gradient, _):
+                return (*backward_operator(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
+
+        self.function = Attention
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Visibility | torch.Tensor | None,
+        scaling: float,
+        dropout: float,
+    ) -> torch.Tensor:
+        """The output `(batch, query, heads, head_dim)`; arguments as in the backends' functions."""
+        mask, visible_count = read_mask(attention_mask, query, key)
+        if isinstance(mask, Visibility):
+            masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
+        else:
+            masks = (None, None, None, mask)
+        dropout = dropout if module.training else 0.0
+        seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
+        options = (module.activation.name, module.normalization, float(scaling), float(dropout))
+        # Dynamo (torch 2.13) fails on a function with a context where gradients are off, and there it needs none
+        is_plain = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        function = self.forward if is_plain else self.function.apply
+        output, _ = function(query, key, value, visible_count, *masks, seed, *options)
+        return output
+
+
+def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in the precision that autocast asks for, if it is on, for it does not know our operators."""
+    device_type = states[0].device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in states]
+    return list(states)

@@ -1,0 +1,673 @@
+"""The Triton kernels of `nlq_triton`: attention for every elementwise activation that has a body in Triton's language.
+
+A program owns a tile of queries (or, for the gradients of keys and values, of keys) and walks along the other axis. With
+`P = phi(S)`, normaliser `Z` and `O = P V / Z` no maximum is kept and nothing is rescaled on the way (compare Dao et al. 2022,
+arXiv 2205.14135): sums are taken in float32, and `1 / Z` waits until the end. Backward computes the scores again, once for the
+queries and once for the keys and values, so that every sum has one owner and one order, and gradients are the same each time:
+
+    dV = (P / Z)^T dO,    dP = dO V^T,    dS = phi'(S) * dP / Z,    dQ = scaling * dS K,    dK = scaling * dS^T Q,
+
+where under the normaliser `"sum"`, which depends on every weight, `dP = dO V^T - rowsum(dO * O)`.
+
+Four flags say what may hide a key, with `index` a query's own place on the key axis:
+
+    CAUSAL      key <= index, where index = query_index[0] + row
+    PACKED      key >= document_start[batch, row], which never falls from row to row
+    PADDED      key_is_valid[batch, key]; `valid_range[batch]` are the first valid key and the one after the last
+    MASKED      visible[batch, head, row, key], a mask of the caller's own
+
+Tiles that are hidden altogether are passed by, except for padding in the middle of a row. Tiles of which everybody sees
+everything are computed without asking.
+
+Shapes: query, key and value `(batch, heads, length, head_dim)` in any strides but a last one of 1; all else contiguous: the
+output, its gradient and those of query, key and value `(batch, length, heads, head_dim)`; `scale`, which is `1 / Z`, and
+`mean_gradient`, which is `rowsum(dO * O)`, `(batch, heads, query)`. WIDTH is head_dim rounded up to a power of 2.
+"""
+
+import functools
+from typing import NamedTuple
+
+from .triton_activations_nlq import jit, tl, triton
+
+
+# Numbers that change from call to call, and that no kernel is faster for knowing
+CHANGING = ("query_length", "key_length", "keys_per_split", "splits", "scaling", "dropout")
+kernel = jit if triton is None else functools.partial(triton.jit, do_not_specialize=CHANGING)
+
+
+@jit
+def _load_rows(
+    pointer, start, length, stride,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IN_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Rows `start` to `start + SIZE` of queries, keys, values or gradients, `(SIZE, WIDTH)`; 0 outside of the tensor."""
+    row = tl.arange(0, SIZE)
+    column = tl.arange(0, WIDTH)
+    pointers = pointer + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    if IN_RANGE and WIDTH == HEAD_DIM:
+        states = tl.load(pointers)
+    elif IN_RANGE:
+        states = tl.load(pointers, mask=column[None, :] < HEAD_DIM, other=0.0)
+    else:
+        states = tl.load(pointers, mask=(start + row < length)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    return states
+
+
+@jit
+def _store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Stores what `_load_rows` loads."""
+    row = tl.arange(0, SIZE)
+    column = tl.arange(0, WIDTH)
+    pointers = pointer + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    mask = (start + row < length)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(pointers, states.to(pointer.dtype.element_ty), mask=mask)
+
+
+@jit
+def _add_product(total, computed, states, PRECISION: tl.constexpr):
+    """`total + computed @ states`: weights, or gradients of scores, times tensors in the precision they were given in.
+
+    Float16 has no room for weights that are not normalised yet. TF32 has its precision and float32's range.
+    """
+    if states.dtype == tl.float16:
+        total = tl.dot(computed, states.to(tl.float32), total, input_precision="tf32")
+    else:
+        total = tl.dot(computed.to(states.dtype), states, total, input_precision=PRECISION)
+    return total
+
+
+@jit
+def _kept(seed, row, key, key_length, dropout):
+    """What dropout multiplies weights with: a number per pair of row and key, whatever the tiles. `seed` is the head's own."""
+    number = tl.rand(seed, row.to(tl.uint32) * key_length.to(tl.uint32) + key.to(tl.uint32))
+    return tl.where(number >= dropout, 1.0 / (1.0 - dropout), 0.0)
+
+
+@jit
+def _head_seed(seed, batch_head):
+    return tl.load(seed) + batch_head.to(tl.int64) * 0x5851F42D4C957F2D
+
+
+@jit
+def _is_visible(
+    key, key_length, is_row, index, document, visible_row, key_is_valid,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Whether a query sees a key; `key` is `(1, key)` and what belongs to queries `(query, 1)`, or all the other way round.
+
+    Args:
+        key: places on the key axis.
+        is_row, index, document: whether the query exists, its own place, the first key of its document.
+        visible_row: pointers to the queries' rows of the caller's mask.
+        key_is_valid: pointer to the batch's row of it.
+    """
+    is_visible = (key < key_length) & is_row
+    if CAUSAL:
+        is_visible &= key <= index
+    if PACKED:
+        is_visible &= key >= document
+    if PADDED:
+        is_visible &= tl.load(key_is_valid + key, mask=key < key_length, other=0) != 0
+    if MASKED:
+        is_visible &= tl.load(visible_row + key, mask=is_visible, other=0) != 0
+    return is_visible
+
+
+@jit
+def _bounds(
+    start, row, is_row, query_index, document_start, valid_range, query_length, key_length,
+    TILE: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile of `TILE` queries from `start` on sees of the keys, which it visits in steps of `STEP`.
+
+    Returns:
+        `first <= full_first <= full_last`, and `last`: every query sees all keys from `full_first` to `full_last`, and none sees
+        any before `first` or from `last` on. Then `index` and `document` of each query.
+    """
+    first = start * 0
+    full_first = first
+    last = key_length
+    full_last = key_length // STEP * STEP
+    index = row
+    document = row
+    if CAUSAL:
+        offset = tl.load(query_index).to(tl.int32)
+        index = row + offset
+        last = tl.minimum(last, offset + tl.minimum(start + TILE, query_length))
+        full_last = tl.minimum(full_last, (offset + start + 1) // STEP * STEP)
+    if PACKED:
+        document = tl.load(document_start + row, mask=is_row, other=0).to(tl.int32)
+        first = tl.min(tl.where(is_row, document, key_length), 0) // STEP * STEP
+        full_first = (tl.max(document, 0) + STEP - 1) // STEP * STEP
+    if PADDED:
+        first = tl.maximum(first, tl.load(valid_range) // STEP * STEP)
+        full_first = tl.maximum(full_first, first)
+        last = tl.minimum(last, tl.load(valid_range + 1))
+    if PADDED or MASKED:
+        full_last = full_first  # nothing is known to be seen without asking
+    # A document that begins in the last tile it sees has no tile in full
+    full_first = tl.minimum(full_first, tl.maximum(last, first))
+    full_last = tl.maximum(full_last, full_first)
+    return first, full_first, full_last, last, index, document
+
+
+@jit
+def _attend(
+    weighted, total, begin, end, queries, bias, row, is_row, index, document, visible_row,
+    key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys from `begin` to `end` to `P V` and to the row sums of `P`. IN_RANGE: all queries see all of them."""
+    for start in tl.range(begin, end, STEP):
+        place = start + tl.arange(0, STEP)
+        keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=weighted.dtype) * scaling
+        if HAS_BIAS:
+            scores -= bias[:, None]
+        weights, _ = BODY(scores)
+        if not IN_RANGE:
+            is_visible = _is_visible(
+                place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
+                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+            weights = tl.where(is_visible, weights, 0.0)
+        if NORMALIZATION == "sum":
+            total += tl.sum(weights, 1)
+        if HAS_DROPOUT:
+            weights *= _kept(seed, row[:, None], place[None, :], key_length, dropout)
+        values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        weighted = _add_product(weighted, weights, values, PRECISION)
+    return weighted, total
+
+
+@jit
+def _scale(total, count, LIMIT: tl.constexpr, NORMALIZATION: tl.constexpr):
+    """`1 / Z`; 0 where the sum is below LIMIT, which counts as 0."""
+    if NORMALIZATION == "sum":
+        is_zero = total < LIMIT
+        scale = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, total))
+    elif NORMALIZATION == "length":
+        scale = 1.0 / count
+    else:
+        scale = count * 0.0 + 1.0
+    return scale
+
+
+@kernel
+def forward_kernel(
+    query, key, value, output, scale,
+    query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
+    query_batch_stride, query_head_stride, query_stride,
+    key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    count_batch_stride, count_head_stride,
+    visible_batch_stride, visible_head_stride, visible_stride,
+    heads, group, query_length, key_length, scaling, dropout,
+    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`output` and `scale` of a tile of queries of one head. One program per tile, those with the most keys first."""
+    tiles = tl.cdiv(query_length, TILE)
+    batch_head = tl.program_id(0) // tiles
+    start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    row = start + tl.arange(0, TILE)
+    is_row = row < query_length
+    query += batch * query_batch_stride + head * query_head_stride
+    key += batch * key_batch_stride + head // group * key_head_stride
+    value += batch * value_batch_stride + head // group * value_head_stride
+    key_is_valid += batch * key_length
+    first, full_first, full_last, last, index, document = _bounds(
+        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 2 * batch,
+        query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
+    )  # fmt: skip
+    visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
+    head_seed = batch_head
+    if HAS_DROPOUT:
+        head_seed = _head_seed(seed, batch_head)
+
+    counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
+    count = tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM)
+    bias = tl.log(count)
+    queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
+    weighted = tl.zeros((TILE, WIDTH), SUM)
+    total = tl.zeros((TILE,), SUM)
+    if PACKED:
+        weighted, total = _attend(
+            weighted, total, first, full_first, queries, bias, row, is_row, index, document, visible_row,
+            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+            CAUSAL, PACKED, PADDED, MASKED,
+        )  # fmt: skip
+    if not (PADDED or MASKED):
+        weighted, total = _attend(
+            weighted, total, full_first, full_last, queries, bias, row, is_row, index, document, visible_row,
+            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
+            CAUSAL, PACKED, PADDED, MASKED,
+        )  # fmt: skip
+    weighted, total = _attend(
+        weighted, total, full_last, last, queries, bias, row, is_row, index, document, visible_row,
+        key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+        STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+        CAUSAL, PACKED, PADDED, MASKED,
+    )  # fmt: skip
+    scales = _scale(total, count, LIMIT, NORMALIZATION)
+    tl.store(scale + batch_head.to(tl.int64) * query_length + row, scales, mask=is_row)
+    output += (batch * query_length * heads + head) * HEAD_DIM
+    _store_rows(output, start, query_length, heads * HEAD_DIM, weighted * scales[:, None], TILE, WIDTH, HEAD_DIM)
+
+
+@kernel
+def split_kernel(
+    query, key, value, weighted_sums, totals,
+    query_index, visible_count, key_is_valid, document_start, visible,
+    query_batch_stride, query_head_stride, query_stride,
+    key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    count_batch_stride, count_head_stride,
+    visible_batch_stride, visible_head_stride, visible_stride,
+    heads, group, query_length, key_length, keys_per_split, splits, scaling,
+    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Few queries against many keys: one program per key-value head and part of the keys, for all queries that share the head.
+
+    Stores `P V` and the row sums of `P` over the part, `(split, batch, heads, query, ...)`, which `combine_kernel` adds up.
+    """
+    split = tl.program_id(0) % splits
+    batch_head = tl.program_id(0) // splits
+    key_value_heads = heads // group
+    batch = (batch_head // key_value_heads).to(tl.int64)
+    key_value_head = (batch_head % key_value_heads).to(tl.int64)
+    place = tl.arange(0, TILE)
+    is_row = place < group * query_length
+    row = place % query_length
+    head = tl.where(is_row, key_value_head * group + place // query_length, 0)
+    query += batch * query_batch_stride
+    key += batch * key_batch_stride + key_value_head * key_head_stride
+    value += batch * value_batch_stride + key_value_head * value_head_stride
+    key_is_valid += batch * key_length
+    visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
+    begin = split * keys_per_split
+    end = tl.minimum(begin + keys_per_split, key_length)
+    index = row
+    document = row
+    if CAUSAL:
+        offset = tl.load(query_index).to(tl.int32)
+        index = row + offset
+        end = tl.minimum(end, offset + query_length)
+    if PACKED:
+        document = tl.load(document_start + batch * query_length + row, mask=is_row, other=0).to(tl.int32)
+
+    counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
+    bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
+    column = tl.arange(0, WIDTH)
+    is_state = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    pointers = query + (head * query_head_stride + row * query_stride)[:, None] + column[None, :]
+    queries = tl.load(pointers, mask=is_state, other=0.0)
+    weighted, total = _attend(
+        tl.zeros((TILE, WIDTH), SUM), tl.zeros((TILE,), SUM), begin, end, queries, bias,
+        row, is_row, index, document, visible_row,
+        key, value, key_stride, value_stride, key_length, key_is_valid, scaling, batch_head, 0.0,
+        STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, False, PRECISION, False,
+        CAUSAL, PACKED, PADDED, MASKED,
+    )  # fmt: skip
+    batches = tl.num_programs(0) // (splits * key_value_heads)
+    part = ((split * batches + batch) * heads + head) * query_length + row
+    tl.store(totals + part, total, mask=is_row)
+    tl.store(weighted_sums + part[:, None] * HEAD_DIM + column[None, :], weighted, mask=is_state)
+
+
+@kernel
+def combine_kernel(
+    weighted_sums, totals, output, scale, visible_count, count_batch_stride, count_head_stride,
+    heads, query_length, splits,
+    WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """`output` and `scale` of one query of one head from the parts that `split_kernel` stored."""
+    part = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(0).to(tl.int64)
+    row = part % query_length
+    head = part // query_length % heads
+    batch = part // query_length // heads
+    column = tl.arange(0, WIDTH)
+    weighted = tl.zeros((WIDTH,), SUM)
+    total = tl.zeros((), SUM)
+    for split in range(splits):
+        place = split * parts + part
+        total += tl.load(totals + place)
+        weighted += tl.load(weighted_sums + place * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
+    count = tl.load(visible_count + batch * count_batch_stride + head * count_head_stride + row)
+    scales = _scale(total, tl.maximum(count, 1).to(SUM), LIMIT, NORMALIZATION)
+    tl.store(scale + part, scales)
+    output += ((batch * query_length + row) * heads + head) * HEAD_DIM
+    tl.store(output + column, (weighted * scales).to(output.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@kernel
+def valid_range_kernel(key_is_valid, valid_range, key_length, STEP: tl.constexpr):
+    """The first valid key of one row of the batch, and the one after the last; `(key_length, 0)` if there is none."""
+    batch = tl.program_id(0).to(tl.int64)
+    key_is_valid += batch * key_length
+    first = key_length
+    last = key_length * 0
+    for start in range(0, key_length, STEP):
+        place = start + tl.arange(0, STEP)
+        is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(is_valid, place, key_length), 0))
+        last = tl.maximum(last, tl.max(tl.where(is_valid, place + 1, 0), 0))
+    tl.store(valid_range + 2 * batch, first)
+    tl.store(valid_range + 2 * batch + 1, last)
+
+
+@jit
+def _query_gradient(
+    gradient_sum, begin, end, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+    key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys from `begin` to `end` contribute to `dS K`, but for the factor `1 / Z`."""
+    for start in tl.range(begin, end, STEP):
+        place = start + tl.arange(0, STEP)
+        keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=gradient_sum.dtype) * scaling
+        values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        slope = tl.dot(gradients, tl.trans(values), input_precision=PRECISION, out_dtype=gradient_sum.dtype)
+        if HAS_BIAS:
+            scores -= bias[:, None]
+        if HAS_DROPOUT:
+            slope *= _kept(seed, row[:, None], place[None, :], key_length, dropout)
+        if NORMALIZATION == "sum":
+            slope -= mean[:, None]
+        _, derivative = BODY(scores)
+        slope *= derivative
+        if not IN_RANGE:
+            is_visible = _is_visible(
+                place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
+                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+            slope = tl.where(is_visible, slope, 0.0)
+        gradient_sum = _add_product(gradient_sum, slope, keys, PRECISION)
+    return gradient_sum
+
+
+@kernel
+def query_gradient_kernel(
+    gradient, query, key, value, output, scale, mean_gradient, query_gradient,
+    query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
+    query_batch_stride, query_head_stride, query_stride,
+    key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    count_batch_stride, count_head_stride,
+    visible_batch_stride, visible_head_stride, visible_stride,
+    heads, group, query_length, key_length, scaling, dropout,
+    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`dQ` of a tile of queries of one head, and `mean_gradient`, which `key_value_gradient_kernel` needs too."""
+    tiles = tl.cdiv(query_length, TILE)
+    batch_head = tl.program_id(0) // tiles
+    start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    row = start + tl.arange(0, TILE)
+    is_row = row < query_length
+    query += batch * query_batch_stride + head * query_head_stride
+    key += batch * key_batch_stride + head // group * key_head_stride
+    value += batch * value_batch_stride + head // group * value_head_stride
+    key_is_valid += batch * key_length
+    first, full_first, full_last, last, index, document = _bounds(
+        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 2 * batch,
+        query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
+    )  # fmt: skip
+    visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
+    head_seed = batch_head
+    if HAS_DROPOUT:
+        head_seed = _head_seed(seed, batch_head)
+
+    of_head = (batch * query_length * heads + head) * HEAD_DIM
+    stride = heads * HEAD_DIM
+    queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
+    gradients = _load_rows(gradient + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
+    kept = batch_head.to(tl.int64) * query_length + row
+    mean = tl.zeros((TILE,), SUM)
+    if NORMALIZATION == "sum":
+        outputs = _load_rows(output + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
+        mean = tl.sum(gradients.to(SUM) * outputs.to(SUM), 1)
+        tl.store(mean_gradient + kept, mean, mask=is_row)
+    counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
+    bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
+    gradient_sum = tl.zeros((TILE, WIDTH), SUM)
+    if PACKED:
+        gradient_sum = _query_gradient(
+            gradient_sum, first, full_first, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+            CAUSAL, PACKED, PADDED, MASKED,
+        )  # fmt: skip
+    if not (PADDED or MASKED):
+        gradient_sum = _query_gradient(
+            gradient_sum, full_first, full_last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
+            CAUSAL, PACKED, PADDED, MASKED,
+        )  # fmt: skip
+    gradient_sum = _query_gradient(
+        gradient_sum, full_last, last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+        key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
+        STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+        CAUSAL, PACKED, PADDED, MASKED,
+    )  # fmt: skip
+    scales = tl.load(scale + kept, mask=is_row, other=0.0)
+    _store_rows(
+        query_gradient + of_head, start, query_length, stride, gradient_sum * (scales * scaling)[:, None], TILE, WIDTH, HEAD_DIM
+    )
+
+
+@jit
+def _key_value_gradients(
+    key_sum, value_sum, begin, end, keys, values, place,
+    query, gradient, query_stride, gradient_stride, scale, mean_gradient, counts, query_index, document_start, visible,
+    visible_stride, query_length, key_length, key_is_valid, scaling, seed, dropout,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALL_SEEN: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the queries from `begin` to `end` to `dS^T Q` and `(P / Z)^T dO`. ALL_SEEN: they all see all keys of the tile.
+
+    Queries after the last are 0, as are their gradients, so they add nothing.
+    """
+    for start in tl.range(begin, end, STEP):
+        row = start + tl.arange(0, STEP)
+        is_row = row < query_length
+        queries = _load_rows(query, start, query_length, query_stride, STEP, WIDTH, HEAD_DIM, False)
+        gradients = _load_rows(gradient, start, query_length, gradient_stride, STEP, WIDTH, HEAD_DIM, False)
+        # (key, query), so that no product needs it turned
+        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION, out_dtype=key_sum.dtype) * scaling
+        slope = tl.dot(values, tl.trans(gradients), input_precision=PRECISION, out_dtype=key_sum.dtype)
+        if HAS_BIAS:
+            scores -= tl.log(tl.maximum(tl.load(counts + row, mask=is_row, other=1), 1).to(key_sum.dtype))[None, :]
+        weights, derivative = BODY(scores)
+        if HAS_DROPOUT:
+            kept = _kept(seed, row[None, :], place[:, None], key_length, dropout)
+            weights *= kept
+            slope *= kept
+        if NORMALIZATION == "sum":
+            slope -= tl.load(mean_gradient + row, mask=is_row, other=0.0)[None, :]
+        slope *= derivative
+        if NORMALIZATION != "none":
+            scales = tl.load(scale + row, mask=is_row, other=0.0)[None, :]
+            weights *= scales
+            slope *= scales
+        if not ALL_SEEN:
+            index = row
+            document = row
+            if CAUSAL:
+                index = row + tl.load(query_index).to(tl.int32)
+            if PACKED:
+                document = tl.load(document_start + row, mask=is_row, other=0).to(tl.int32)
+            visible_row = visible + row.to(tl.int64) * visible_stride
+            is_visible = _is_visible(
+                place[:, None], key_length, is_row[None, :], index[None, :], document[None, :], visible_row[None, :],
+                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+            weights = tl.where(is_visible, weights, 0.0)
+            slope = tl.where(is_visible, slope, 0.0)
+        value_sum = _add_product(value_sum, weights, gradients, PRECISION)
+        key_sum = _add_product(key_sum, slope, queries, PRECISION)
+    return key_sum, value_sum
+
+
+@kernel
+def key_value_gradient_kernel(
+    gradient, query, key, value, scale, mean_gradient, key_gradient, value_gradient,
+    query_index, visible_count, key_is_valid, document_start, document_end, visible, seed,
+    query_batch_stride, query_head_stride, query_stride,
+    key_batch_stride, key_head_stride, key_stride,
+    value_batch_stride, value_head_stride, value_stride,
+    count_batch_stride, count_head_stride,
+    visible_batch_stride, visible_head_stride, visible_stride,
+    heads, group, query_length, key_length, scaling, dropout,
+    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`dK` and `dV` of a tile of keys of one key-value head, summed over the query heads that share it.
+
+    `document_end[batch, key]` is the first query whose document begins after the key.
+    """
+    tiles = tl.cdiv(key_length, TILE)
+    batch_head = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * TILE  # the first keys have the most queries
+    key_value_heads = heads // group
+    batch = (batch_head // key_value_heads).to(tl.int64)
+    key_value_head = (batch_head % key_value_heads).to(tl.int64)
+    place = start + tl.arange(0, TILE)
+    last_key = tl.minimum(start + TILE, key_length) - 1
+    key += batch * key_batch_stride + key_value_head * key_head_stride
+    value += batch * value_batch_stride + key_value_head * value_head_stride
+    key_is_valid += batch * key_length
+    document_start += batch * query_length
+
+    # All queries from `full_first` to `full_last` see all keys of the tile; none before `first` or from `last` on sees any
+    first = start * 0
+    full_first = first
+    last = query_length
+    full_last = query_length
+    if CAUSAL:
+        offset = tl.load(query_index).to(tl.int32)
+        first = tl.maximum(start - offset, 0) // STEP * STEP
+        full_first = (tl.maximum(last_key - offset, 0) + STEP - 1) // STEP * STEP
+    if PACKED:
+        last = tl.load(document_end + batch * key_length + last_key).to(tl.int32)
+        full_last = tl.minimum(full_last, tl.load(document_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
+    if PADDED:
+        is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
+        last = tl.where(tl.max(is_valid.to(tl.int32), 0) != 0, last, first)
+    if PADDED or MASKED:
+        full_last = first
+    full_first = tl.minimum(full_first, tl.maximum(last, first))
+    full_last = tl.maximum(tl.minimum(full_last, last), full_first)
+
+    keys = _load_rows(key, start, key_length, key_stride, TILE, WIDTH, HEAD_DIM, False)
+    values = _load_rows(value, start, key_length, value_stride, TILE, WIDTH, HEAD_DIM, False)
+    key_sum = tl.zeros((TILE, WIDTH), SUM)
+    value_sum = tl.zeros((TILE, WIDTH), SUM)
+    for member in range(group):
+        head = key_value_head * group + member
+        of_head = batch * heads + head
+        head_query = query + batch * query_batch_stride + head * query_head_stride
+        head_gradient = gradient + (batch * query_length * heads + head) * HEAD_DIM
+        head_counts = visible_count + batch * count_batch_stride + head * count_head_stride
+        head_visible = visible + batch * visible_batch_stride + head * visible_head_stride
+        head_scale = scale + of_head * query_length
+        head_mean = mean_gradient + of_head * query_length
+        head_seed = of_head
+        if HAS_DROPOUT:
+            head_seed = _head_seed(seed, of_head)
+        if CAUSAL:
+            key_sum, value_sum = _key_value_gradients(
+                key_sum, value_sum, first, full_first, keys, values, place,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                query_index, document_start, head_visible, visible_stride,
+                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+                CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+        if not (PADDED or MASKED):
+            key_sum, value_sum = _key_value_gradients(
+                key_sum, value_sum, full_first, full_last, keys, values, place,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                query_index, document_start, head_visible, visible_stride,
+                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
+                CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+        if PACKED or PADDED or MASKED:
+            key_sum, value_sum = _key_value_gradients(
+                key_sum, value_sum, full_last, last, keys, values, place,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                query_index, document_start, head_visible, visible_stride,
+                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
+                CAUSAL, PACKED, PADDED, MASKED,
+            )  # fmt: skip
+    key_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
+    value_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
+    stride = key_value_heads * HEAD_DIM
+    _store_rows(key_gradient, start, key_length, stride, key_sum * scaling, TILE, WIDTH, HEAD_DIM)
+    _store_rows(value_gradient, start, key_length, stride, value_sum, TILE, WIDTH, HEAD_DIM)
+
+
+class Tiles(NamedTuple):
+    """How a kernel is launched: rows of its own tile, rows of a step along the other axis, warps, stages of the pipeline."""
+
+    tile: int
+    step: int
+    warps: int
+    stages: int
+
+
+MIN_TILE = 16  # the least that tensor cores multiply
+# By kernel and bytes of a row of a head, chosen by what Hopper's registers hold and not yet by the clock. Where a GPU has too
+# little shared memory for a line, the next one is taken.
+TILES = {
+    forward_kernel: {
+        128: Tiles(128, 128, 8, 3),
+        256: Tiles(128, 64, 8, 3),
+        512: Tiles(128, 32, 8, 3),
+        1024: Tiles(32, 16, 4, 1),
+    },
+    query_gradient_kernel: {
+        128: Tiles(128, 64, 8, 3),
+        256: Tiles(128, 64, 8, 2),
+        512: Tiles(128, 32, 8, 2),
+        1024: Tiles(32, 16, 4, 1),
+    },
+    key_value_gradient_kernel: {
+        128: Tiles(128, 64, 8, 3),
+        256: Tiles(128, 64, 8, 2),
+        512: Tiles(64, 32, 8, 2),
+        1024: Tiles(32, 16, 4, 1),
+    },
+    # Its own tile takes all queries that share a key-value head
+    split_kernel: {
+        128: Tiles(MIN_TILE, 128, 4, 3),
+        256: Tiles(MIN_TILE, 64, 4, 3),
+        512: Tiles(MIN_TILE, 32, 4, 3),
+        1024: Tiles(MIN_TILE, 16, 4, 1),
+    },
+}

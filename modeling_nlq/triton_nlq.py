@@ -1,0 +1,354 @@
+"""`nlq_triton`: attention for every elementwise activation by fused Triton kernels, forward and backward, on CUDA.
+
+The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks what they are given,
+chooses tiles, launches them, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set
+before the first import, Triton's interpreter runs the same kernels on the CPU, slowly: for tests.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, zero_limit
+from .operators_nlq import AttentionOperators, in_autocast_precision
+from .triton_activations_nlq import jit, tl, triton
+from .triton_kernels_nlq import (
+    MIN_TILE,
+    TILES,
+    Tiles,
+    combine_kernel,
+    forward_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+    split_kernel,
+    valid_range_kernel,
+)
+
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_CAPABILITY = (8, 0)  # NVIDIA's first GPUs with bfloat16
+
+# Without a GPU, by Triton's interpreter
+IS_INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
+
+
+# So many queries that share a key-value head, against so many keys, have the keys split among programs
+MAX_SPLIT_ROWS, MIN_SPLIT_KEYS = 64, 512
+SPLIT_STEP = 128  # a part is a multiple of it, and it of every step
+
+
+@torch.compiler.assume_constant_result
+def _capability(device_index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def refusal(activation: AttentionActivation, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why `nlq_triton` cannot compute something, in words that follow its name, or `None` if it can."""
+    if triton is None:
+        return "needs the package triton: pip install triton"
+    if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
+        return f"needs a CUDA device, not device={str(device)!r}"
+    if device.type == "cuda" and torch.version.hip is None and _capability(device.index) < MIN_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, _capability(device.index)))
+        return f"needs a GPU of compute capability {needed} or more, not {found}"
+    if activation.triton_body is None:
+        return f"needs a Triton body of attention_activation={activation.name!r}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
+    if dtype not in DTYPES and not (IS_INTERPRETED and dtype == torch.float64):
+        return f"takes {', '.join(str(dtype) for dtype in DTYPES)}, not {dtype}"
+    return None
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Kernels do not see the ends of tensors: what does not fit together would be read from elsewhere.
+
+    Raises:
+        ValueError: if shapes, precisions or devices do not.
+    """
+    shapes = ", ".join(f"{name}={tuple(states.shape)}" for name, states in zip(("query", "key", "value"), (query, key, value)))
+    fit = query.ndim == key.ndim == 4 and key.shape == value.shape and key.shape[1] > 0
+    if not fit or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]) or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"nlq_triton: {shapes} must be (batch, heads, query, head_dim) and twice (batch, key_value_heads, key, head_dim), "
+            "with heads a multiple of key_value_heads"
+        )
+    for name in ("dtype", "device"):
+        if not getattr(query, name) == getattr(key, name) == getattr(value, name):
+            found = ", ".join(str(getattr(states, name)) for states in (query, key, value))
+            raise ValueError(f"nlq_triton: the {name}s of query, key and value, {found}, must be the same")
+
+
+def _new_gradient(states: torch.Tensor) -> torch.Tensor:
+    """`(batch, heads, length, head_dim)`, laid out as `(batch, length, heads, head_dim)`, which projections make and take."""
+    batch, heads, length, head_dim = states.shape
+    return states.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def _tile_of(size: int) -> int:
+    """The smallest side of a tile that holds so many rows or columns."""
+    return max(1 << (size - 1).bit_length(), MIN_TILE)
+
+
+class _Problem:
+    """One call: all that kernels may ask for, by the names of their arguments."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible_count: torch.Tensor,
+        query_index: torch.Tensor | None,
+        key_is_valid: torch.Tensor | None,
+        document_start: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        activation: str,
+        normalization: str,
+        scaling: float,
+        dropout: float,
+    ):
+        self.batch, self.heads, self.query_length, self.head_dim = query.shape
+        self.key_value_heads, self.key_length = key.shape[1:3]
+        self.group = self.heads // self.key_value_heads
+        self.device = query.device
+        self.sum_dtype = torch.promote_types(query.dtype, torch.float32)
+        row = get_attention_activation(activation)
+        query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
+        per_head = (self.batch, self.heads, self.query_length)
+        count = visible_count.contiguous().expand(per_head)
+        self.arguments = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "visible_count": count,
+            "heads": self.heads,
+            "group": self.group,
+            "query_length": self.query_length,
+            "key_length": self.key_length,
+            "scaling": scaling,
+            "dropout": dropout,
+            "count_batch_stride": count.stride(0),
+            "count_head_stride": count.stride(1),
+            # A tensor that a kernel does not look at must still be one
+            "query_index": count if query_index is None else query_index.contiguous(),
+            "document_start": count if document_start is None else document_start.contiguous(),
+            "seed": count if seed is None else seed,
+            "key_is_valid": count,
+            "valid_range": count,
+            "visible": count,
+            "visible_batch_stride": 0,
+            "visible_head_stride": 0,
+            "visible_stride": 0,
+        }
+        for name in ("query", "key", "value"):
+            strides = self.arguments[name].stride()
+            suffixes = ("_batch_stride", "_head_stride", "_stride")
+            self.arguments |= {name + suffix: stride for suffix, stride in zip(suffixes, strides)}
+        if key_is_valid is not None:
+            key_is_valid = key_is_valid.contiguous().view(torch.uint8)
+            self.arguments["key_is_valid"] = key_is_valid
+        if visible is not None:
+            visible = visible.contiguous().view(torch.uint8).expand(*per_head, -1)
+            self.arguments["visible"] = visible
+            names = ("visible_batch_stride", "visible_head_stride", "visible_stride")
+            self.arguments |= dict(zip(names, visible.stride()))
+        self.arguments |= {
+            "WIDTH": _tile_of(self.head_dim),
+            "HEAD_DIM": self.head_dim,
+            "BODY": row.triton_body,
+            "NORMALIZATION": normalization,
+            "LIMIT": zero_limit(self.sum_dtype),
+            "SUM": tl.float64 if self.sum_dtype == torch.float64 else tl.float32,
+            "HAS_BIAS": row.subtract_log_count and normalization == "none",
+            "HAS_DROPOUT": dropout > 0.0,
+            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            "CAUSAL": query_index is not None,
+            "PACKED": document_start is not None,
+            "PADDED": key_is_valid is not None,
+            "MASKED": visible is not None,
+        }
+        if key_is_valid is not None:
+            valid_range = torch.empty(self.batch, 2, dtype=torch.int32, device=self.device)
+            self.run(valid_range_kernel, self.batch, key_is_valid=key_is_valid, valid_range=valid_range, STEP=1024)
+            self.arguments["valid_range"] = valid_range
+
+    def run(self, kernel, programs: int, options: dict | None = None, **arguments) -> None:
+        """Launches as many programs of a kernel, with those arguments that it has of these and of the problem's own."""
+        if programs > 0:
+            given = {**self.arguments, **arguments}
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                kernel[(programs,)](**{name: given[name] for name in kernel.arg_names}, **(options or {}))
+
+    def run_tiled(self, kernel, programs: Callable[[int], int], **arguments) -> None:
+        """Launches a kernel in the best tiles that the device has room for.
+
+        Args:
+            kernel: one of `TILES`.
+            programs: how many there are for a size of the kernel's own tile.
+            arguments: as in `run`.
+        """
+        # Float16 is multiplied as TF32, which takes as much room as float32
+        size = 2 if self.arguments["query"].dtype == torch.bfloat16 else 4
+        row_size = min(size * self.arguments["WIDTH"], max(TILES[kernel]))
+        choices = [tiles for most, tiles in TILES[kernel].items() if row_size <= most]
+        place = (kernel, row_size, self.device)
+        for index in range(_FITTING.get(place, 0), len(choices)):
+            tiles = choices[index]
+            options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+            sizes = {"TILE": tiles.tile, "STEP": tiles.step}
+            try:
+                self.run(kernel, programs(tiles.tile), options, **{**sizes, **arguments})
+            except triton.runtime.OutOfResources:
+                if index + 1 == len(choices):
+                    raise
+            else:
+                _FITTING[place] = index
+                return
+
+
+# Which line of `TILES` a device turned out to have room for
+_FITTING: dict[tuple, int] = {}
+
+
+def _triton_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    document_start: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
+    masks = (query_index, key_is_valid, document_start, visible)
+    problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
+    output = query.new_empty(problem.batch, problem.query_length, problem.heads, problem.head_dim)
+    scale = query.new_empty(problem.batch, problem.heads, problem.query_length, dtype=problem.sum_dtype)
+    results = {"output": output, "scale": scale}
+    rows = problem.group * problem.query_length
+    if rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS and dropout == 0.0:
+        _attend_in_parts(problem, **results)
+    else:
+        heads = problem.batch * problem.heads
+        problem.run_tiled(forward_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **results)
+    return output, scale
+
+
+def _attend_in_parts(problem: _Problem, output: torch.Tensor, scale: torch.Tensor) -> None:
+    """Few queries, as in decoding: each program takes a part of the keys, and there are enough of them for the whole device."""
+    is_cuda = problem.device.type == "cuda"
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count if is_cuda else 2
+    heads = problem.batch * problem.key_value_heads
+    wanted = math.ceil(2 * processors / heads)
+    keys_per_split = math.ceil(problem.key_length / wanted / SPLIT_STEP) * SPLIT_STEP
+    splits = math.ceil(problem.key_length / keys_per_split)
+    shape = (splits, problem.batch, problem.heads, problem.query_length)
+    parts = {
+        "weighted_sums": scale.new_empty(*shape, problem.head_dim),
+        "totals": scale.new_empty(shape),
+        "splits": splits,
+    }
+    tile = _tile_of(problem.group * problem.query_length)
+    problem.run_tiled(split_kernel, lambda _: heads * splits, TILE=tile, keys_per_split=keys_per_split, **parts)
+    queries = problem.batch * problem.heads * problem.query_length
+    problem.run(combine_kernel, queries, output=output, scale=scale, **parts)
+
+
+def _triton_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    scale: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    document_start: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value, in their shapes, given that of the output."""
+    masks = (query_index, key_is_valid, document_start, visible)
+    problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
+    gradients = {f"{name}_gradient": _new_gradient(states) for name, states in (("query", query), ("key", key), ("value", value))}
+    given = {
+        "gradient": gradient.contiguous(),
+        "output": output,
+        "scale": scale,
+        "mean_gradient": torch.empty_like(scale) if normalization == "sum" else scale,
+        "document_end": problem.arguments["document_start"],
+    }
+    if document_start is not None:
+        places = torch.arange(problem.key_length, device=query.device).expand(problem.batch, -1)
+        given["document_end"] = torch.searchsorted(document_start.contiguous(), places.contiguous(), right=True)
+    heads, key_value_heads = problem.batch * problem.heads, problem.batch * problem.key_value_heads
+    problem.run_tiled(
+        query_gradient_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **given, **gradients
+    )
+    # It reads the mean gradients that the first kernel wrote
+    problem.run_tiled(
+        key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(problem.key_length / tile), **given, **gradients
+    )
+    return gradients["query_gradient"], gradients["key_gradient"], gradients["value_gradient"]
+
+
+_operators = AttentionOperators(
+    "triton_attention",
+    _triton_attention,
+    _triton_attention_backward,
+    new_gradient=_new_gradient,
+    modules=(__name__, Tiles.__module__, jit.__module__, AttentionActivation.__module__),
+)
+
+
+def triton_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention for every elementwise activation that has a Triton body, in memory linear in the length.
+
+    Args:
+        module: the attention layer, whose `activation` and `normalization` say what to compute.
+        query: `(batch, heads, query, head_dim)` in float16, bfloat16 or float32, with `head_dim` up to 256. In float32 it is
+            multiplied as `torch.set_float32_matmul_precision` says.
+        key, value: `(batch, key_value_heads, key, head_dim)`.
+        attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
+        scaling: factor of the scores.
+        dropout: probability of dropping a weight; which ones, PyTorch's random number generator decides.
+
+    Returns:
+        The output `(batch, query, heads, head_dim)`, and no weights.
+
+    Raises:
+        ValueError: for a device, precision, head or activation that the kernels do not take, and for tensors that do not fit
+            together.
+    """
+    query, key, value = in_autocast_precision(query, key, value)
+    _check(query, key, value)
+    reason = refusal(module.activation, query.device, query.dtype, query.shape[-1])
+    if reason is not None:
+        raise ValueError(f"attn_implementation='nlq_triton' (layer {module.layer_idx}) {reason}; use one of nlq, nlq_tiled, eager")
+    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout), None
