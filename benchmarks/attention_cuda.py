@@ -62,6 +62,8 @@ DIRECTIONS = {"forward": 1.0, "forward and backward": 3.5}
 GATE_LENGTH = 600  # no multiple of any tile
 # Errors are relative to the norm of a part of the text: late positions average over many values and are small
 PARTS = 8
+# Even in float32: a score next to relu's kink may round to either side, where the gradient is another
+LEAST_TOLERANCE = 5e-3
 
 
 class Case(NamedTuple):
@@ -130,17 +132,17 @@ class Problem:
     """Queries, keys and values, the gradient of the output, and the causal mask as each backend takes it."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: str, needs_block_mask: bool = False):
-        """Makes random ones of the shape `(batch, heads, length, head_dim)`."""
-        self.inputs = [torch.randn(*shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-        self.gradient = torch.randn(*shape, dtype=dtype, device=device).transpose(1, 2)
-        length = shape[2]
+        """Makes random ones of the shape `(batch, heads, length, head_dim)`, laid out in memory as the model's projections."""
+        batch, heads, length, head_dim = shape
+        *inputs, self.gradient = (torch.randn(batch, length, heads, head_dim, dtype=dtype, device=device) for _ in range(4))
+        self.inputs = [tensor.transpose(1, 2).requires_grad_() for tensor in inputs]
         # Made once for all layers, as in the model
         self.visibility = make_visibility(length, length, 0, torch.device(device))
         self.block_mask = _causal_block_mask(length, device) if needs_block_mask else None
 
     def forward(self, candidate: Candidate) -> torch.Tensor:
         """The output `(batch, query, heads, head_dim)`."""
-        return self._forward(candidate, self.inputs, PINNED.get(candidate[0]))
+        return self._forward(candidate, self.inputs)
 
     def inference(self, candidate: Candidate) -> torch.Tensor:
         """The same without what backward would need."""
@@ -153,12 +155,12 @@ class Problem:
         return [output, *torch.autograd.grad(output, self.inputs, self.gradient)]
 
     def expected(self, candidate: Candidate) -> list[torch.Tensor]:
-        """What `training` of a candidate gives in float32, by whichever kernel SDPA has for that."""
+        """What `training` of a candidate gives in float32."""
         inputs = [tensor.detach().float().requires_grad_() for tensor in self.inputs]
-        output = self._forward(candidate, inputs, None)
+        output = self._forward(candidate, inputs)
         return [output.detach(), *torch.autograd.grad(output, inputs, self.gradient.float())]
 
-    def _forward(self, candidate: Candidate, inputs: list[torch.Tensor], kernel: SDPBackend | None) -> torch.Tensor:
+    def _forward(self, candidate: Candidate, inputs: list[torch.Tensor]) -> torch.Tensor:
         backend, name = candidate
         row = ATTENTION_BACKENDS["sdpa" if backend in PINNED else backend]
         mask: Visibility | BlockMask | None = self.visibility if row.takes_visibility else None
@@ -166,8 +168,12 @@ class Problem:
         if backend == "flex_attention":
             mask, options = self.block_mask, {"visible_count": self.visibility.visible_count}
         scaling = inputs[0].shape[-1] ** -0.5
-        with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
-            return row.function(attention_layer(name), *inputs, mask, scaling=scaling, **options)[0]
+        return row.function(attention_layer(name), *inputs, mask, scaling=scaling, **options)[0]
+
+
+def pinned(candidate: Candidate) -> contextlib.AbstractContextManager:
+    """Makes SDPA use the candidate's own kernel; entered once for many calls, for it takes time itself."""
+    return sdpa_kernel(PINNED[candidate[0]]) if candidate[0] in PINNED else contextlib.nullcontext()
 
 
 def _causal_block_mask(length: int, device: str) -> BlockMask:
@@ -196,7 +202,7 @@ def check(problem: Problem, candidate: Candidate, expected: list[torch.Tensor], 
     Raises:
         WrongResult: if an output or a gradient is farther from what is expected than rounding explains.
     """
-    tolerance = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    tolerance = max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
     names = ("output", "output without gradients", "gradient of query", "gradient of key", "gradient of value")
     output, *gradients = problem.training(candidate)
     for name, actual, wanted in zip(
@@ -246,7 +252,9 @@ def gate(head_dim: int, dtype: torch.dtype, device: str, names: Iterable[str], o
     try:
         for name in names:
             check(exact, ("nlq_tiled", name), exact.expected(("eager", name)), torch.float32)
-        check(problem, BASELINE, problem.expected(("eager", "softmax")), dtype)
+        expected = problem.expected(("eager", "softmax"))
+        with pinned(BASELINE):
+            check(problem, BASELINE, expected, dtype)
     except WrongResult as error:
         raise SystemExit(f"correctness gate: nlq_tiled or SDPA: {error}; nothing is timed") from error
     for name in names:
@@ -315,7 +323,8 @@ class Measurement:
         self.tables.results[case] = {candidate: Result(times[candidate], memory[candidate]) for candidate in alive}
 
     def _attempt(self, candidate: Candidate, directions: list[str], function: Callable[[], object]) -> bool:
-        reason = attempt(f"{label(candidate)} (head dim {self.head_dim}, length {self.length})", function)
+        with pinned(candidate):
+            reason = attempt(f"{label(candidate)} (head dim {self.head_dim}, length {self.length})", function)
         if reason is None:
             return True
         if candidate in (BASELINE, MATMUL):

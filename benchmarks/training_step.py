@@ -56,6 +56,7 @@ SHAPES = {
         "batch": 12,
     },
 }
+BASELINE = "gpt2 (sdpa)"
 LITGPT, LIKE_LITGPT = "litgpt (rotary)", "nlq linear/softmax"  # the same matrices
 DEFAULTS = {
     "cpu": {"dtype": "float32", "preset": "small", "compile": False},
@@ -268,7 +269,7 @@ def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[floa
     return rows
 
 
-def measure(steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str) -> tuple[dict, dict[str, str]]:
+def time_steps(steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str) -> tuple[dict, dict[str, str]]:
     """Seconds of each candidate's steps, in turns, and the reasons of those that failed on a GPU."""
     failures = {}
     for _ in range(2):  # to compile and to warm up
@@ -324,7 +325,7 @@ def main(words: list[str] | None = None) -> int:
     elif is_cuda:
         peak, source = matmul_rate(arguments.device, getattr(torch, arguments.dtype)), "a product of matrices, measured now"
 
-    candidates = {"gpt2 (sdpa)": GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
+    candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
     candidates |= {name: NLQForCausalLM(nlq_config(shape, **switches)) for name, switches in SWITCHES.items()}
     flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
@@ -334,8 +335,10 @@ def main(words: list[str] | None = None) -> int:
 
     tokens = torch.randint(shape["vocab_size"], (shape["batch"], shape["context"]), device=arguments.device)
     with compiled_without_fallback():  # all candidates are one function to the compiler
-        rows, failures = measure(steps, tokens, arguments.rounds, arguments.device)
+        rows, failures = time_steps(steps, tokens, arguments.rounds, arguments.device)
 
+    if BASELINE in failures:
+        raise SystemExit(f"{BASELINE} failed, which all others are compared with: {failures[BASELINE]}")
     device = describe_gpu() if is_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
@@ -343,7 +346,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[LIKE_LITGPT]:,} FLOPs a token with linear queries")
     if is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers in it")
-    report(rows, "gpt2 (sdpa)", tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
+    report(rows, BASELINE, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
     for name, reason in failures.items():
         print(f"{name}: no figure, {reason}")
     if arguments.trainer_steps and not is_cuda:
