@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread: the tests' tensors are too small to share
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 
-.PHONY: demo test test-slow lint benchmark clean
+.PHONY: demo test test-slow lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -30,6 +30,29 @@ benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/attention.py
 	.venv/bin/python benchmarks/linear.py
 	.venv/bin/python benchmarks/stability.py
+
+# Everything that needs a GPU, on a machine that has one; `make -k gpu` goes on after a failure. What is printed is kept beside
+# the tables in RESULTS.
+RESULTS ?= results/gpu
+KEEP = PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
+
+gpu: gpu-test gpu-attention gpu-training gpu-comparison
+
+gpu-test: .venv/installed-test
+	mkdir -p $(RESULTS)
+	HF_HUB_OFFLINE=1 $(KEEP) $(RESULTS)/tests.txt .venv/bin/python -m pytest -m gpu
+
+gpu-attention: .venv/installed-test
+	mkdir -p $(RESULTS)
+	$(KEEP) $(RESULTS)/attention.txt .venv/bin/python benchmarks/attention.py --device cuda --markdown $(RESULTS)/attention.md
+
+gpu-training: .venv/installed-test
+	mkdir -p $(RESULTS)
+	$(KEEP) $(RESULTS)/training_step.txt .venv/bin/python benchmarks/training_step.py --device cuda
+
+gpu-comparison: .venv/installed-test
+	mkdir -p $(RESULTS)
+	$(KEEP) $(RESULTS)/comparison.txt .venv/bin/nlq compare gpu --output_dir $(RESULTS)/comparison
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

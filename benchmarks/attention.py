@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py                       # time and memory on the CPU, in float32 and bfloat16
     python benchmarks/attention.py --plot docs/images    # and the two pictures
-    python benchmarks/attention.py --device cuda --heads 12 --batch 8
+    python benchmarks/attention.py --device cuda --markdown results/gpu/attention.md   # `attention_cuda.py` says what
 
 Causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that what
 else the machine does hits all of them alike; times are medians, ratios medians of the rounds' ratios. Memory is measured on
@@ -17,37 +17,39 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
+import attention_cuda
 import torch
+from measure import attention_layer, quartiles
 
 import modeling_nlq
-from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 
 
 ELEMENTWISE = [name for name, activation in ATTENTION_ACTIVATIONS.items() if activation.is_elementwise]
 BASELINE = ("sdpa", "softmax")
+DEFAULTS = {
+    "cpu": {
+        "dtypes": ["float32", "bfloat16"],
+        "lengths": [512, 1024, 2048, 4096, 8192],
+        "batch": 1,
+        "heads": 4,
+        "head_dim": [64],
+    },
+    "cuda": attention_cuda.DEFAULTS,
+}
 
 
 def attention(backend: str, name: str, inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
     """One forward and backward pass: the output, and the gradients of query, key and value."""
-    activation = get_attention_activation(name)
-    layer = SimpleNamespace(
-        activation=activation,
-        normalization=activation.normalization,
-        sink=None,
-        attention_sink=None,
-        is_causal=True,
-        num_key_value_groups=1,
-        training=True,
-    )
-    output, _ = ATTENTION_BACKENDS[backend].function(layer, *inputs, None, scaling=inputs[0].shape[-1] ** -0.5)
+    function = ATTENTION_BACKENDS[backend].function
+    output, _ = function(attention_layer(name), *inputs, None, scaling=inputs[0].shape[-1] ** -0.5)
     return [output, *torch.autograd.grad(output, inputs, gradient)]
 
 
 def make_inputs(arguments: argparse.Namespace, length: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    options = {"dtype": getattr(torch, dtype), "device": arguments.device}
+    options = {"dtype": getattr(torch, dtype)}
     shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
     inputs = [torch.randn(shape, **options, requires_grad=True) for _ in range(3)]
     return inputs, torch.randn(shape, **options).transpose(1, 2)
@@ -70,15 +72,9 @@ def gate(arguments: argparse.Namespace, dtype: str) -> None:
                 raise SystemExit(f"correctness gate: {name} in {dtype} is off by {error:.2g}; nothing is timed")
 
 
-def seconds(
-    arguments: argparse.Namespace, candidate: tuple[str, str], inputs: list[torch.Tensor], gradient: torch.Tensor
-) -> float:
-    if arguments.device == "cuda":
-        torch.cuda.synchronize()
+def seconds(candidate: tuple[str, str], inputs: list[torch.Tensor], gradient: torch.Tensor) -> float:
     start = time.perf_counter()
     attention(*candidate, inputs, gradient)
-    if arguments.device == "cuda":
-        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -92,15 +88,10 @@ def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict
     for round_number in range(rounds + 1):  # the first one warms up
         attention(*BASELINE, inputs, gradient)  # whoever comes after eager pays for the large matrices it gave back
         for candidate in candidates:
-            elapsed = seconds(arguments, candidate, inputs, gradient)
+            elapsed = seconds(candidate, inputs, gradient)
             if round_number:
                 times[candidate].append(elapsed)
     return times
-
-
-def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
-    """The quartiles of the rounds' ratios; the second is the median."""
-    return statistics.quantiles([above / below for above, below in zip(numerator, denominator)], n=4, method="inclusive")
 
 
 def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
@@ -112,10 +103,10 @@ def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tup
         times = results[length] = measure_time(arguments, length, dtype)
         print(f"length {length}, SDPA {1000 * statistics.median(times[BASELINE]):.1f} ms")
         for name in arguments.activations:
-            low, middle, high = ratios(times["nlq_tiled", name], times[BASELINE])
+            low, middle, high = quartiles(times["nlq_tiled", name], times[BASELINE])
             line = f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})"
             if arguments.eager:
-                line += f"  eager {ratios(times['eager', name], times['nlq_tiled', name])[1]:.1f}"
+                line += f"  eager {quartiles(times['eager', name], times['nlq_tiled', name])[1]:.1f}"
             print(line, flush=True)
     return results
 
@@ -132,11 +123,6 @@ def peak_memory(arguments: argparse.Namespace, backend: str, name: str, length: 
     """Bytes that one forward and backward pass takes at its peak, beyond its inputs; in a process of its own."""
     attention(backend, name, *make_inputs(arguments, 64, dtype))  # libraries load their kernels
     inputs, gradient = make_inputs(arguments, length, dtype)
-    if arguments.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        attention(backend, name, inputs, gradient)
-        return torch.cuda.max_memory_allocated() - before
     before = process_memory("VmRSS")
     attention(backend, name, inputs, gradient)
     return process_memory("VmHWM") - before
@@ -197,25 +183,9 @@ def _finish(figure, axes, lengths: list[int], path: Path) -> None:
     print(f"wrote {path}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--activations", nargs="+", default=ELEMENTWISE, choices=[*ELEMENTWISE, *LIBRARY_ACTIVATIONS])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15, help="up to length 2048; a third of them beyond")
-    parser.add_argument(
-        "--eager", action=argparse.BooleanOptionalAction, default=True, help="eager's time too, and memory: most of the minutes"
-    )
-    parser.add_argument("--plot", type=Path, help="folder for the two pictures, drawn from the first dtype")
-    arguments = parser.parse_args()
-
+def report_cpu(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else threads
+    device = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print(f"{device}; batch {arguments.batch}, {arguments.heads} heads of {arguments.head_dim}, causal, forward and backward")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"nlq {modeling_nlq.__version__} {commit}, torch {torch.__version__}")
@@ -228,6 +198,64 @@ def main() -> None:
     if arguments.plot is not None and arguments.eager:
         dtype = arguments.dtypes[0]
         plot(arguments.plot, device, dtype, times[dtype], memory[dtype], memory_name)
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="the defaults in brackets are those of both")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help=_defaults("dtypes"))
+    parser.add_argument("--lengths", nargs="+", type=int, help=_defaults("lengths"))
+    parser.add_argument("--activations", nargs="+", default=ELEMENTWISE, choices=[*ELEMENTWISE, *LIBRARY_ACTIVATIONS])
+    parser.add_argument("--batch", type=int, help=_defaults("batch"))
+    parser.add_argument("--heads", type=int, help=_defaults("heads"))
+    parser.add_argument("--head_dim", nargs="+", type=int, help=_defaults("head_dim"))
+    parser.add_argument("--rounds", type=int, default=15, help="on the CPU up to length 2048, a third of them beyond")
+    parser.add_argument(
+        "--eager", action=argparse.BooleanOptionalAction, default=True, help="eager's time too, and memory: most of the minutes"
+    )
+    parser.add_argument(
+        "--flex",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="CUDA: FlexAttention too, minutes of compiling",
+    )
+    parser.add_argument("--plot", type=Path, help="CPU: folder for the two pictures, drawn from the first dtype")
+    parser.add_argument("--markdown", type=Path, help="CUDA: file for the tables, as docs/benchmarks.md has them")
+    arguments = parser.parse_args(words)
+    for name, default in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+
+    if arguments.device == "cuda":
+        if arguments.plot is not None:
+            parser.error("--plot draws what is measured on the CPU; on CUDA use --markdown")
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: PyTorch sees no CUDA device here")
+        if attention_cuda.OURS not in ATTENTION_BACKENDS:
+            parser.error(f"--device cuda measures the backend {attention_cuda.OURS}, which this version does not have")
+    elif arguments.markdown is not None:
+        parser.error("--markdown is for --device cuda")
+    elif len(arguments.head_dim) > 1:
+        parser.error("--head_dim: one at a time on the CPU")
+    else:
+        arguments.head_dim = arguments.head_dim[0]
+    return arguments
+
+
+def _defaults(name: str) -> str:
+    def text(value) -> str:
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    on_cuda = attention_cuda.COMPUTED.get(name) or text(DEFAULTS["cuda"][name])
+    return f"[{text(DEFAULTS['cpu'][name])}; CUDA: {on_cuda}]"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.device == "cuda":
+        torch.manual_seed(0)
+        raise SystemExit(attention_cuda.report(arguments))
+    report_cpu(arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,22 @@
 """Tokens per second of one training step, beside other implementations of the same shape.
 
     python benchmarks/training_step.py
-    python benchmarks/training_step.py --device cuda --dtype bfloat16 --compile --preset gpt3-small
+    python benchmarks/training_step.py --device cuda   # gpt3-small in bfloat16, compiled
 
 A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine slows all
 of them alike; the table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, our model must reproduce
 GPT-2's loss from its weights. litgpt is measured where it is installed; it asks for an older NumPy than `datasets`, so install
 it with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`.
+
+bfloat16 is what `bf16: true` means to `Trainer`: weights, gradients and the optimizer in float32, the forward pass under
+`torch.autocast`. All candidates are alive at once: 1.5 GB each of weights and optimizer at the size of gpt3-small, while
+activations and gradients are there in a candidate's own turn only.
+
+Model FLOPs utilisation (MFU) is the FLOPs that the model needs, over what the device could do in the same time. A token needs
+what `nlq params` says, forward and backward: 6 for each weight of a matrix, the LM head's among them, and 12 * context *
+hidden_size for each layer's attention, whose causal half is not discounted (Chowdhery et al. 2022, arXiv 2204.02311, appendix
+B). The device could do `--peak`, or else what a large product of matrices in the same dtype reaches at the start of the run. On
+the CPU the column is there only with `--peak`.
 """
 
 import argparse
@@ -19,10 +29,12 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from measure import attempt, compiled_without_fallback, describe_gpu, matmul_rate
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import modeling_nlq
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForCausalLM
+from modeling_nlq.training.parameters import size_of
 
 
 SHAPES = {
@@ -43,6 +55,12 @@ SHAPES = {
         "context": 1024,
         "batch": 12,
     },
+}
+BASELINE = "gpt2 (sdpa)"
+LITGPT, LIKE_LITGPT = "litgpt (rotary)", "nlq linear/softmax"  # the same matrices
+DEFAULTS = {
+    "cpu": {"dtype": "float32", "preset": "small", "compile": False},
+    "cuda": {"dtype": "bfloat16", "preset": "gpt3-small", "compile": True},
 }
 SWITCHES = {
     "nlq linear/softmax": {"query_projection": "linear"},
@@ -170,14 +188,25 @@ def seconds(function: Callable, device: str) -> float:
     return time.perf_counter() - start
 
 
-def report(rows: dict[str, list[float]], baseline: str, tokens: int) -> None:
+def report(rows: dict[str, list[float]], baseline: str, tokens: int, utilization: dict[str, float] | None = None) -> None:
+    """The table of the rounds' seconds.
+
+    Args:
+        rows: seconds of each candidate's rounds.
+        baseline: the candidate that the others are compared with.
+        tokens: of a step.
+        utilization: what share of the peak one token a second takes of each candidate, for a column of the MFU.
+    """
     reference = statistics.median(rows[baseline])
     width = max(map(len, rows))
-    print(f"{'':{width}}  tokens/s  ratio to {baseline} (median of the rounds' ratios, quartiles)")
+    column = "" if utilization is None else "    MFU"
+    print(f"{'':{width}}  tokens/s{column}  ratio to {baseline} (median of the rounds' ratios, quartiles)")
     for name, times in rows.items():
         ratios = [other / own for own, other in zip(times, rows[baseline])]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{name:{width}}  {tokens / statistics.median(times):8,.0f}  {middle:.3f}  ({low:.3f} to {high:.3f})")
+        speed = tokens / statistics.median(times)
+        column = "" if utilization is None else f"  {speed * utilization[name]:5.1%}"
+        print(f"{name:{width}}  {speed:8,.0f}{column}  {middle:.3f}  ({low:.3f} to {high:.3f})")
     print(f"{baseline}: {reference:.3f} s a step of {tokens:,} tokens")
 
 
@@ -240,47 +269,91 @@ def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[floa
     return rows
 
 
-def main() -> None:
+def time_steps(steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str) -> tuple[dict, dict[str, str]]:
+    """Seconds of each candidate's steps, in turns, and the reasons of those that failed on a GPU."""
+    failures = {}
+    for _ in range(2):  # to compile and to warm up
+        for name, step in steps.items():
+            if device == "cuda" and name not in failures and (reason := attempt(name, lambda step=step: step(tokens))):
+                failures[name] = reason
+                torch.cuda.empty_cache()
+            elif device != "cuda":
+                step(tokens)
+    alive = {name: step for name, step in steps.items() if name not in failures}
+    rows = {name: [] for name in alive}
+    for _ in range(rounds):
+        for name, step in alive.items():
+            rows[name].append(seconds(lambda step=step: step(tokens), device))
+    return rows, failures
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--preset", default="small", choices=list(SHAPES))
+    parser.add_argument("--device", default="cpu", choices=list(DEFAULTS))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="[float32; CUDA: bfloat16]")
+    parser.add_argument("--preset", choices=list(SHAPES), help="[small; CUDA: gpt3-small]")
     parser.add_argument(
-        "--compile", action="store_true", help="torch.compile every candidate (needs a C++ compiler on the CPU)"
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile every candidate [no; CUDA: yes] (needs a C++ compiler on the CPU)",
+    )
+    parser.add_argument("--batch", type=int, help="sequences in a step [that of the preset]")
+    parser.add_argument(
+        "--peak", type=float, metavar="TFLOPS", help="of the device, for the model FLOPs utilisation [measured]"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none")
-    arguments = parser.parse_args()
-    shape = SHAPES[arguments.preset]
+    arguments = parser.parse_args(words)
+    for name, default in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no CUDA device here")
+    return arguments
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    shape = dict(SHAPES[arguments.preset])
+    shape["batch"] = arguments.batch or shape["batch"]
 
     torch.manual_seed(0)
     gate_on_gpt2({**shape, "num_hidden_layers": 2})
-    candidates = {"gpt2 (sdpa)": GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
+    is_cuda, peak = arguments.device == "cuda", None
+    if arguments.peak is not None:
+        peak, source = 1e12 * arguments.peak, "as given"
+    elif is_cuda:
+        peak, source = matmul_rate(arguments.device, getattr(torch, arguments.dtype)), "a product of matrices, measured now"
+
+    candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
     candidates |= {name: NLQForCausalLM(nlq_config(shape, **switches)) for name, switches in SWITCHES.items()}
+    flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
     if (litgpt := litgpt_candidate(shape)) is not None:
-        steps["litgpt (rotary)"] = make_step(*litgpt, arguments)
+        steps[LITGPT] = make_step(*litgpt, arguments)
+        flops[LITGPT] = flops[LIKE_LITGPT]
 
     tokens = torch.randint(shape["vocab_size"], (shape["batch"], shape["context"]), device=arguments.device)
-    rows = {name: [] for name in steps}
-    for round_number in range(arguments.rounds + 2):  # the first two warm up
-        for name, step in steps.items():
-            elapsed = seconds(lambda step=step: step(tokens), arguments.device)
-            if round_number >= 2:
-                rows[name].append(elapsed)
+    with compiled_without_fallback():  # all candidates are one function to the compiler
+        rows, failures = time_steps(steps, tokens, arguments.rounds, arguments.device)
 
-    device = (
-        torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
+    if BASELINE in failures:
+        raise SystemExit(f"{BASELINE} failed, which all others are compared with: {failures[BASELINE]}")
+    device = describe_gpu() if is_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
-    report(rows, "gpt2 (sdpa)", tokens.numel())
-    if arguments.trainer_steps and arguments.device == "cpu":
+    if peak is not None:
+        print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[LIKE_LITGPT]:,} FLOPs a token with linear queries")
+    if is_cuda:
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers in it")
+    report(rows, BASELINE, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
+    for name, reason in failures.items():
+        print(f"{name}: no figure, {reason}")
+    if arguments.trainer_steps and not is_cuda:
         print()
         report(compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel())
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

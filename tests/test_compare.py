@@ -401,7 +401,7 @@ class TestPlan:
     @pytest.mark.parametrize("name", names("comparisons"))
     def test_shipped_comparisons(self, name):
         comparison = load_comparison(name)
-        assert comparison.power_warning() is None
+        assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
         for model in comparison.contenders:
             for run in [*comparison.sweep(model), *comparison.reported(model, comparison.contenders[model].learning_rates[0])]:
                 comparison.resolve(run, Path("runs"))
