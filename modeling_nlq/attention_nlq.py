@@ -295,9 +295,7 @@ def register_attention_activation(
     if triton_body is not None and not hasattr(triton_body, "arg_names"):
         raise ValueError(f"triton_body={triton_body!r} of {name!r} must be a function decorated with triton.jit")
 
-    row = AttentionActivation(
-        name, function, derivative, normalization, non_negative, formula, source, triton_body=triton_body
-    )
+    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source, triton_body=triton_body)
     if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
         raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
     _check_function(row)

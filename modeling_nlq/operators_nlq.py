@@ -22,9 +22,10 @@ class AttentionOperators:
         name: that of the forward operator; the backward one's ends in `_backward`.
         forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
             document_start, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
-            head_dim)` and `1 / Z`, `(batch, heads, query)`, in at least float32.
-        backward: that of the backward operator: the gradient of the output, query, key, value, both results, and the rest of the
-            arguments, to the gradients of query, key and value.
+            head_dim)` and other tensors for backward.
+        backward: that of the backward operator: the gradient of the output, query, key, value, all results of `forward`, and the
+            rest of its arguments, to the gradients of query, key and value.
+        new_results: makes the results of `forward`, empty, from its arguments.
         new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
         modules: names of the modules that the operators run. The operators' names are known to the whole process, where other
             revisions of this code may be loaded too: a hash of the modules' files tells them apart, and the same code shares them.
@@ -37,6 +38,7 @@ class AttentionOperators:
         name: str,
         forward: Callable,
         backward: Callable,
+        new_results: Callable[..., tuple[torch.Tensor, ...]],
         new_gradient: Callable[[torch.Tensor], torch.Tensor],
         modules: Sequence[str],
         tags: Sequence[torch.Tag] = (),
@@ -50,11 +52,7 @@ class AttentionOperators:
             definition = torch.library.custom_op(f"{namespace}::{name}", forward, **options)
             backward_definition = torch.library.custom_op(f"{namespace}::{name}_backward", backward, **options)
 
-            @definition.register_fake
-            def _(query, *inputs):
-                batch, heads, query_length, head_dim = query.shape
-                scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
-                return query.new_empty(batch, query_length, heads, head_dim), scale
+            definition.register_fake(new_results)
 
             @backward_definition.register_fake
             def _(gradient, query, key, value, *inputs):
@@ -73,11 +71,11 @@ class AttentionOperators:
             @staticmethod
             def setup_context(ctx, inputs, outputs):
                 tensors, ctx.options = inputs[:9], inputs[9:]
-                ctx.mark_non_differentiable(outputs[1])
+                ctx.mark_non_differentiable(*outputs[1:])
                 ctx.save_for_backward(*tensors[:3], *outputs, *tensors[3:])
 
             @staticmethod
-            def backward(ctx, gradient, _):
+            def backward(ctx, gradient, *_):
                 return (*backward_operator(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
 
         self.function = Attention
@@ -104,7 +102,7 @@ class AttentionOperators:
         # Dynamo (torch 2.13) fails on a function with a context where gradients are off, and there it needs none
         is_plain = torch.compiler.is_compiling() and not torch.is_grad_enabled()
         function = self.forward if is_plain else self.function.apply
-        output, _ = function(query, key, value, visible_count, *masks, seed, *options)
+        output, *_ = function(query, key, value, visible_count, *masks, seed, *options)
         return output
 
 

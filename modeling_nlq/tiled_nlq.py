@@ -238,8 +238,7 @@ def _tiled_attention(
     batch, heads, query_length, head_dim = query.shape
     with torch.autocast(query.device.type, enabled=False):
         problem = _Problem(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
-        output = query.new_empty(batch, query_length, heads, head_dim)
-        scale = query.new_empty(batch, heads, query_length, dtype=problem.sum_dtype)
+        output, scale = _new_results(query)
         for i, (start, end) in enumerate(problem.query_tiles):
             weighted = torch.zeros_like(problem.rows(problem.query, i), dtype=problem.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
@@ -317,10 +316,17 @@ def _tiled_attention_backward(
     return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
 
 
+def _new_results(query: torch.Tensor, *inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, query_length, head_dim = query.shape
+    scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+    return query.new_empty(batch, query_length, heads, head_dim), scale
+
+
 _operators = AttentionOperators(
     "tiled_attention",
     _tiled_attention,
     _tiled_attention_backward,
+    new_results=_new_results,
     new_gradient=lambda states: states.new_empty(states.shape),
     modules=(__name__, AttentionActivation.__module__),
     tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device, which a recorded CUDA graph cannot

@@ -22,17 +22,25 @@ everything are computed without asking.
 Shapes: query, key and value `(batch, heads, length, head_dim)` in any strides but a last one of 1; all else contiguous: the
 output, its gradient and those of query, key and value `(batch, length, heads, head_dim)`; `scale`, which is `1 / Z`, and
 `mean_gradient`, which is `rowsum(dO * O)`, `(batch, heads, query)`. WIDTH is head_dim rounded up to a power of 2.
+
+`rowsum(dO * O)` must be the mean of the very numbers it is subtracted from, or what is left of their rounding is multiplied with
+`phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weights as they are multiplied, after rounding, and
+`remainder` keeps what rounding took from the output.
 """
 
 import functools
 from typing import NamedTuple
 
-from .triton_activations_nlq import jit, tl, triton
+from .triton_activations_nlq import jit, tl, triton, triton_identity
 
 
 # Numbers that change from call to call, and that no kernel is faster for knowing
 CHANGING = ("query_length", "key_length", "keys_per_split", "splits", "scaling", "dropout")
 kernel = jit if triton is None else functools.partial(triton.jit, do_not_specialize=CHANGING)
+
+# Whether Triton's interpreter runs the kernels, on the CPU
+IS_INTERPRETED = triton is not None and not isinstance(triton_identity, triton.JITFunction)
+INTERPRETED = None if triton is None else tl.constexpr(IS_INTERPRETED)
 
 
 @jit
@@ -64,15 +72,32 @@ def _store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDT
 
 
 @jit
+def _remainder(states, pointer):
+    """What rounding to the precision of `pointer` takes from `states`."""
+    return states - states.to(pointer.dtype.element_ty).to(states.dtype)
+
+
+@jit
+def _product(left, right, total, PRECISION: tl.constexpr):
+    """`total + left @ right`."""
+    if INTERPRETED and left.dtype == tl.bfloat16:
+        # The interpreter (Triton 3.9) would multiply their bits as integers
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@jit
 def _add_product(total, computed, states, PRECISION: tl.constexpr):
     """`total + computed @ states`: weights, or gradients of scores, times tensors in the precision they were given in.
 
     Float16 has no room for weights that are not normalised yet. TF32 has its precision and float32's range.
     """
     if states.dtype == tl.float16:
-        total = tl.dot(computed, states.to(tl.float32), total, input_precision="tf32")
+        total = _product(computed, states.to(tl.float32), total, "tf32")
     else:
-        total = tl.dot(computed.to(states.dtype), states, total, input_precision=PRECISION)
+        total = _product(computed.to(states.dtype), states, total, PRECISION)
     return total
 
 
@@ -164,7 +189,8 @@ def _attend(
     for start in tl.range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
         keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=weighted.dtype) * scaling
+        nothing = tl.zeros((queries.shape[0], STEP), weighted.dtype)
+        scores = _product(queries, tl.trans(keys), nothing, PRECISION) * scaling
         if HAS_BIAS:
             scores -= bias[:, None]
         weights, _ = BODY(scores)
@@ -175,6 +201,8 @@ def _attend(
             )  # fmt: skip
             weights = tl.where(is_visible, weights, 0.0)
         if NORMALIZATION == "sum":
+            if value.dtype.element_ty == tl.bfloat16:
+                weights = weights.to(tl.bfloat16).to(tl.float32)
             total += tl.sum(weights, 1)
         if HAS_DROPOUT:
             weights *= _kept(seed, row[:, None], place[None, :], key_length, dropout)
@@ -198,7 +226,7 @@ def _scale(total, count, LIMIT: tl.constexpr, NORMALIZATION: tl.constexpr):
 
 @kernel
 def forward_kernel(
-    query, key, value, output, scale,
+    query, key, value, output, remainder, scale,
     query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -208,7 +236,7 @@ def forward_kernel(
     heads, group, query_length, key_length, scaling, dropout,
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`output` and `scale` of a tile of queries of one head. One program per tile, those with the most keys first."""
@@ -260,8 +288,12 @@ def forward_kernel(
     )  # fmt: skip
     scales = _scale(total, count, LIMIT, NORMALIZATION)
     tl.store(scale + batch_head.to(tl.int64) * query_length + row, scales, mask=is_row)
-    output += (batch * query_length * heads + head) * HEAD_DIM
-    _store_rows(output, start, query_length, heads * HEAD_DIM, weighted * scales[:, None], TILE, WIDTH, HEAD_DIM)
+    weighted *= scales[:, None]
+    of_head = (batch * query_length * heads + head) * HEAD_DIM
+    _store_rows(output + of_head, start, query_length, heads * HEAD_DIM, weighted, TILE, WIDTH, HEAD_DIM)
+    if HAS_REMAINDER:
+        rest = _remainder(weighted, output)
+        _store_rows(remainder + of_head, start, query_length, heads * HEAD_DIM, rest, TILE, WIDTH, HEAD_DIM)
 
 
 @kernel
@@ -328,9 +360,10 @@ def split_kernel(
 
 @kernel
 def combine_kernel(
-    weighted_sums, totals, output, scale, visible_count, count_batch_stride, count_head_stride,
+    weighted_sums, totals, output, remainder, scale, visible_count, count_batch_stride, count_head_stride,
     heads, query_length, splits,
     WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
+    HAS_REMAINDER: tl.constexpr,
 ):  # fmt: skip
     """`output` and `scale` of one query of one head from the parts that `split_kernel` stored."""
     part = tl.program_id(0).to(tl.int64)
@@ -348,8 +381,12 @@ def combine_kernel(
     count = tl.load(visible_count + batch * count_batch_stride + head * count_head_stride + row)
     scales = _scale(total, tl.maximum(count, 1).to(SUM), LIMIT, NORMALIZATION)
     tl.store(scale + part, scales)
-    output += ((batch * query_length + row) * heads + head) * HEAD_DIM
-    tl.store(output + column, (weighted * scales).to(output.dtype.element_ty), mask=column < HEAD_DIM)
+    weighted *= scales
+    place = ((batch * query_length + row) * heads + head) * HEAD_DIM + column
+    tl.store(output + place, weighted.to(output.dtype.element_ty), mask=column < HEAD_DIM)
+    if HAS_REMAINDER:
+        rest = _remainder(weighted, output)
+        tl.store(remainder + place, rest.to(remainder.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @kernel
@@ -380,9 +417,10 @@ def _query_gradient(
     for start in tl.range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
         keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION, out_dtype=gradient_sum.dtype) * scaling
+        nothing = tl.zeros((queries.shape[0], STEP), gradient_sum.dtype)
+        scores = _product(queries, tl.trans(keys), nothing, PRECISION) * scaling
         values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        slope = tl.dot(gradients, tl.trans(values), input_precision=PRECISION, out_dtype=gradient_sum.dtype)
+        slope = _product(gradients, tl.trans(values), nothing, PRECISION)
         if HAS_BIAS:
             scores -= bias[:, None]
         if HAS_DROPOUT:
@@ -403,7 +441,7 @@ def _query_gradient(
 
 @kernel
 def query_gradient_kernel(
-    gradient, query, key, value, output, scale, mean_gradient, query_gradient,
+    gradient, query, key, value, output, remainder, scale, mean_gradient, query_gradient,
     query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -413,7 +451,7 @@ def query_gradient_kernel(
     heads, group, query_length, key_length, scaling, dropout,
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`dQ` of a tile of queries of one head, and `mean_gradient`, which `key_value_gradient_kernel` needs too."""
@@ -445,7 +483,10 @@ def query_gradient_kernel(
     mean = tl.zeros((TILE,), SUM)
     if NORMALIZATION == "sum":
         outputs = _load_rows(output + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
-        mean = tl.sum(gradients.to(SUM) * outputs.to(SUM), 1)
+        outputs = outputs.to(SUM)
+        if HAS_REMAINDER:
+            outputs += _load_rows(remainder + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False).to(SUM)
+        mean = tl.sum(gradients.to(SUM) * outputs, 1)
         tl.store(mean_gradient + kept, mean, mask=is_row)
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
@@ -495,8 +536,9 @@ def _key_value_gradients(
         queries = _load_rows(query, start, query_length, query_stride, STEP, WIDTH, HEAD_DIM, False)
         gradients = _load_rows(gradient, start, query_length, gradient_stride, STEP, WIDTH, HEAD_DIM, False)
         # (key, query), so that no product needs it turned
-        scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION, out_dtype=key_sum.dtype) * scaling
-        slope = tl.dot(values, tl.trans(gradients), input_precision=PRECISION, out_dtype=key_sum.dtype)
+        nothing = tl.zeros((keys.shape[0], STEP), key_sum.dtype)
+        scores = _product(keys, tl.trans(queries), nothing, PRECISION) * scaling
+        slope = _product(values, tl.trans(gradients), nothing, PRECISION)
         if HAS_BIAS:
             scores -= tl.log(tl.maximum(tl.load(counts + row, mask=is_row, other=1), 1).to(key_sum.dtype))[None, :]
         weights, derivative = BODY(scores)

@@ -16,6 +16,7 @@ from .attention_nlq import AttentionActivation, Visibility, get_attention_activa
 from .operators_nlq import AttentionOperators, in_autocast_precision
 from .triton_activations_nlq import jit, tl, triton
 from .triton_kernels_nlq import (
+    IS_INTERPRETED,
     MIN_TILE,
     TILES,
     Tiles,
@@ -31,9 +32,6 @@ from .triton_kernels_nlq import (
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)  # NVIDIA's first GPUs with bfloat16
-
-# Without a GPU, by Triton's interpreter
-IS_INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
 
 
 # So many queries that share a key-value head, against so many keys, have the keys split among programs
@@ -81,6 +79,29 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if not getattr(query, name) == getattr(key, name) == getattr(value, name):
             found = ", ".join(str(getattr(states, name)) for states in (query, key, value))
             raise ValueError(f"nlq_triton: the {name}s of query, key and value, {found}, must be the same")
+
+
+def _new_results(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    document_start: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, its remainder if backward needs one, and `1 / Z`, all empty."""
+    batch, heads, query_length, head_dim = query.shape
+    scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+    output = query.new_empty(batch, query_length, heads, head_dim)
+    has_remainder = normalization == "sum" and scale.dtype != output.dtype
+    return output, torch.empty_like(output) if has_remainder else output.new_empty(0), scale
 
 
 def _new_gradient(states: torch.Tensor) -> torch.Tensor:
@@ -167,6 +188,7 @@ class _Problem:
             "SUM": tl.float64 if self.sum_dtype == torch.float64 else tl.float32,
             "HAS_BIAS": row.subtract_log_count and normalization == "none",
             "HAS_DROPOUT": dropout > 0.0,
+            "HAS_REMAINDER": normalization == "sum" and self.sum_dtype != query.dtype,
             "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
             "CAUSAL": query_index is not None,
             "PACKED": document_start is not None,
@@ -230,23 +252,22 @@ def _triton_attention(
     normalization: str,
     scaling: float,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
-    masks = (query_index, key_is_valid, document_start, visible)
-    problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
-    output = query.new_empty(problem.batch, problem.query_length, problem.heads, problem.head_dim)
-    scale = query.new_empty(problem.batch, problem.heads, problem.query_length, dtype=problem.sum_dtype)
-    results = {"output": output, "scale": scale}
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output `(batch, query, heads, head_dim)`, its remainder of the same shape or `(0,)`, and `1 / Z`, `(batch, heads, query)`."""
+    inputs = (query, key, value, visible_count, query_index, key_is_valid, document_start, visible, seed)
+    inputs += (activation, normalization, scaling, dropout)
+    problem = _Problem(*inputs)
+    results = dict(zip(("output", "remainder", "scale"), _new_results(*inputs)))
     rows = problem.group * problem.query_length
     if rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS and dropout == 0.0:
         _attend_in_parts(problem, **results)
     else:
         heads = problem.batch * problem.heads
         problem.run_tiled(forward_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **results)
-    return output, scale
+    return tuple(results.values())
 
 
-def _attend_in_parts(problem: _Problem, output: torch.Tensor, scale: torch.Tensor) -> None:
+def _attend_in_parts(problem: _Problem, output: torch.Tensor, remainder: torch.Tensor, scale: torch.Tensor) -> None:
     """Few queries, as in decoding: each program takes a part of the keys, and there are enough of them for the whole device."""
     is_cuda = problem.device.type == "cuda"
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count if is_cuda else 2
@@ -263,7 +284,7 @@ def _attend_in_parts(problem: _Problem, output: torch.Tensor, scale: torch.Tenso
     tile = _tile_of(problem.group * problem.query_length)
     problem.run_tiled(split_kernel, lambda _: heads * splits, TILE=tile, keys_per_split=keys_per_split, **parts)
     queries = problem.batch * problem.heads * problem.query_length
-    problem.run(combine_kernel, queries, output=output, scale=scale, **parts)
+    problem.run(combine_kernel, queries, output=output, remainder=remainder, scale=scale, **parts)
 
 
 def _triton_attention_backward(
@@ -272,6 +293,7 @@ def _triton_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
+    remainder: torch.Tensor,
     scale: torch.Tensor,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
@@ -287,10 +309,13 @@ def _triton_attention_backward(
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, document_start, visible)
     problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
-    gradients = {f"{name}_gradient": _new_gradient(states) for name, states in (("query", query), ("key", key), ("value", value))}
+    gradients = {
+        f"{name}_gradient": _new_gradient(states) for name, states in (("query", query), ("key", key), ("value", value))
+    }
     given = {
         "gradient": gradient.contiguous(),
         "output": output,
+        "remainder": remainder,
         "scale": scale,
         "mean_gradient": torch.empty_like(scale) if normalization == "sum" else scale,
         "document_end": problem.arguments["document_start"],
@@ -299,9 +324,7 @@ def _triton_attention_backward(
         places = torch.arange(problem.key_length, device=query.device).expand(problem.batch, -1)
         given["document_end"] = torch.searchsorted(document_start.contiguous(), places.contiguous(), right=True)
     heads, key_value_heads = problem.batch * problem.heads, problem.batch * problem.key_value_heads
-    problem.run_tiled(
-        query_gradient_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **given, **gradients
-    )
+    problem.run_tiled(query_gradient_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **given, **gradients)
     # It reads the mean gradients that the first kernel wrote
     problem.run_tiled(
         key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(problem.key_length / tile), **given, **gradients
@@ -313,6 +336,7 @@ _operators = AttentionOperators(
     "triton_attention",
     _triton_attention,
     _triton_attention_backward,
+    new_results=_new_results,
     new_gradient=_new_gradient,
     modules=(__name__, Tiles.__module__, jit.__module__, AttentionActivation.__module__),
 )
@@ -350,5 +374,7 @@ def triton_attention_forward(
     _check(query, key, value)
     reason = refusal(module.activation, query.device, query.dtype, query.shape[-1])
     if reason is not None:
-        raise ValueError(f"attn_implementation='nlq_triton' (layer {module.layer_idx}) {reason}; use one of nlq, nlq_tiled, eager")
+        raise ValueError(
+            f"attn_implementation='nlq_triton' (layer {module.layer_idx}) {reason}; use one of nlq, nlq_tiled, eager"
+        )
     return _operators.attend(module, query, key, value, attention_mask, scaling, dropout), None
