@@ -22,6 +22,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .triton_activations_nlq import TRITON_BODIES
 
+
 try:
     import entmax
 except ImportError:

@@ -190,7 +190,8 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
         refused = "gradients"
     if refused is not None:
         asked = (module.activation, module.attention_sink)
-        able = [name for name, row in ATTENTION_BACKENDS.items() if name != "flex_attention" and row.computes(*asked)]
+        elsewhere = ("flex_attention", "nlq_triton")
+        able = [name for name, row in ATTENTION_BACKENDS.items() if name not in elsewhere and row.computes(*asked)]
         raise ValueError(
             f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); use one of "
             f"{', '.join((AUTOMATIC, *able))}"

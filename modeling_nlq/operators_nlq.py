@@ -23,12 +23,12 @@ class AttentionOperators:
         forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
             document_start, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
             head_dim)` and other tensors for backward.
-        backward: that of the backward operator: the gradient of the output, query, key, value, all results of `forward`, and the
-            rest of its arguments, to the gradients of query, key and value.
+        backward: that of the backward operator: the gradient of the output, query, key, value, all results of `forward`, and
+            the rest of its arguments, to the gradients of query, key and value.
         new_results: makes the results of `forward`, empty, from its arguments.
         new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
         modules: names of the modules that the operators run. The operators' names are known to the whole process, where other
-            revisions of this code may be loaded too: a hash of the modules' files tells them apart, and the same code shares them.
+            revisions of this code may be loaded too: a hash of these files tells them apart, and the same code shares them.
         tags: PyTorch's tags of both operators.
         seed_device: where the operators read the seed: `"cpu"`, or that of the query if `None`.
     """

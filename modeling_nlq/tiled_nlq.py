@@ -235,7 +235,6 @@ def _tiled_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
     masks = (query_index, key_is_valid, document_start, visible)
-    batch, heads, query_length, head_dim = query.shape
     with torch.autocast(query.device.type, enabled=False):
         problem = _Problem(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         output, scale = _new_results(query)
@@ -259,7 +258,7 @@ def _tiled_attention(
             else:
                 tile_scale = torch.ones_like(total)
             scale[..., start:end] = tile_scale.flatten(1, 2)
-            weighted = weighted.view(*total.shape, head_dim) * tile_scale[..., None]
+            weighted = weighted.view(*total.shape, -1) * tile_scale[..., None]
             output[:, start:end] = weighted.flatten(1, 2).transpose(1, 2)
     return output, scale
 

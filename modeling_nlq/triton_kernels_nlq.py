@@ -23,8 +23,8 @@ Shapes: query, key and value `(batch, heads, length, head_dim)` in any strides b
 output, its gradient and those of query, key and value `(batch, length, heads, head_dim)`; `scale`, which is `1 / Z`, and
 `mean_gradient`, which is `rowsum(dO * O)`, `(batch, heads, query)`. WIDTH is head_dim rounded up to a power of 2.
 
-`rowsum(dO * O)` must be the mean of the very numbers it is subtracted from, or what is left of their rounding is multiplied with
-`phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weights as they are multiplied, after rounding, and
+`rowsum(dO * O)` must be the mean of the very numbers it is subtracted from, or what is left of their rounding is multiplied
+with `phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weights as they are multiplied, after rounding, and
 `remainder` keeps what rounding took from the output.
 """
 
@@ -147,8 +147,8 @@ def _bounds(
     """What a tile of `TILE` queries from `start` on sees of the keys, which it visits in steps of `STEP`.
 
     Returns:
-        `first <= full_first <= full_last`, and `last`: every query sees all keys from `full_first` to `full_last`, and none sees
-        any before `first` or from `last` on. Then `index` and `document` of each query.
+        `first <= full_first <= full_last`, and `last`: every query sees all keys from `full_first` to `full_last`, and none
+        sees any before `first` or from `last` on. Then `index` and `document` of each query.
     """
     first = start * 0
     full_first = first

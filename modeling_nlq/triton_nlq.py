@@ -1,8 +1,8 @@
 """`nlq_triton`: attention for every elementwise activation by fused Triton kernels, forward and backward, on CUDA.
 
-The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks what they are given,
-chooses tiles, launches them, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set
-before the first import, Triton's interpreter runs the same kernels on the CPU, slowly: for tests.
+The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks what they are
+given, launches them, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set before
+the first import, Triton's interpreter runs the same kernels on the CPU, slowly: for tests.
 """
 
 import contextlib
@@ -96,7 +96,9 @@ def _new_results(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, its remainder if backward needs one, and `1 / Z`, all empty."""
+    """Empty: the output `(batch, query, heads, head_dim)`; its remainder, which rounding takes from it, of the same shape, or
+    `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
+    """
     batch, heads, query_length, head_dim = query.shape
     scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
     output = query.new_empty(batch, query_length, heads, head_dim)
@@ -253,7 +255,7 @@ def _triton_attention(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output `(batch, query, heads, head_dim)`, its remainder of the same shape or `(0,)`, and `1 / Z`, `(batch, heads, query)`."""
+    """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
     inputs = (query, key, value, visible_count, query_index, key_is_valid, document_start, visible, seed)
     inputs += (activation, normalization, scaling, dropout)
     problem = _Problem(*inputs)
@@ -309,9 +311,8 @@ def _triton_attention_backward(
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, document_start, visible)
     problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
-    gradients = {
-        f"{name}_gradient": _new_gradient(states) for name, states in (("query", query), ("key", key), ("value", value))
-    }
+    names = ("query_gradient", "key_gradient", "value_gradient")
+    gradients = {name: _new_gradient(states) for name, states in zip(names, (query, key, value))}
     given = {
         "gradient": gradient.contiguous(),
         "output": output,
@@ -329,7 +330,7 @@ def _triton_attention_backward(
     problem.run_tiled(
         key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(problem.key_length / tile), **given, **gradients
     )
-    return gradients["query_gradient"], gradients["key_gradient"], gradients["value_gradient"]
+    return tuple(gradients.values())
 
 
 _operators = AttentionOperators(

@@ -554,8 +554,8 @@ class TestChoice:
     CAN = {
         "softmax": {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"},
         "zero": {"eager", "sdpa", "flex_attention"},
-        **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
-        **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
+        **{name: {"eager", "nlq_tiled", "nlq_triton", "flex_attention"} for name in NON_NEGATIVE},
+        **{name: {"eager", "nlq_tiled", "nlq_triton"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
         "sparsemax": {"eager", "nlq_sparse"},
         "entmax15": {"eager", "nlq_sparse"},
         "linear": {"eager", "nlq_linear"},
@@ -596,7 +596,7 @@ class TestChoice:
             find_backend("flex_attention", [0, 3], *self.asked("relu"), dropout=0.1)
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
-            "use one of nlq, eager, nlq_tiled"
+            "use one of nlq, eager, nlq_tiled, nlq_triton"
         )
 
     @pytest.mark.parametrize("backend", ["nlq", None, *ATTENTION_BACKENDS])

@@ -46,8 +46,12 @@ CODE = {
     "linear_nlq.py",
     "loss_nlq.py",
     "modeling_nlq.py",
+    "operators_nlq.py",
     "projections_nlq.py",
     "tiled_nlq.py",
+    "triton_activations_nlq.py",
+    "triton_kernels_nlq.py",
+    "triton_nlq.py",
 }
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 RUN_FILES = {
