@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One thread: the tests' tensors are too small to share
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 
-.PHONY: demo test test-slow lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison clean
+.PHONY: demo test test-slow lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -36,7 +36,7 @@ benchmark: .venv/installed-test
 RESULTS ?= results/gpu
 KEEP = PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
 
-gpu: gpu-test gpu-attention gpu-training gpu-comparison
+gpu: gpu-test gpu-sanitizer gpu-attention gpu-training gpu-comparison gpu-tune
 
 gpu-test: .venv/installed-test
 	mkdir -p $(RESULTS)
@@ -53,6 +53,11 @@ gpu-training: .venv/installed-test
 gpu-comparison: .venv/installed-test
 	mkdir -p $(RESULTS)
 	$(KEEP) $(RESULTS)/comparison.txt .venv/bin/nlq compare gpu --output_dir $(RESULTS)/comparison
+
+# Which tiles the kernels should have on this GPU
+gpu-tune: .venv/installed-test
+	mkdir -p $(RESULTS)
+	$(KEEP) $(RESULTS)/tune.txt .venv/bin/python benchmarks/tune_triton.py
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

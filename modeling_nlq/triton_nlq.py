@@ -112,7 +112,7 @@ def _new_gradient(states: torch.Tensor) -> torch.Tensor:
     return states.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def _tile_of(size: int) -> int:
+def tile_of(size: int) -> int:
     """The smallest side of a tile that holds so many rows or columns."""
     return max(1 << (size - 1).bit_length(), MIN_TILE)
 
@@ -182,7 +182,7 @@ class _Problem:
             names = ("visible_batch_stride", "visible_head_stride", "visible_stride")
             self.arguments |= dict(zip(names, visible.stride()))
         self.arguments |= {
-            "WIDTH": _tile_of(self.head_dim),
+            "WIDTH": tile_of(self.head_dim),
             "HEAD_DIM": self.head_dim,
             "BODY": row.triton_body,
             "NORMALIZATION": normalization,
@@ -221,7 +221,7 @@ class _Problem:
         size = 2 if self.arguments["query"].dtype == torch.bfloat16 else 4
         row_size = min(size * self.arguments["WIDTH"], max(TILES[kernel]))
         choices = [tiles for most, tiles in TILES[kernel].items() if row_size <= most]
-        place = (kernel, row_size, self.device)
+        place = (kernel, *choices, self.device)
         for index in range(_FITTING.get(place, 0), len(choices)):
             tiles = choices[index]
             options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
@@ -283,7 +283,7 @@ def _attend_in_parts(problem: _Problem, output: torch.Tensor, remainder: torch.T
         "totals": scale.new_empty(shape),
         "splits": splits,
     }
-    tile = _tile_of(problem.group * problem.query_length)
+    tile = tile_of(problem.group * problem.query_length)
     problem.run_tiled(split_kernel, lambda _: heads * splits, TILE=tile, keys_per_split=keys_per_split, **parts)
     queries = problem.batch * problem.heads * problem.query_length
     problem.run(combine_kernel, queries, output=output, remainder=remainder, scale=scale, **parts)
@@ -333,7 +333,7 @@ def _triton_attention_backward(
     return tuple(gradients.values())
 
 
-_operators = AttentionOperators(
+operators = AttentionOperators(
     "triton_attention",
     _triton_attention,
     _triton_attention_backward,
@@ -378,4 +378,4 @@ def triton_attention_forward(
         raise ValueError(
             f"attn_implementation='nlq_triton' (layer {module.layer_idx}) {reason}; use one of nlq, nlq_tiled, eager"
         )
-    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout), None
+    return operators.attend(module, query, key, value, attention_mask, scaling, dropout), None

@@ -16,12 +16,14 @@ import attention
 import attention_cuda
 import measure
 import training_step
+import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 
 from modeling_nlq import backends_nlq
 from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.training.parameters import measure as measure_model
+from modeling_nlq.triton_kernels_nlq import IS_INTERPRETED, TILES, Tiles
 
 
 NAMES = ["sigmoid", "squared", "tanh"]
@@ -434,3 +436,17 @@ class TestCommandLines:
         assert rows == {"good": [1.0] * 3} and failures == {"bad": "RuntimeError: no kernel"} and len(calls) == 5
         with pytest.raises(RuntimeError, match="no kernel"):
             training_step.time_steps({"bad": fail}, tokens, 3, "cpu")
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("kernel", tune_triton.KERNELS)
+def test_tuning(kernel, capsys):
+    """It orders the choices that work by their time, and leaves the table as it was."""
+    before = {key: dict(lines) for key, lines in TILES.items()}
+    one_pass = tune_triton.Pass(kernel, head_dim=256, length=16, tokens=16, activation="relu", device="cpu")
+    choices = [Tiles(16, 16, 4, 1), Tiles(3, 16, 4, 1), Tiles(8, 16, 4, 1)]
+    times = tune_triton.tune(one_pass, measure.Clock("cpu"), choices)
+    assert sorted(tiles for _, tiles in times) == [choices[2], choices[0]]
+    assert times[0][0] <= times[1][0]
+    assert str(choices[1]) in capsys.readouterr().out  # tiles are powers of 2
+    assert before == TILES
