@@ -346,6 +346,11 @@ def _check_function(row: AttentionActivation) -> None:
             raise ValueError(f"derivative of {row.name!r} is not that of its function")
 
 
+def is_registered(name: str) -> bool:
+    """Whether an activation is a user's own."""
+    return name in _REGISTERED
+
+
 def get_attention_activation(name: str) -> AttentionActivation:
     """The table's row for `name`, a registered one, or one made for any other parameter-free function of Transformers.
 

@@ -674,6 +674,15 @@ def key_value_gradient_kernel(
     _store_rows(value_gradient, start, key_length, stride, value_sum, TILE, WIDTH, HEAD_DIM)
 
 
+@kernel
+def body_kernel(scores, weights, derivatives, BODY: tl.constexpr, SIZE: tl.constexpr):
+    """`phi` and its derivative of `SIZE` scores, by an activation's body alone."""
+    place = tl.arange(0, SIZE)
+    weight, derivative = BODY(tl.load(scores + place))
+    tl.store(weights + place, weight)
+    tl.store(derivatives + place, derivative)
+
+
 class Tiles(NamedTuple):
     """How a kernel is launched: rows of its own tile, rows of a step along the other axis, warps, stages of the pipeline."""
 

@@ -6,13 +6,15 @@ the first import, Triton's interpreter runs the same kernels on the CPU, slowly:
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, zero_limit
+from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, is_registered, zero_limit
 from .operators_nlq import AttentionOperators, in_autocast_precision
 from .triton_activations_nlq import jit, tl, triton
 from .triton_kernels_nlq import (
@@ -20,6 +22,7 @@ from .triton_kernels_nlq import (
     MIN_TILE,
     TILES,
     Tiles,
+    body_kernel,
     combine_kernel,
     forward_kernel,
     key_value_gradient_kernel,
@@ -112,6 +115,29 @@ def _new_gradient(states: torch.Tensor) -> torch.Tensor:
     return states.new_empty(batch, length, heads, head_dim).transpose(1, 2)
 
 
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Kernels are launched on the current device, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def _check_body(activation: AttentionActivation, device: torch.device) -> None:
+    """Tries the body of a user's activation, once on each device.
+
+    Raises:
+        ValueError: if it does not compute the activation's function and derivative.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.rand(256, generator=generator) - 0.5) * 20.123
+    weights, derivatives = torch.empty_like(scores, device=device), torch.empty_like(scores, device=device)
+    with _on(device):
+        body_kernel[(1,)](scores.to(device), weights, derivatives, BODY=activation.triton_body, SIZE=len(scores))
+    expected = replace(activation, derivative=None).weights_and_gradient(scores.double(), torch.ones(256).double())
+    for what, one, other in zip(("weights", "derivative"), (weights, derivatives), expected):
+        if not torch.allclose(one.cpu().double(), other, rtol=1e-3, atol=1e-5):
+            raise ValueError(f"triton_body of {activation.name!r} computes other {what} than its function")
+
+
 def tile_of(size: int) -> int:
     """The smallest side of a tile that holds so many rows or columns."""
     return max(1 << (size - 1).bit_length(), MIN_TILE)
@@ -142,6 +168,8 @@ class _Problem:
         self.device = query.device
         self.sum_dtype = torch.promote_types(query.dtype, torch.float32)
         row = get_attention_activation(activation)
+        if is_registered(activation):
+            _check_body(row, query.device)
         query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
         per_head = (self.batch, self.heads, self.query_length)
         count = visible_count.contiguous().expand(per_head)
@@ -206,7 +234,7 @@ class _Problem:
         """Launches as many programs of a kernel, with those arguments that it has of these and of the problem's own."""
         if programs > 0:
             given = {**self.arguments, **arguments}
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            with _on(self.device):
                 kernel[(programs,)](**{name: given[name] for name in kernel.arg_names}, **(options or {}))
 
     def run_tiled(self, kernel, programs: Callable[[int], int], **arguments) -> None:

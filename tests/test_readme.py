@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -86,10 +87,14 @@ def test_table_of_backends():
         assert weights == {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}[backend.weights]
 
 
-def test_an_activation_of_your_own(monkeypatch):
+def test_an_activation_of_your_own(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
-    first, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
-    names = {}
-    exec(compile(first, "attention.md", "exec"), names)
-    loss = names["model"](torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss
+    pytest.importorskip("triton")
+    first, body, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
+    (tmp_path / "snippets.py").write_text(first + body)  # Triton reads functions from their file
+    names = runpy.run_path(str(tmp_path / "snippets.py"))
+    tokens = torch.randint(100, (1, 6))
+    loss = names["model"](tokens, labels=tokens).loss
     assert loss.isfinite()
+    names["model"].set_attn_implementation("nlq_triton")
+    torch.testing.assert_close(names["model"](tokens, labels=tokens).loss, loss)
