@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.triton_kernels_nlq import IS_INTERPRETED
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent
@@ -147,6 +148,38 @@ def test_sparse_model_where_its_package_is_missing(tmp_path):
         assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
+KERNELS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="nlq_triton").eval()
+inputs = torch.arange(12).reshape(2, 6)
+try:
+    torch.save(model(inputs).logits.detach(), out)
+except ValueError as error:
+    assert "nlq_triton' (layer 0) needs the package triton: pip install triton" in str(error), error
+    model.set_attn_implementation("nlq")
+    torch.save(model(inputs).logits.detach(), out)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("has_triton", [True, False], ids=["triton", "no_triton"])
+def test_kernels_travel_with_the_model(has_triton, tmp_path):
+    """Where Triton is missing all else works, and whoever asks for the kernels is told."""
+    model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()
+    model.save_pretrained(tmp_path / "saved")
+    script = WITHOUT_THIS_PACKAGE + ("" if has_triton else "sys.modules['triton'] = None\n") + KERNELS
+    done = run_python(script, tmp_path / "saved", tmp_path / "logits.pt", cache=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == (0 if has_triton else 3), done.stderr
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6)).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
 REVISIONS = """
 import sys
 import torch
@@ -277,15 +310,25 @@ def test_revisions_have_caches_of_their_own(tmp_path):
             assert torch.equal(static, either.generate(inputs, max_new_tokens=3, do_sample=False, use_cache=False))
 
 
-def test_revisions_have_operators_of_their_own(tmp_path):
+@pytest.mark.parametrize(
+    "implementation, file, ours, others",
+    [
+        ("nlq_tiled", "attention_nlq.py", "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"),
+        ("nlq_triton", "triton_activations_nlq.py", "return tl.maximum(scores, 0.0),", "return 2.0 * tl.maximum(scores, 0.0),"),
+    ],
+    ids=["nlq_tiled", "nlq_triton"],
+)
+def test_revisions_have_operators_of_their_own(implementation, file, ours, others, tmp_path):
     """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
-    model = NLQForCausalLM(tiny_config(attention_activation="relu", attention_normalization="none")).eval()
+    options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": implementation}
+    model = NLQForCausalLM(tiny_config(**options)).eval()
     model.save_pretrained(tmp_path)
-    path = tmp_path / "attention_nlq.py"
+    path = tmp_path / file
     source = path.read_text()
-    assert "function=torch.relu," in source
-    path.write_text(source.replace("function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"))
-    other = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path)).from_pretrained(tmp_path).eval()
+    assert ours in source
+    path.write_text(source.replace(ours, others))
+    of_revision = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path))
+    other = of_revision.from_pretrained(tmp_path, attn_implementation=implementation).eval()
     heads = {}
     for name, either in (("ours", model), ("other", other)):
         output = either.model.layers[0].self_attn.o_proj
