@@ -36,7 +36,7 @@ class Pass:
     """One forward or backward pass, with the kernel `kernel` in any tiles."""
 
     def __init__(self, kernel: str, head_dim: int, length: int, tokens: int, activation: str, device: str):
-        self.kernel, self.row_size = KERNELS[kernel], 2 * triton_nlq.tile_of(head_dim)
+        self.kernel, self.width = KERNELS[kernel], triton_nlq.tile_of(head_dim)
         shape = (tokens // length, length, 2048 // head_dim, head_dim)
         states = [torch.randn(shape, device=device).to(torch.bfloat16).transpose(1, 2) for _ in range(3)]
         visibility = make_visibility(length, length, 0, torch.device(device))
@@ -55,11 +55,12 @@ class Pass:
         """The results, with the kernel in these tiles, or in those of the table."""
         if tiles is None:
             return self.function()
-        given, TILES[self.kernel] = TILES[self.kernel], {self.row_size: tiles}
+        lines, last = TILES[self.kernel], triton_nlq.LAST_TILES
+        TILES[self.kernel], triton_nlq.LAST_TILES = {2: {self.width: tiles}}, tiles  # nothing to fall back on
         try:
             return self.function()
         finally:
-            TILES[self.kernel] = given
+            TILES[self.kernel], triton_nlq.LAST_TILES = lines, last
 
 
 def tune(one_pass: Pass, clock: Clock, choices: list[Tiles]) -> list[tuple[float, Tiles]]:

@@ -99,8 +99,9 @@ class AttentionOperators:
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
-        # Dynamo (torch 2.13) fails on a function with a context where gradients are off, and there it needs none
-        is_plain = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        # Dynamo (torch 2.13) fails on a function with a context where no gradient is wanted, and there it needs none
+        has_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
+        is_plain = torch.compiler.is_compiling() and not has_gradient
         function = self.forward if is_plain else self.function.apply
         output, *_ = function(query, key, value, visible_count, *masks, seed, *options)
         return output

@@ -13,10 +13,11 @@ Four flags say what may hide a key, with `index` a query's own place on the key 
 
     CAUSAL      key <= index, where index = query_index[0] + row
     PACKED      key >= document_start[batch, row], which never falls from row to row
-    PADDED      key_is_valid[batch, key]; `valid_range[batch]` are the first valid key and the one after the last
+    PADDED      key_is_valid[batch, key]; `valid_range[batch]` are the first valid key, the one after the last, and whether all
+                between them are valid
     MASKED      visible[batch, head, row, key], a mask of the caller's own
 
-Tiles that are hidden altogether are passed by, except for padding in the middle of a row. Tiles of which everybody sees
+Tiles that are hidden altogether are passed by, but for holes in padding and in a caller's mask. Tiles of which everybody sees
 everything are computed without asking.
 
 Shapes: query, key and value `(batch, heads, length, head_dim)` in any strides but a last one of 1; all else contiguous: the
@@ -31,16 +32,12 @@ with `phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weig
 import functools
 from typing import NamedTuple
 
-from .triton_activations_nlq import jit, tl, triton, triton_identity
+from .triton_activations_nlq import INTERPRETED, jit, tl, triton
 
 
 # Numbers that change from call to call, and that no kernel is faster for knowing
 CHANGING = ("query_length", "key_length", "keys_per_split", "splits", "scaling", "dropout")
 kernel = jit if triton is None else functools.partial(triton.jit, do_not_specialize=CHANGING)
-
-# Whether Triton's interpreter runs the kernels, on the CPU
-IS_INTERPRETED = triton is not None and not isinstance(triton_identity, triton.JITFunction)
-INTERPRETED = None if triton is None else tl.constexpr(IS_INTERPRETED)
 
 
 @jit
@@ -126,14 +123,13 @@ def _is_visible(
         visible_row: pointers to the queries' rows of the caller's mask.
         key_is_valid: pointer to the batch's row of it.
     """
-    is_visible = (key < key_length) & is_row
-    if CAUSAL:
-        is_visible &= key <= index
+    is_visible = (key <= tl.minimum(index, key_length - 1)) if CAUSAL else (key < key_length) & (index >= 0)
     if PACKED:
         is_visible &= key >= document
     if PADDED:
         is_visible &= tl.load(key_is_valid + key, mask=key < key_length, other=0) != 0
     if MASKED:
+        is_visible &= is_row
         is_visible &= tl.load(visible_row + key, mask=is_visible, other=0) != 0
     return is_visible
 
@@ -166,11 +162,14 @@ def _bounds(
         first = tl.min(tl.where(is_row, document, key_length), 0) // STEP * STEP
         full_first = (tl.max(document, 0) + STEP - 1) // STEP * STEP
     if PADDED:
-        first = tl.maximum(first, tl.load(valid_range) // STEP * STEP)
-        full_first = tl.maximum(full_first, first)
-        last = tl.minimum(last, tl.load(valid_range + 1))
-    if PADDED or MASKED:
-        full_last = full_first  # nothing is known to be seen without asking
+        first_valid = tl.load(valid_range)
+        last_valid = tl.load(valid_range + 1)
+        first = tl.maximum(first, first_valid // STEP * STEP)
+        full_first = tl.maximum(full_first, (first_valid + STEP - 1) // STEP * STEP)
+        last = tl.minimum(last, last_valid)
+        full_last = tl.where(tl.load(valid_range + 2) != 0, tl.minimum(full_last, last_valid // STEP * STEP), 0)
+    if MASKED:
+        full_last = first  # nothing is known to be seen without asking
     # A document that begins in the last tile it sees has no tile in full
     full_first = tl.minimum(full_first, tl.maximum(last, first))
     full_last = tl.maximum(full_last, full_first)
@@ -252,7 +251,7 @@ def forward_kernel(
     value += batch * value_batch_stride + head // group * value_head_stride
     key_is_valid += batch * key_length
     first, full_first, full_last, last, index, document = _bounds(
-        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 2 * batch,
+        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
         query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
     )  # fmt: skip
     visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
@@ -266,14 +265,14 @@ def forward_kernel(
     queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
     weighted = tl.zeros((TILE, WIDTH), SUM)
     total = tl.zeros((TILE,), SUM)
-    if PACKED:
+    if PACKED or PADDED:
         weighted, total = _attend(
             weighted, total, first, full_first, queries, bias, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
             CAUSAL, PACKED, PADDED, MASKED,
         )  # fmt: skip
-    if not (PADDED or MASKED):
+    if not MASKED:
         weighted, total = _attend(
             weighted, total, full_first, full_last, queries, bias, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
@@ -391,18 +390,22 @@ def combine_kernel(
 
 @kernel
 def valid_range_kernel(key_is_valid, valid_range, key_length, STEP: tl.constexpr):
-    """The first valid key of one row of the batch, and the one after the last; `(key_length, 0)` if there is none."""
+    """The first valid key of one row of the batch, the one after the last, `(key_length, 0)` if there is none, and whether all
+    between them are valid."""
     batch = tl.program_id(0).to(tl.int64)
     key_is_valid += batch * key_length
     first = key_length
     last = key_length * 0
+    count = key_length * 0
     for start in range(0, key_length, STEP):
         place = start + tl.arange(0, STEP)
         is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
         first = tl.minimum(first, tl.min(tl.where(is_valid, place, key_length), 0))
         last = tl.maximum(last, tl.max(tl.where(is_valid, place + 1, 0), 0))
-    tl.store(valid_range + 2 * batch, first)
-    tl.store(valid_range + 2 * batch + 1, last)
+        count += tl.sum(is_valid.to(tl.int32), 0)
+    tl.store(valid_range + 3 * batch, first)
+    tl.store(valid_range + 3 * batch + 1, last)
+    tl.store(valid_range + 3 * batch + 2, (count == last - first).to(tl.int32))
 
 
 @jit
@@ -441,7 +444,7 @@ def _query_gradient(
 
 @kernel
 def query_gradient_kernel(
-    gradient, query, key, value, output, remainder, scale, mean_gradient, query_gradient,
+    gradient, query, key, value, output, remainder, scale, mean_gradient, log_count, query_gradient,
     query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -454,7 +457,7 @@ def query_gradient_kernel(
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`dQ` of a tile of queries of one head, and `mean_gradient`, which `key_value_gradient_kernel` needs too."""
+    """`dQ` of a tile of queries of one head; and `mean_gradient` and `log_count`, for `key_value_gradient_kernel`."""
     tiles = tl.cdiv(query_length, TILE)
     batch_head = tl.program_id(0) // tiles
     start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
@@ -467,7 +470,7 @@ def query_gradient_kernel(
     value += batch * value_batch_stride + head // group * value_head_stride
     key_is_valid += batch * key_length
     first, full_first, full_last, last, index, document = _bounds(
-        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 2 * batch,
+        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
         query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
     )  # fmt: skip
     visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
@@ -490,15 +493,17 @@ def query_gradient_kernel(
         tl.store(mean_gradient + kept, mean, mask=is_row)
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
+    if HAS_BIAS:
+        tl.store(log_count + kept, bias, mask=is_row)
     gradient_sum = tl.zeros((TILE, WIDTH), SUM)
-    if PACKED:
+    if PACKED or PADDED:
         gradient_sum = _query_gradient(
             gradient_sum, first, full_first, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
             CAUSAL, PACKED, PADDED, MASKED,
         )  # fmt: skip
-    if not (PADDED or MASKED):
+    if not MASKED:
         gradient_sum = _query_gradient(
             gradient_sum, full_first, full_last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
@@ -520,11 +525,11 @@ def query_gradient_kernel(
 @jit
 def _key_value_gradients(
     key_sum, value_sum, begin, end, keys, values, place,
-    query, gradient, query_stride, gradient_stride, scale, mean_gradient, counts, query_index, document_start, visible,
-    visible_stride, query_length, key_length, key_is_valid, scaling, seed, dropout,
+    query, gradient, query_stride, gradient_stride, scale, mean_gradient, log_count, query_index, document_start, visible,
+    visible_stride, query_length, key_length, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALL_SEEN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries from `begin` to `end` to `dS^T Q` and `(P / Z)^T dO`. ALL_SEEN: they all see all keys of the tile.
 
@@ -540,7 +545,7 @@ def _key_value_gradients(
         scores = _product(keys, tl.trans(queries), nothing, PRECISION) * scaling
         slope = _product(values, tl.trans(gradients), nothing, PRECISION)
         if HAS_BIAS:
-            scores -= tl.log(tl.maximum(tl.load(counts + row, mask=is_row, other=1), 1).to(key_sum.dtype))[None, :]
+            scores -= tl.load(log_count + row, mask=is_row, other=0.0)[None, :]
         weights, derivative = BODY(scores)
         if HAS_DROPOUT:
             kept = _kept(seed, row[None, :], place[:, None], key_length, dropout)
@@ -563,7 +568,7 @@ def _key_value_gradients(
             visible_row = visible + row.to(tl.int64) * visible_stride
             is_visible = _is_visible(
                 place[:, None], key_length, is_row[None, :], index[None, :], document[None, :], visible_row[None, :],
-                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+                visible, CAUSAL, PACKED, False, MASKED,
             )  # fmt: skip
             weights = tl.where(is_visible, weights, 0.0)
             slope = tl.where(is_visible, slope, 0.0)
@@ -574,12 +579,11 @@ def _key_value_gradients(
 
 @kernel
 def key_value_gradient_kernel(
-    gradient, query, key, value, scale, mean_gradient, key_gradient, value_gradient,
-    query_index, visible_count, key_is_valid, document_start, document_end, visible, seed,
+    gradient, query, key, value, scale, mean_gradient, log_count, key_gradient, value_gradient,
+    query_index, key_is_valid, document_start, document_end, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
-    count_batch_stride, count_head_stride,
     visible_batch_stride, visible_head_stride, visible_stride,
     heads, group, query_length, key_length, scaling, dropout,
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -617,9 +621,10 @@ def key_value_gradient_kernel(
         last = tl.load(document_end + batch * key_length + last_key).to(tl.int32)
         full_last = tl.minimum(full_last, tl.load(document_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
     if PADDED:
+        # Invalid keys have a gradient of 0 in the end. Until then nobody asks, and where there are no others, nobody computes
         is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
         last = tl.where(tl.max(is_valid.to(tl.int32), 0) != 0, last, first)
-    if PADDED or MASKED:
+    if MASKED:
         full_last = first
     full_first = tl.minimum(full_first, tl.maximum(last, first))
     full_last = tl.maximum(tl.minimum(full_last, last), full_first)
@@ -633,7 +638,7 @@ def key_value_gradient_kernel(
         of_head = batch * heads + head
         head_query = query + batch * query_batch_stride + head * query_head_stride
         head_gradient = gradient + (batch * query_length * heads + head) * HEAD_DIM
-        head_counts = visible_count + batch * count_batch_stride + head * count_head_stride
+        head_log_count = log_count + of_head * query_length
         head_visible = visible + batch * visible_batch_stride + head * visible_head_stride
         head_scale = scale + of_head * query_length
         head_mean = mean_gradient + of_head * query_length
@@ -643,30 +648,33 @@ def key_value_gradient_kernel(
         if CAUSAL:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, first, full_first, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, PADDED, MASKED,
+                CAUSAL, PACKED, MASKED,
             )  # fmt: skip
-        if not (PADDED or MASKED):
+        if not MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_first, full_last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-                CAUSAL, PACKED, PADDED, MASKED,
+                CAUSAL, PACKED, MASKED,
             )  # fmt: skip
-        if PACKED or PADDED or MASKED:
+        if PACKED or MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_last, last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_counts,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, key_is_valid, scaling, head_seed, dropout,
+                query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, PADDED, MASKED,
+                CAUSAL, PACKED, MASKED,
             )  # fmt: skip
+    if PADDED:
+        key_sum = tl.where(is_valid[:, None], key_sum, 0.0)
+        value_sum = tl.where(is_valid[:, None], value_sum, 0.0)
     key_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
     value_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
     stride = key_value_heads * HEAD_DIM
@@ -693,32 +701,26 @@ class Tiles(NamedTuple):
 
 
 MIN_TILE = 16  # the least that tensor cores multiply
-# By kernel and bytes of a row of a head, chosen by what Hopper's registers hold and not yet by the clock. Where a GPU has too
-# little shared memory for a line, the next one is taken.
+# By kernel, bytes of what is multiplied (2 for bfloat16, else 4) and width of the head: chosen by what a Hopper GPU's registers
+# hold, and not yet by the clock. Where a GPU has too little shared memory for a line, the next one is taken.
 TILES = {
     forward_kernel: {
-        128: Tiles(128, 128, 8, 3),
-        256: Tiles(128, 64, 8, 3),
-        512: Tiles(128, 32, 8, 3),
-        1024: Tiles(32, 16, 4, 1),
+        2: {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)},
+        4: {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 8, 1)},
     },
     query_gradient_kernel: {
-        128: Tiles(128, 64, 8, 3),
-        256: Tiles(128, 64, 8, 2),
-        512: Tiles(128, 32, 8, 2),
-        1024: Tiles(32, 16, 4, 1),
+        2: {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
+        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
     },
     key_value_gradient_kernel: {
-        128: Tiles(128, 64, 8, 3),
-        256: Tiles(128, 64, 8, 2),
-        512: Tiles(64, 32, 8, 2),
-        1024: Tiles(32, 16, 4, 1),
+        2: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
     },
     # Its own tile takes all queries that share a key-value head
     split_kernel: {
-        128: Tiles(MIN_TILE, 128, 4, 3),
-        256: Tiles(MIN_TILE, 64, 4, 3),
-        512: Tiles(MIN_TILE, 32, 4, 3),
-        1024: Tiles(MIN_TILE, 16, 4, 1),
+        2: {64: Tiles(MIN_TILE, 128, 4, 3), 128: Tiles(MIN_TILE, 64, 4, 3), 256: Tiles(MIN_TILE, 32, 4, 3)},
+        4: {64: Tiles(MIN_TILE, 64, 4, 3), 128: Tiles(MIN_TILE, 32, 4, 3), 256: Tiles(MIN_TILE, 16, 4, 2)},
     },
 }
+# What every GPU has room for
+LAST_TILES = Tiles(MIN_TILE, MIN_TILE, 4, 1)

@@ -16,9 +16,9 @@ from torch import nn
 
 from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, is_registered, zero_limit
 from .operators_nlq import AttentionOperators, in_autocast_precision
-from .triton_activations_nlq import jit, tl, triton
+from .triton_activations_nlq import IS_INTERPRETED, jit, tl, triton
 from .triton_kernels_nlq import (
-    IS_INTERPRETED,
+    LAST_TILES,
     MIN_TILE,
     TILES,
     Tiles,
@@ -138,6 +138,13 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
             raise ValueError(f"triton_body of {activation.name!r} computes other {what} than its function")
 
 
+def _float32_precision() -> str:
+    """How tensor cores multiply float32: as PyTorch is told to, and as exactly as they can if it is told nothing."""
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    # AMD's have no way to split a number into parts that they know
+    return "tf32" if is_tf32 else "ieee" if torch.version.hip is not None else "tf32x3"
+
+
 def tile_of(size: int) -> int:
     """The smallest side of a tile that holds so many rows or columns."""
     return max(1 << (size - 1).bit_length(), MIN_TILE)
@@ -170,9 +177,18 @@ class _Problem:
         row = get_attention_activation(activation)
         if is_registered(activation):
             _check_body(row, query.device)
+        # Kernels see no shapes, so that what is one for all must be spread out, and anything else must not pass
         query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
         per_head = (self.batch, self.heads, self.query_length)
         count = visible_count.contiguous().expand(per_head)
+        if query_index is not None:
+            query_index = query_index.expand(self.query_length).contiguous()
+        if document_start is not None:
+            document_start = document_start.expand(self.batch, self.query_length).contiguous()
+        if key_is_valid is not None:
+            key_is_valid = key_is_valid.expand(self.batch, self.key_length).contiguous().view(torch.uint8)
+        if visible is not None:
+            visible = visible.contiguous().view(torch.uint8).expand(*per_head, self.key_length)
         self.arguments = {
             "query": query,
             "key": key,
@@ -187,28 +203,20 @@ class _Problem:
             "count_batch_stride": count.stride(0),
             "count_head_stride": count.stride(1),
             # A tensor that a kernel does not look at must still be one
-            "query_index": count if query_index is None else query_index.contiguous(),
-            "document_start": count if document_start is None else document_start.contiguous(),
+            "query_index": count if query_index is None else query_index,
+            "document_start": count if document_start is None else document_start,
             "seed": count if seed is None else seed,
-            "key_is_valid": count,
+            "key_is_valid": count if key_is_valid is None else key_is_valid,
             "valid_range": count,
-            "visible": count,
-            "visible_batch_stride": 0,
-            "visible_head_stride": 0,
-            "visible_stride": 0,
+            "visible": count if visible is None else visible,
+            "visible_batch_stride": 0 if visible is None else visible.stride(0),
+            "visible_head_stride": 0 if visible is None else visible.stride(1),
+            "visible_stride": 0 if visible is None else visible.stride(2),
         }
         for name in ("query", "key", "value"):
             strides = self.arguments[name].stride()
             suffixes = ("_batch_stride", "_head_stride", "_stride")
             self.arguments |= {name + suffix: stride for suffix, stride in zip(suffixes, strides)}
-        if key_is_valid is not None:
-            key_is_valid = key_is_valid.contiguous().view(torch.uint8)
-            self.arguments["key_is_valid"] = key_is_valid
-        if visible is not None:
-            visible = visible.contiguous().view(torch.uint8).expand(*per_head, -1)
-            self.arguments["visible"] = visible
-            names = ("visible_batch_stride", "visible_head_stride", "visible_stride")
-            self.arguments |= dict(zip(names, visible.stride()))
         self.arguments |= {
             "WIDTH": tile_of(self.head_dim),
             "HEAD_DIM": self.head_dim,
@@ -219,15 +227,18 @@ class _Problem:
             "HAS_BIAS": row.subtract_log_count and normalization == "none",
             "HAS_DROPOUT": dropout > 0.0,
             "HAS_REMAINDER": normalization == "sum" and self.sum_dtype != query.dtype,
-            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            "PRECISION": _float32_precision() if query.dtype == torch.float32 else "ieee",
             "CAUSAL": query_index is not None,
             "PACKED": document_start is not None,
             "PADDED": key_is_valid is not None,
             "MASKED": visible is not None,
         }
-        if key_is_valid is not None:
-            valid_range = torch.empty(self.batch, 2, dtype=torch.int32, device=self.device)
-            self.run(valid_range_kernel, self.batch, key_is_valid=key_is_valid, valid_range=valid_range, STEP=1024)
+
+    def find_valid_range(self) -> None:
+        """For kernels that start at a row's first valid key and end after its last one."""
+        if self.arguments["PADDED"]:
+            valid_range = torch.empty(self.batch, 3, dtype=torch.int32, device=self.device)
+            self.run(valid_range_kernel, self.batch, valid_range=valid_range, STEP=1024)
             self.arguments["valid_range"] = valid_range
 
     def run(self, kernel, programs: int, options: dict | None = None, **arguments) -> None:
@@ -246,9 +257,8 @@ class _Problem:
             arguments: as in `run`.
         """
         # Float16 is multiplied as TF32, which takes as much room as float32
-        size = 2 if self.arguments["query"].dtype == torch.bfloat16 else 4
-        row_size = min(size * self.arguments["WIDTH"], max(TILES[kernel]))
-        choices = [tiles for most, tiles in TILES[kernel].items() if row_size <= most]
+        lines = TILES[kernel][2 if self.arguments["query"].dtype == torch.bfloat16 else 4]
+        choices = [*(tiles for width, tiles in lines.items() if self.arguments["WIDTH"] <= width), LAST_TILES]
         place = (kernel, *choices, self.device)
         for index in range(_FITTING.get(place, 0), len(choices)):
             tiles = choices[index]
@@ -292,6 +302,7 @@ def _triton_attention(
     if rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS and dropout == 0.0:
         _attend_in_parts(problem, **results)
     else:
+        problem.find_valid_range()
         heads = problem.batch * problem.heads
         problem.run_tiled(forward_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **results)
     return tuple(results.values())
@@ -347,14 +358,17 @@ def _triton_attention_backward(
         "remainder": remainder,
         "scale": scale,
         "mean_gradient": torch.empty_like(scale) if normalization == "sum" else scale,
+        "log_count": torch.empty_like(scale) if problem.arguments["HAS_BIAS"] else scale,
         "document_end": problem.arguments["document_start"],
     }
+    problem.find_valid_range()
     if document_start is not None:
         places = torch.arange(problem.key_length, device=query.device).expand(problem.batch, -1)
-        given["document_end"] = torch.searchsorted(document_start.contiguous(), places.contiguous(), right=True)
+        starts = problem.arguments["document_start"]
+        given["document_end"] = torch.searchsorted(starts, places.contiguous(), right=True)
     heads, key_value_heads = problem.batch * problem.heads, problem.batch * problem.key_value_heads
     problem.run_tiled(query_gradient_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **given, **gradients)
-    # It reads the mean gradients that the first kernel wrote
+    # It reads what the first kernel wrote of each query
     problem.run_tiled(
         key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(problem.key_length / tile), **given, **gradients
     )

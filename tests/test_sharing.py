@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.triton_kernels_nlq import IS_INTERPRETED
+from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent

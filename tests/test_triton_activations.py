@@ -31,14 +31,14 @@ TOLERANCE = {torch.float32: 6e-7 if DEVICE == "cpu" else 3e-6, torch.float64: 6e
 
 # Special functions per score, of the weights alone and with the derivative
 SPECIAL_FUNCTIONS = {
-    "sigmoid": (["div", "ex2"], ["div", "ex2"]),
-    "tanh": (["div", "ex2"], ["div", "ex2"]),
-    "softplus": (["ex2"], ["div", "ex2"]),
-    "sqrtsoftplus": (["ex2", "sqrt"], ["div", "ex2", "sqrt"]),
-    "silu": (["div", "ex2"], ["div", "ex2"]),
-    "quick_gelu": (["div", "ex2"], ["div", "ex2"]),
-    "gelu_new": (["div", "ex2"], ["div", "ex2"]),
-    "mish": (["div", "ex2"], ["div", "ex2"]),
+    "sigmoid": (["ex2", "rcp"], ["ex2", "rcp"]),
+    "tanh": (["ex2", "rcp"], ["ex2", "rcp"]),
+    "softplus": (["ex2"], ["ex2", "rcp"]),
+    "sqrtsoftplus": (["ex2", "sqrt"], ["ex2", "rcp", "sqrt"]),
+    "silu": (["ex2", "rcp"], ["ex2", "rcp"]),
+    "quick_gelu": (["ex2", "rcp"], ["ex2", "rcp"]),
+    "gelu_new": (["ex2", "rcp"], ["ex2", "rcp"]),
+    "mish": (["ex2", "rcp"], ["ex2", "rcp"]),
     "gelu": (["ex2"], ["ex2", "ex2"]),
     "gelu_10": (["ex2"], ["ex2", "ex2"]),
     "laplace": (["ex2"], ["ex2", "ex2"]),
