@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from modeling_nlq.attention_nlq import get_attention_activation, make_visibility
 
@@ -33,6 +35,12 @@ NON_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 ALL_COMBINATIONS = [
     (name, normalization) for name in PHI for normalization in (*(["sum"] if name in NON_NEGATIVE else []), "length", "none")
 ]
+
+
+def examples(count):
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
 def combinations(pairs):
@@ -158,6 +166,31 @@ def causal(batch, head, query, key):
     return key <= query
 
 
+@st.composite
+def drawn_layouts(draw, most=3, longest=12):
+    """Any lengths, groups, offsets, paddings and packings."""
+    key_value_heads = draw(st.integers(1, most))
+    batch = draw(st.integers(1, most))
+    sizes = {"heads": key_value_heads * draw(st.integers(1, most)), "key_value_heads": key_value_heads}
+    query_length = draw(st.integers(1, longest))
+    kind = draw(st.sampled_from(["none", "cache", "padding", "packed"]))
+    if kind == "none":
+        key_length = query_length + draw(st.integers(0, 4))
+        return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
+    if kind == "packed":
+        begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
+        rows = [draw(begins) for _ in range(batch)]  # whether a document begins at a token
+        letters = [[chr(97 + sum(row[: index + 1])) for index in range(query_length)] for row in rows]
+        return packed(*map("".join, letters), **sizes)
+    offset = draw(st.integers(0, 9))
+    key_length = query_length + offset + draw(st.integers(0, 4))
+    given_offset = torch.tensor(offset) if draw(st.booleans()) else offset
+    if kind == "cache":
+        return chunk(query_length, key_length, given_offset, batch=batch, **sizes)
+    rows = [draw(st.text("01", min_size=key_length, max_size=key_length)) for _ in range(batch)]
+    return padded(*rows, query_length=query_length, offset=given_offset, **sizes)
+
+
 LAYOUTS = {
     "causal": Layout(causal),
     "one_token": Layout(causal, query_length=1, key_length=1, batch=5),
@@ -208,9 +241,9 @@ def layer_for(layout, activation, normalization=None, **options):
 
 
 def random_factors(output):
-    """A gradient of the output, the same in every precision."""
+    """A gradient of the output, the same in every precision and on every device."""
     generator = torch.Generator().manual_seed(100)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(output.dtype)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(output)
 
 
 def results(output, inputs):

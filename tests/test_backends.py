@@ -20,7 +20,9 @@ from attention_cases import (
     chunk,
     combinations,
     dense,
+    drawn_layouts,
     error,
+    examples,
     expected_of,
     layer,
     layer_for,
@@ -32,7 +34,7 @@ from attention_cases import (
     results,
     run,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -56,12 +58,6 @@ from modeling_nlq.backends_nlq import (
     sdpa_with_sink_forward,
 )
 from modeling_nlq.tiled_nlq import tiled_attention_forward
-
-
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
 
 
 def set_tiles(patch, large, small, many_heads):
@@ -154,31 +150,6 @@ class TestUsualTiles:
             expected_of(layout, activation, normalization, states),
             1e-5,
         )
-
-
-@st.composite
-def drawn_layouts(draw):
-    """Any lengths, groups, offsets, paddings and packings."""
-    key_value_heads = draw(st.integers(1, 3))
-    batch = draw(st.integers(1, 3))
-    sizes = {"heads": key_value_heads * draw(st.integers(1, 3)), "key_value_heads": key_value_heads}
-    query_length = draw(st.integers(1, 12))
-    kind = draw(st.sampled_from(["none", "cache", "padding", "packed"]))
-    if kind == "none":
-        key_length = query_length + draw(st.integers(0, 4))
-        return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
-    if kind == "packed":
-        begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
-        rows = [draw(begins) for _ in range(batch)]  # whether a document begins at a token
-        letters = [[chr(97 + sum(row[: index + 1])) for index in range(query_length)] for row in rows]
-        return packed(*map("".join, letters), **sizes)
-    offset = draw(st.integers(0, 9))
-    key_length = query_length + offset + draw(st.integers(0, 4))
-    given_offset = torch.tensor(offset) if draw(st.booleans()) else offset
-    if kind == "cache":
-        return chunk(query_length, key_length, given_offset, batch=batch, **sizes)
-    rows = [draw(st.text("01", min_size=key_length, max_size=key_length)) for _ in range(batch)]
-    return padded(*rows, query_length=query_length, offset=given_offset, **sizes)
 
 
 @examples(250)
