@@ -71,9 +71,10 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         ValueError: if shapes, precisions or devices do not.
     """
-    shapes = ", ".join(f"{name}={tuple(states.shape)}" for name, states in zip(("query", "key", "value"), (query, key, value)))
     fit = query.ndim == key.ndim == 4 and key.shape == value.shape and key.shape[1] > 0
     if not fit or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]) or query.shape[1] % key.shape[1]:
+        names = ("query", "key", "value")
+        shapes = ", ".join(f"{name}={tuple(states.shape)}" for name, states in zip(names, (query, key, value)))
         raise ValueError(
             f"nlq_triton: {shapes} must be (batch, heads, query, head_dim) and twice (batch, key_value_heads, key, head_dim), "
             "with heads a multiple of key_value_heads"
@@ -313,7 +314,7 @@ def _attend_in_parts(problem: _Problem, output: torch.Tensor, remainder: torch.T
     is_cuda = problem.device.type == "cuda"
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count if is_cuda else 2
     heads = problem.batch * problem.key_value_heads
-    wanted = math.ceil(2 * processors / heads)
+    wanted = math.ceil(2 * processors / max(heads, 1))
     keys_per_split = math.ceil(problem.key_length / wanted / SPLIT_STEP) * SPLIT_STEP
     splits = math.ceil(problem.key_length / keys_per_split)
     shape = (splits, problem.batch, problem.heads, problem.query_length)
