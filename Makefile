@@ -42,6 +42,12 @@ gpu-test: .venv/installed-test
 	mkdir -p $(RESULTS)
 	HF_HUB_OFFLINE=1 $(KEEP) $(RESULTS)/tests.txt .venv/bin/python -m pytest -m gpu
 
+# NVIDIA's tool, which has to see every allocation
+gpu-sanitizer: .venv/installed-test
+	mkdir -p $(RESULTS)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(KEEP) $(RESULTS)/sanitizer.txt \
+		compute-sanitizer --error-exitcode 1 .venv/bin/python tests/test_triton.py small
+
 gpu-attention: .venv/installed-test
 	mkdir -p $(RESULTS)
 	$(KEEP) $(RESULTS)/attention.txt .venv/bin/python benchmarks/attention.py --device cuda --markdown $(RESULTS)/attention.md

@@ -883,6 +883,19 @@ class TestWithPyTorch:
         expected, actual = (results(call(*states), states) for call in (function, compile(function)))
         assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
+    def test_compile_where_nothing_wants_a_gradient(self, compile):
+        """Frozen weights, outside of `no_grad`."""
+        layout = LAYOUTS["causal"]
+        states = [tensor.detach() for tensor in layout.states()]
+
+        module = layer("relu")
+
+        def function(query, key, value):
+            return tiled_attention_forward(module, query, key, value, None, scaling=SCALING)[0]
+
+        with torch.enable_grad():
+            assert torch.equal(compile(function)(*states), function(*states))
+
     def test_compile_with_dropout(self, compile):
         layout = LAYOUTS["grouped_queries"]
         module = layer_for(layout, "gelu", training=True)

@@ -941,6 +941,12 @@ def softsign_body(scores):
     return scores / size, 1.0 / (size * size)
 
 
+@triton.jit
+def wrong_slope_body(scores):
+    reciprocal = 1.0 / (1.0 + tl.abs(scores))
+    return scores * reciprocal, reciprocal
+
+
 COUNTED = []
 
 
@@ -992,6 +998,16 @@ class TestRegisteredActivations:
             register_attention_activation("mine", nn.functional.softsign, triton_body=body)
         assert str(error.value) == f"triton_body={body!r} of 'mine' must be a function decorated with triton.jit"
 
+    @pytest.mark.parametrize(
+        "function, body, what",
+        [(torch.tanh, softsign_body, "weights"), (nn.functional.softsign, wrong_slope_body, "derivative")],
+        ids=["weights", "derivative"],
+    )
+    def test_another_function(self, function, body, what):
+        register_attention_activation("mine", function, triton_body=body)
+        with pytest.raises(ValueError, match=f"^triton_body of 'mine' computes other {what} than its function$"):
+            triton_attention_forward(layer("mine"), *[torch.randn(1, 1, 3, 4, device=DEVICE) for _ in range(3)], None, SCALING)
+
     @interpreter_only
     @pytest.mark.parametrize(
         "layout, pairs",
@@ -1008,6 +1024,7 @@ class TestRegisteredActivations:
     def test_hidden_tiles_are_skipped(self, monkeypatch, layout, pairs):
         set_tiles(monkeypatch, 4, 4)
         register_attention_activation("counted", nn.functional.softplus, triton_body=counted_body)
+        triton_nlq._check_body(get_attention_activation("counted"), DEVICE)  # which the first call does
         COUNTED.clear()
         module, states = layer_for(layout, "counted"), layout.states()
         output, _ = triton_attention_forward(module, *states, layout.mask(), scaling=SCALING)
@@ -1019,6 +1036,7 @@ class TestRegisteredActivations:
     def test_hidden_keys_are_skipped_in_parts(self, splits):
         """A static cache's empty places, though not those before the keys' own part."""
         register_attention_activation("counted", nn.functional.softplus, triton_body=counted_body)
+        triton_nlq._check_body(get_attention_activation("counted"), DEVICE)  # which the first call does
         COUNTED.clear()
         layout = chunk(2, 64, torch.tensor(21), batch=1, heads=2, key_value_heads=1)
         states = [tensor.detach() for tensor in layout.states()]
@@ -1434,6 +1452,24 @@ def model_pair(make_model):
     return make
 
 
+def test_precision_of_float32(monkeypatch):
+    """As PyTorch is told to multiply, by its older or its newer function; read without a word where both were used."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    given = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert triton_nlq._float32_precision() == "tf32x3"
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert triton_nlq._float32_precision() == "tf32"
+        torch.set_float32_matmul_precision("highest")
+        assert triton_nlq._float32_precision() == "tf32x3"
+        torch.set_float32_matmul_precision("high")
+        assert triton_nlq._float32_precision() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = given
+
+
 @pytest.mark.usefixtures("small_tiles")
 class TestModel:
     """Whole models on `nlq_triton` and on `eager`."""
@@ -1544,7 +1580,7 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
 
     function, size = globals()[kernel], 2 if state == "bf16" else 4
     width = max(16, 1 << (head_dim - 1).bit_length())
-    tiles = [tiles for most, tiles in TILES[function].items() if size * width <= most][line]
+    tiles = [*(tiles for most, tiles in TILES[function][size].items() if width <= most), LAST_TILES][line]
     flags = dict.fromkeys(("has_dropout", "causal", "packed", "padded", "masked"), False) | options
     constants = {
         **{name.upper(): value for name, value in flags.items()},
@@ -1557,13 +1593,13 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
         "BODY": triton_sigmoid,
         "NORMALIZATION": normalization,
         "HAS_BIAS": normalization == "none",
-        "PRECISION": "ieee",
+        "PRECISION": "tf32x3" if state == "fp32" else "ieee",
         "HAS_REMAINDER": normalization == "sum" and state != "fp32",
     }
     if one_head:
         constants |= {"heads": 1, "group": 1}
     types = {
-        **dict.fromkeys(("scale", "mean_gradient", "weighted_sums", "totals", "scaling", "dropout"), "fp32"),
+        **dict.fromkeys(("scale", "mean_gradient", "log_count", "weighted_sums", "totals", "scaling", "dropout"), "fp32"),
         **dict.fromkeys(("query_index", "visible_count", "document_start", "document_end", "seed"), "i64"),
         **dict.fromkeys(("key_is_valid", "visible"), "u8"),
         "valid_range": "i32",
