@@ -400,8 +400,8 @@ def triton_attention_forward(
 
     Args:
         module: the attention layer, whose `activation` and `normalization` say what to compute.
-        query: `(batch, heads, query, head_dim)` in float16, bfloat16 or float32, with `head_dim` up to 256. In float32 it is
-            multiplied as `torch.set_float32_matmul_precision` says.
+        query: `(batch, heads, query, head_dim)` in float16, bfloat16 or float32, with `head_dim` up to 256. Float32 is
+            multiplied as TF32 if `torch.set_float32_matmul_precision` allows that, else as three products of TF32.
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
         scaling: factor of the scores.
