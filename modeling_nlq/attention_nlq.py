@@ -51,6 +51,7 @@ class AttentionActivation:
         formula: `phi(s)` in words.
         source: where the formula comes from.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
+        is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
         kind: what a weight depends on: `"elementwise"`, on its own score, but for the normaliser; `"softmax"` and `"simplex"`,
             on its whole row, which the latter's `function` projects; `"linear"`, on no score at all.
         triton_body: a function decorated with `triton.jit`, from a tile of scores to `phi` and `phi'` there, or `None`.
@@ -64,6 +65,7 @@ class AttentionActivation:
     formula: str
     source: str
     subtract_log_count: bool = False
+    is_homogeneous: bool = False
     kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
     triton_body: Callable | None = None
 
@@ -138,6 +140,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="max(s, 0)",
             source="Wortsman et al. 2023, arXiv 2309.08586",
+            is_homogeneous=True,
             triton_body=TRITON_BODIES["relu"],
         ),
         AttentionActivation(
@@ -148,6 +151,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="max(s, 0)^2",
             source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
+            is_homogeneous=True,
             triton_body=TRITON_BODIES["relu_squared"],
         ),
         AttentionActivation(
@@ -158,6 +162,7 @@ ATTENTION_ACTIVATIONS = {
             non_negative=True,
             formula="s^2",
             source="p_i^2 / sum_j p_j^2: another map onto the simplex",
+            is_homogeneous=True,
             triton_body=TRITON_BODIES["squared"],
         ),
         AttentionActivation(
@@ -376,20 +381,27 @@ class Visibility(NamedTuple):
 
     Attributes:
         query_index: `(query,)`, each query's own place on the key axis, rising by one; it sees no key after that.
+        key_length: number of keys, those of a static cache that are still empty included.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding, or `None` if every key is valid.
-        document_start: `(batch, query)`, the first key of each query's packed document; it sees no key before that. `None` if
-            not packed.
+        document_start: `(batch or 1, query)`, the first key of each query's packed document; it sees no key before that.
+            `None` if not packed.
     """
 
     query_index: torch.Tensor
+    key_length: int
     visible_count: torch.Tensor
     key_is_valid: torch.Tensor | None = None
     document_start: torch.Tensor | None = None
 
-    def dense(self, key_length: int) -> torch.Tensor:
+    def check(self, query_length: int, key_length: int) -> None:
+        """Raises `ValueError` where it was made for another number of queries or keys."""
+        if (made_for := (self.query_index.shape[0], self.key_length)) != (query_length, key_length):
+            raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
+
+    def dense(self) -> torch.Tensor:
         """The boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
-        key_index = torch.arange(key_length, device=self.query_index.device)
+        key_index = torch.arange(self.key_length, device=self.query_index.device)
         visible = (key_index <= self.query_index[:, None])[None, None]
         if self.key_is_valid is not None:
             visible = visible & self.key_is_valid[:, None, None, :]
@@ -413,19 +425,19 @@ def make_visibility(
         key_length: number of keys, those of a static cache that are still empty included.
         query_offset: number of keys before the first query; a tensor if a static cache counts them.
         attention_mask: `(batch, up to key)` booleans, false for padding.
-        segments: `(batch, key)`, a number per packed document; excludes `attention_mask` and a cache.
+        segments: `(batch or 1, key)`, a number per packed document; excludes `attention_mask` and a cache.
     """
     query_index = torch.arange(query_length, device=device) + query_offset
     if segments is not None:
         starts_here = torch.ones_like(segments, dtype=torch.bool)
         starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
         document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
-        return Visibility(query_index, query_index - document_start + 1, document_start=document_start)
+        return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
         key_is_valid = key_is_valid[:, :key_length]
-        return Visibility(query_index, key_is_valid.cumsum(dim=-1)[:, query_index], key_is_valid)
-    return Visibility(query_index, query_index[None] + 1)
+        return Visibility(query_index, key_length, key_is_valid.cumsum(dim=-1)[:, query_index], key_is_valid)
+    return Visibility(query_index, key_length, query_index[None].clamp(max=key_length - 1) + 1)
 
 
 def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -463,13 +475,14 @@ def read_mask(
         `(batch or 1, 1 or heads, query)`.
 
     Raises:
-        ValueError: if a 4-D mask has another shape, or holds numbers that say neither visible nor hidden.
+        ValueError: if a mask does not fit queries and keys, or holds numbers that say neither visible nor hidden.
     """
     (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
     if attention_mask is None:
         offset = 0 if query_length > 1 else key_length - 1
         attention_mask = make_visibility(query_length, key_length, offset, query.device)
     if isinstance(attention_mask, Visibility):
+        attention_mask.check(query_length, key_length)
         return attention_mask, attention_mask.visible_count[:, None]
     shape = tuple(attention_mask.shape)
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != query_length or shape[3] < key_length:
@@ -487,6 +500,23 @@ def zero_limit(dtype: torch.dtype) -> float:
 def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     """Whether a sum of weights counts as 0."""
     return total < zero_limit(total.dtype)
+
+
+def keep_from_overflow(query: torch.Tensor) -> torch.Tensor:
+    """Queries without large numbers, for weights that a factor of their query does not change.
+
+    Those are the weights of homogeneous activations (`AttentionActivation.is_homogeneous`) under the normaliser `"sum"`: the
+    square of a score of 1e19 has no room in float32, its share of the sum has. The factor is a power of 2, which rounds
+    nothing, and 1 where no number is above 1.
+
+    Args:
+        query: `(batch, heads, query, head_dim)`.
+
+    Returns:
+        The same shape, each row times a factor of its own.
+    """
+    largest = query.detach().abs().amax(dim=-1, keepdim=True).to(torch.promote_types(query.dtype, torch.float32))
+    return query * torch.exp2(-largest.clamp(min=1.0).log2().ceil()).to(query.dtype)
 
 
 def attention_weights(
@@ -565,7 +595,7 @@ def eager_attention_forward(
     """
     visible, visible_count = read_mask(attention_mask, query, key)
     if isinstance(visible, Visibility):
-        visible = visible.dense(key.shape[2])
+        visible = visible.dense()
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling

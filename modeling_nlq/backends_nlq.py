@@ -66,6 +66,8 @@ def sdpa_with_sink_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
+    if query.shape[0] == 0:
+        return query.transpose(1, 2), None  # Transformers' own leaves a size open here
     if scaling <= 0.0:
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel hides keys before it scales: NaN from 0 times infinity
     if module.attention_sink is None:

@@ -15,11 +15,13 @@ SLICE_ELEMENTS = 2**20  # 4 MiB of float32
 
 def _slices(logits: torch.Tensor) -> list[slice]:
     rows = max(SLICE_ELEMENTS // logits.shape[-1], 1)
-    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+    return [slice(start, start + rows) for start in range(0, max(logits.shape[0], 1), rows)]  # one even of an empty batch
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):
     """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the log-sum-exp itself, without gradient."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,9 +39,8 @@ class _NegativeLogLikelihood(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None]:
         logits, targets, log_normalizers = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: nothing in place
-            chosen = torch.nn.functional.one_hot(targets, logits.shape[-1])
-            result = (torch.softmax(logits.to(log_normalizers.dtype), dim=-1) - chosen) * gradient[:, None]
-            return result.to(logits.dtype), None
+            result = torch.softmax(logits.to(log_normalizers.dtype), dim=-1) * gradient[:, None]
+            return result.scatter_add(1, targets[:, None], -gradient[:, None]).to(logits.dtype), None
         result = torch.empty_like(logits)
         for part in _slices(logits):
             rows = (logits[part].to(log_normalizers.dtype) - log_normalizers[part, None]).exp_().mul_(gradient[part, None])

@@ -19,6 +19,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
@@ -33,6 +34,7 @@ from .attention_nlq import (
     boolean_mask,
     eager_attention_forward,
     get_attention_activation,
+    keep_from_overflow,
     make_visibility,
 )
 from .backends_nlq import ATTENTION_BACKENDS, find_backend, use_fused_kernels
@@ -90,6 +92,7 @@ class NLQAttention(nn.Module):
         self.config = config
         layer = config.per_layer_config[layer_idx]
         self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout
@@ -193,10 +196,12 @@ class NLQAttention(nn.Module):
             hidden_states: what the layer is given.
             position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
         """
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape)
-        key_states = self.k_proj(hidden_states).view(hidden_shape)
-        value_states = self.v_proj(hidden_states).view(hidden_shape)
+        # Sizes without a -1, which an empty batch leaves open
+        query_shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
+        key_value_shape = (*hidden_states.shape[:-1], self.num_heads // self.num_key_value_groups, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(query_shape)
+        key_states = self.k_proj(hidden_states).view(key_value_shape)
+        value_states = self.v_proj(hidden_states).view(key_value_shape)
         if self.q_norm is not None:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
@@ -223,6 +228,9 @@ class NLQAttention(nn.Module):
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+
+        if self.normalization == "sum" and self.activation.is_homogeneous:
+            query_states = keep_from_overflow(query_states)
 
         if self.config._attn_implementation == AUTOMATIC:
             name = use_fused_kernels(name, self.activation, query_states)
@@ -268,6 +276,8 @@ class NLQAttention(nn.Module):
                     "DynamicCache(config=model.config)"
                 )
             state = cache.get_state()
+        elif visibility is not None:
+            visibility.check(hidden_states.shape[1], hidden_states.shape[1])
         attn_output, state = linear_attention(
             query_states,
             key_states,
@@ -293,8 +303,8 @@ class NLQAttention(nn.Module):
             attn_output = self.output_activation(attn_output)
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(hidden_states))
-            attn_output = attn_output * gate.view(*attn_output.shape[:3], -1)
-        return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1))
+            attn_output = attn_output * gate.view(*attn_output.shape[:3], gate.shape[-1] // self.num_heads)
+        return self.o_proj(attn_output.flatten(2))
 
 
 class NLQMLP(nn.Module):
@@ -465,8 +475,9 @@ class NLQModel(NLQPreTrainedModel):
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
-            position_ids: `(batch, query)`. By default a token's place among the tokens that are not padding. Where they do
-                not rise by one, a new packed document begins, which sees nothing of those before it.
+            position_ids: `(batch or 1, query)`. By default a token's place among the tokens that are not padding. Without an
+                `attention_mask`, a new packed document, which sees nothing of those before it, begins where they do not rise
+                by one; a mask that is given, even one of all ones, says that each row is one text.
             past_key_values: the cache; also returned.
             inputs_embeds: `(batch, query, hidden)`, in place of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`.
@@ -474,15 +485,30 @@ class NLQModel(NLQPreTrainedModel):
                 or beside them.
 
         Raises:
-            ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned
-                ones, and for `is_causal=False`.
+            ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
+                beyond the learned ones, for a cache under gradient checkpointing, and for `is_causal=False`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if (inputs := input_ids if inputs_embeds is None else inputs_embeds).shape[1] == 0:
+            raise ValueError(
+                f"{'input_ids' if inputs_embeds is None else 'inputs_embeds'}={tuple(inputs.shape)} holds no tokens"
+            )
         if not kwargs.pop("is_causal", True):
             raise ValueError("is_causal=False is not supported: NLQ models see the past only")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        self._check_position_shape(position_ids, inputs_embeds.shape[:2])
+        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
+            # Transformers drops the cache at each layer's call, after everything here was counted from it
+            if past_key_values is not None:
+                raise ValueError(
+                    "past_key_values cannot be used with gradient checkpointing in training, which drops the cache; call "
+                    "gradient_checkpointing_disable(), or eval()"
+                )
+            if use_cache:
+                logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
+            use_cache = False
 
         if isinstance(attention_mask, dict):
             attention_mask = self._read_masks(attention_mask)
@@ -491,13 +517,15 @@ class NLQModel(NLQPreTrainedModel):
         query_offset = 0 if past_key_values is None else past_key_values.get_seq_length()
         if padding_mask is not None and isinstance(query_offset, int):
             self._check_padding_mask(padding_mask, inputs_embeds.shape[0], query_offset + query_length)
-        if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-            attention_mask = padding_mask = None
+        is_packable = attention_mask is None
         boundaries = self._find_boundaries(position_ids, **kwargs)
         if boundaries is not None:
             position_ids = self._read_boundaries(boundaries, inputs_embeds.shape[:2], attention_mask, position_ids)
-        segments = self._find_packed_documents(position_ids, attention_mask, past_key_values, use_cache)
-        if past_key_values is None and segments is None and self._wants_cache(use_cache):
+        segments = self._find_packed_documents(position_ids, past_key_values, use_cache) if is_packable else None
+        if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
+            attention_mask = padding_mask = None  # what hides nothing costs nothing
+        wants_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and segments is None and wants_cache:
             past_key_values = DynamicCache(config=self.config)
 
         if past_key_values is not None:
@@ -506,31 +534,34 @@ class NLQModel(NLQPreTrainedModel):
                 query_offset = query_offset.to(inputs_embeds.device)
         visibility = make_visibility(query_length, key_length, query_offset, inputs_embeds.device, padding_mask, segments)
 
-        given_position_ids = position_ids
+        is_plain = position_ids is None and padding_mask is None and isinstance(query_offset, int)
+        # Transformers' masks and flash attention look for packed documents in the positions they are given
+        packed_position_ids = position_ids if is_packable else None
         if position_ids is None:
             position_ids = visibility.query_index[None]
             if padding_mask is not None:
                 position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            is_plain = given_position_ids is None and padding_mask is None and isinstance(query_offset, int)
             self._check_positions(query_offset + query_length - 1 if is_plain else position_ids)
             hidden_states = hidden_states + self.embed_positions(position_ids)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         hidden_states = self.dropout(hidden_states)
 
+        # Fewer than there are where assisted decoding lets the first layers draft
+        layers = self.layers[: self.config.num_hidden_layers]
         # One mask for each backend, all of them before the first layer advances the cache they are counted from
-        backends = [layer.self_attn.find_backend(**kwargs) for layer in self.layers]
-        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, given_position_ids)
+        backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
+        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, packed_position_ids)
         masks = {backend: self._make_mask(backend, *mask_inputs) for backend in dict.fromkeys(backends)}
         visible_count = None if isinstance(attention_mask, BlockMask) else visibility.visible_count
 
-        for layer, backend in zip(self.layers, backends):
+        for layer, backend in zip(layers, backends):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[backend],
                 position_embeddings=position_embeddings,
-                position_ids=position_ids,
+                position_ids=packed_position_ids,
                 past_key_values=past_key_values,
                 **({"visible_count": visible_count} if backend == "flex_attention" else {}),
                 **kwargs,
@@ -562,10 +593,14 @@ class NLQModel(NLQPreTrainedModel):
             shape = tuple(padding_mask.shape)
             raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
 
-    def _wants_cache(self, use_cache: bool | None) -> bool:
-        if use_cache is not None:
-            return use_cache
-        return self.config.use_cache and not (self.gradient_checkpointing and self.training)
+    @staticmethod
+    def _check_position_shape(position_ids: torch.Tensor | None, shape: tuple[int, int]) -> None:
+        if position_ids is None:
+            return
+        batch, length = shape
+        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+            allowed = " or ".join(str((rows, length)) for rows in dict.fromkeys((batch, 1)))
+            raise ValueError(f"position_ids={tuple(position_ids.shape)} must be (batch or 1, query)={allowed}")
 
     @staticmethod
     def _find_boundaries(
@@ -600,7 +635,7 @@ class NLQModel(NLQPreTrainedModel):
         """
         batch, length = shape
         if batch != 1 or attention_mask is not None:
-            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without padding")
+            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
         index = torch.arange(length, device=boundaries.device)
         document = torch.bucketize(index, boundaries, right=True) - 1
         positions = (index - boundaries[document])[None]
@@ -617,15 +652,11 @@ class NLQModel(NLQPreTrainedModel):
     def _find_packed_documents(
         self,
         position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool | None,
     ) -> torch.Tensor | None:
-        """The number `(batch, query)` of each token's packed document, or `None` if there is one document per row.
-
-        As in Transformers, documents are looked for where positions are given and no mask.
-        """
-        if position_ids is None or attention_mask is not None or position_ids.shape[-1] == 1:
+        """The number `(batch or 1, query)` of each token's packed document, or `None` if there is one document per row."""
+        if position_ids is None or position_ids.shape[-1] <= 1:
             return None
         if past_key_values is not None and is_tracing(position_ids):
             return None
@@ -693,6 +724,10 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss_function = causal_lm_loss
         self.post_init()
+
+    def _get_name(self) -> str:
+        # The name Transformers knows this class by (see the end of this file), also where FSDP2 or a user derived another
+        return NLQForCausalLM.__name__
 
     @can_return_tuple
     def forward(
@@ -775,6 +810,16 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
 class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
+
+# Trainer's label smoothing shifts the labels of models whose class names it finds here, and of no others; the pipelines
+# complain of the others.
+for _names, _class in (
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
+    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, NLQForSequenceClassification),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, NLQForTokenClassification),
+    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, NLQForQuestionAnswering),
+):
+    _names.setdefault(NLQConfig.model_type, _class.__name__)
 
 __all__ = [
     "NLQForCausalLM",

@@ -151,7 +151,7 @@ class _Problem:
         if hidden is None:
             return list(tiles)
         start, end = self.query_tiles[i]
-        by_head = (tile.view(*self.shape, end - start, -1) for tile in tiles)
+        by_head = (tile.view(*self.shape, end - start, tile.shape[-1]) for tile in tiles)
         return [tile.masked_fill(self._by_head(hidden), 0.0).flatten(0, 1).flatten(1, 2) for tile in by_head]
 
     def scores(self, i: int, j: int) -> torch.Tensor:
@@ -163,11 +163,11 @@ class _Problem:
             # Bias and scaling ride along with the product, which saves two passes over the scores
             scores = rows.new_empty(*rows.shape[:2], keys.shape[2])
             if has_bias:
-                scores.view(*self.shape, end - start, -1).copy_(-self.log_count[..., start:end, None])
+                scores.view(*self.shape, end - start, scores.shape[-1]).copy_(-self.log_count[..., start:end, None])
             return scores.baddbmm_(rows, keys, beta=float(has_bias), alpha=self.scaling)
         scores = torch.bmm(rows, keys).to(self.sum_dtype).mul_(self.scaling)
         if has_bias:
-            scores.view(*self.shape, end - start, -1).sub_(self.log_count[..., start:end, None])
+            scores.view(*self.shape, end - start, scores.shape[-1]).sub_(self.log_count[..., start:end, None])
         return scores
 
     def weights(self, i: int, j: int) -> torch.Tensor:
@@ -207,7 +207,7 @@ class _Problem:
             for j in range(len(self.key_tiles)):
                 if not self.masks.hide_all(i, j):
                     total = (self.weights(i, j) * self.weights_gradient(rows, j, self.kept(i, j))).sum(dim=-1)
-                    mean[:, :, start:end, 0] += total.view(*mean.shape[:2], -1)
+                    mean[:, :, start:end, 0] += total.view(*mean.shape[:2], end - start)
         return mean * self.by_group(scale[..., None])
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ def _tiled_attention(
                 if (kept := problem.kept(i, j)) is not None:
                     weights = weights * kept
                 problem.add_product(weighted, weights, problem.columns(problem.value, j))
-            total = total.view(*problem.shape, -1)
+            total = total.view(*problem.shape, end - start)
             if normalization == "sum":
                 tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
             elif normalization == "length":
@@ -258,7 +258,7 @@ def _tiled_attention(
             else:
                 tile_scale = torch.ones_like(total)
             scale[..., start:end] = tile_scale.flatten(1, 2)
-            weighted = weighted.view(*total.shape, -1) * tile_scale[..., None]
+            weighted = weighted.view(*total.shape, weighted.shape[-1]) * tile_scale[..., None]
             output[:, start:end] = weighted.flatten(1, 2).transpose(1, 2)
     return output, scale
 
@@ -308,7 +308,7 @@ def _tiled_attention_backward(
                 problem.add_product(key_sum, scores_gradient.transpose(1, 2), problem.rows(problem.query, i))
                 query_sum = torch.zeros_like(rows, dtype=problem.sum_dtype)
                 problem.add_product(query_sum, scores_gradient, keys)
-                query_gradient[:, :, start:end] += query_sum.view(*query_gradient.shape[:2], end - start, -1)
+                query_gradient[:, :, start:end] += query_sum.view(*query_gradient.shape[:2], end - start, query_sum.shape[-1])
             key_gradient[:, key_start:key_end] = key_sum * scaling
             value_gradient[:, key_start:key_end] = value_sum
         query_gradient = (query_gradient * scaling).to(query.dtype)

@@ -227,6 +227,22 @@ class TestGradients:
             torch.func.jvp(function, (states[0],), (torch.ones_like(states[0]),))
 
     @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
+    def test_visibility_of_another_length(self, function):
+        """A mask that was counted from a cache which is not there."""
+        states = [torch.randn(2, 2, 9, 4) for _ in range(3)]
+        mask = make_visibility(9, 14, 5, torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"the mask is for \(query, key\)=\(9, 14\), and this call has \(9, 9\)"):
+            function(layer("sigmoid"), *states, mask, scaling=SCALING)
+
+    @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
+    def test_no_mask_and_more_queries_than_keys(self, function):
+        """Queries after the last key see as many keys as there are."""
+        query, key, value = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
+        output, _ = function(layer("relu"), query, key, value, None, scaling=SCALING)
+        last, _ = function(layer("relu"), query[:, :, 4:], key, value, None, scaling=SCALING)
+        assert torch.allclose(output[:, 4:], last)
+
+    @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
     @pytest.mark.parametrize("shape", [(2, 1, 1, 300), (3, 1, 300, 300), (2, 3, 300, 300), (2, 1, 300, 257)])
     def test_masks_of_another_shape(self, shape, function):
         """A short axis would be read as keys that are hidden, or as one mask for many queries."""

@@ -225,3 +225,10 @@ class TestAssisted:
         assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind, **switches)
         assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"
         assert sum(lengths) > sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS), "no proposal was wrong"
+
+    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid"])
+    def test_first_layer_of_the_model_itself(self, make_kind, expected_tokens, kind):
+        model = make_kind(kind)
+        generated = [model.generate(**row(prompt), assistant_early_exit=1, **OPTIONS) for prompt in PROMPTS]
+        assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind)
+        assert model.config.num_hidden_layers == len(model.model.layers) > 1

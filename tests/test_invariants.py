@@ -297,15 +297,13 @@ class TestPacking:
     """Invariant 3: packed documents equal separate ones."""
 
     @examples(6)
-    @given(st.data(), packed_batches(), st.sampled_from(["positions", "mask_of_ones", "boundaries", "both"]))
+    @given(st.data(), packed_batches(), st.sampled_from(["positions", "boundaries", "both"]))
     def test_packed_documents(self, draw_model, data, batch, how):
         documents, position_ids = batch
         model = draw_model(data)
         input_ids = torch.stack([torch.cat(row, dim=1)[0] for row in documents])
         inputs = {"position_ids": position_ids}
-        if how == "mask_of_ones":
-            inputs["attention_mask"] = torch.ones_like(input_ids)
-        elif how in ("boundaries", "both") and len(documents) == 1:
+        if how in ("boundaries", "both") and len(documents) == 1:
             lengths = [document.shape[1] for document in documents[0]]
             inputs["cu_seq_lens_q"] = torch.tensor([0, *itertools.accumulate(lengths)])
             if how == "boundaries":
@@ -318,17 +316,31 @@ class TestPacking:
         is_packed = any(len(row) > 1 for row in documents)
         assert (packed.past_key_values is None) == is_packed
 
-    @pytest.mark.parametrize("with_mask", [False, True], ids=["no_mask", "mask_of_ones"])
     @pytest.mark.parametrize("activation", ["softmax", "relu"])
-    def test_refuses_a_cache(self, make_model, activation, with_mask):
+    def test_refuses_a_cache(self, make_model, activation):
         model = make_model(attention_activation=activation)
         input_ids, position_ids = torch.ones(1, 5).long(), torch.tensor([[0, 1, 0, 1, 2]])
-        inputs = {"position_ids": position_ids, "attention_mask": torch.ones_like(input_ids) if with_mask else None}
         with pytest.raises(ValueError, match="use_cache"):
-            model(input_ids, use_cache=True, **inputs)
+            model(input_ids, use_cache=True, position_ids=position_ids)
         with pytest.raises(ValueError, match="use_cache"):
-            model(input_ids, past_key_values=DynamicCache(config=model.config), **inputs)
-        assert model(input_ids, use_cache=False, **inputs).past_key_values is None
+            model(input_ids, past_key_values=DynamicCache(config=model.config), position_ids=position_ids)
+        assert model(input_ids, use_cache=False, position_ids=position_ids).past_key_values is None
+
+    @examples(3)
+    @given(st.data(), packed_batches())
+    def test_a_given_mask_means_one_text(self, draw_model, data, batch):
+        """Also a mask of ones: else a row's result would depend on the padding of the rows beside it."""
+        documents, position_ids = batch
+        model = draw_model(data)
+        row, positions = torch.cat(documents[0], dim=1), position_ids[:1]
+        mask = torch.ones_like(row)
+        padded = torch.cat([mask, mask])
+        padded[1, 0] = 0
+        with torch.no_grad():
+            alone = model(row, attention_mask=mask, position_ids=positions)
+            beside = model(torch.cat([row, row]), attention_mask=padded, position_ids=positions)
+        assert alone.past_key_values.get_seq_length() == row.shape[1]
+        torch.testing.assert_close(beside.logits[:1], alone.logits, **TOLERANCES)
 
     def test_positions_that_only_begin_late(self, make_model):
         """One document whose first position is not 0 is no packing, and is cached."""

@@ -49,6 +49,21 @@ def test_functional_gradient():
     assert torch.allclose(torch.func.grad(lambda logits: causal_lm_loss(logits, labels, 7))(logits), expected, atol=1e-6)
 
 
+def test_gradients_of_each_sample():
+    logits, labels = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    labels[1, 2:] = -100
+    gradient = torch.func.grad(lambda logits, labels: causal_lm_loss(logits[None], labels[None], 7))
+    expected = torch.stack([gradient(*row) for row in zip(logits, labels)])
+    assert torch.allclose(torch.func.vmap(gradient)(logits, labels), expected, atol=1e-6)
+
+
+def test_no_tokens():
+    logits, labels = torch.randn(0, 5, 7, requires_grad=True), torch.zeros(0, 5, dtype=torch.long)
+    assert causal_lm_loss(logits, labels, 7).isnan() and ForCausalLMLoss(logits, labels, 7).isnan()
+    causal_lm_loss(logits, labels, 7, num_items_in_batch=3).backward()
+    assert logits.grad.shape == logits.shape
+
+
 def test_vocabulary_larger_than_a_slice(monkeypatch):
     monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 3)
     logits, labels = torch.randn(1, 5, 7), torch.randint(7, (1, 5))

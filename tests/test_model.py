@@ -196,6 +196,83 @@ def test_input_is_checked(tokens):
         model(tokens, is_causal=False)
 
 
+def test_gradient_checkpointing_refuses_a_cache(tokens):
+    """Transformers drops it at each layer, so that queries would see keys of the future."""
+    model = make("sigmoid")
+    cache = model(tokens, use_cache=True).past_key_values
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match="past_key_values cannot be used with gradient checkpointing"):
+        model(tokens, past_key_values=cache)
+    assert model(tokens, use_cache=True).past_key_values is None
+    assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
+def test_positions_of_another_shape(position_embedding, tokens):
+    model = make("sigmoid", position_embedding=position_embedding)
+    for shape in ((2, 12), (3, 11), (11,), (2, 11, 1)):
+        with pytest.raises(ValueError, match=r"position_ids=.* must be \(batch or 1, query\)=\(2, 11\) or \(1, 11\)"):
+            model(tokens, position_ids=torch.zeros(shape, dtype=torch.long))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
+    assert torch.equal(model(tokens, position_ids=positions).logits, model(tokens, position_ids=positions.repeat(2, 1)).logits)
+
+
+@pytest.mark.parametrize("activation", RICH)
+def test_empty_batch(activation, tokens):
+    model = make(activation, **RICH[activation])
+    outputs = model(tokens[:0], labels=tokens[:0])
+    assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
+    model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
+    assert all(parameter.grad is None or (parameter.grad == 0).all() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) holds no tokens"):
+        model(tokens[:, :0])
+
+
+@pytest.mark.parametrize("activation", ["softmax", "squared", "linear"])
+def test_gradients_of_each_sample(activation, tokens):
+    model = make(activation, attn_implementation="eager")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, row):
+        inputs = {"labels": row[None], "use_cache": False}
+        return torch.func.functional_call(model, parameters, (row[None],), inputs).loss
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+    for index, row in enumerate(tokens):
+        for name, gradient in torch.func.grad(loss)(parameters, row).items():
+            assert torch.allclose(together[name][index], gradient, atol=1e-6), name
+
+
+@pytest.mark.parametrize("implementation", ["eager", "nlq_tiled", "flex_attention"])
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "squared"])
+def test_scores_without_a_square_in_float32(activation, implementation, tokens):
+    """A factor of the scores is no matter under the normaliser `sum`, even one that leaves their squares no room."""
+    model = make(activation, attention_normalization="sum", query_projection="linear", attn_implementation=implementation)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 2.0**5  # out of the range in which a sum counts as 0
+        expected = model(tokens).logits
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 2.0**70
+        assert torch.equal(model(tokens).logits, expected)
+
+
+class Derived(NLQForCausalLM):
+    pass
+
+
+@pytest.mark.parametrize("model_class", [NLQForCausalLM, Derived])
+def test_label_smoothing_of_a_stock_trainer(model_class, tokens, tmp_path):
+    """Trainer shifts the labels of model classes that it knows by name only, and would train others to copy."""
+    model = model_class(NLQConfig(**TINY))
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.3, report_to="none", use_cpu=True)
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.3)
+    assert torch.allclose(loss, expected)
+
+
 @pytest.mark.parametrize("activation", RICH)
 @pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
 def test_padding_free_batches(activation, return_position_ids):

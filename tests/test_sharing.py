@@ -97,6 +97,29 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
 
 
+LABEL_SMOOTHING = """
+import sys
+
+sys.modules["modeling_nlq"] = None
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = torch.arange(12).reshape(2, 6)
+trainer = Trainer(model, TrainingArguments(sys.argv[2], label_smoothing_factor=0.3, use_cpu=True, report_to="none"))
+loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+logits = model(tokens).logits[:, :-1].flatten(0, 1)
+assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.3)), loss
+"""
+
+
+def test_label_smoothing_without_the_package(tmp_path):
+    """A stock Trainer shifts the labels of model classes that it knows by name only."""
+    NLQForCausalLM(tiny_config()).save_pretrained(tmp_path / "saved")
+    done = run_python(LABEL_SMOOTHING, tmp_path / "saved", tmp_path / "run", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_linear_model_without_the_package(tmp_path):
     """Its cache too comes from the folder."""
     torch.manual_seed(0)
@@ -404,6 +427,7 @@ inputs = torch.arange(12).reshape(2, 6)
 model(inputs, labels=inputs).loss.backward()
 optimizer.step()
 assert type(model).__name__ == "FSDPNLQForCausalLM"
+assert model._get_name() == "NLQForCausalLM"  # by which Trainer knows that labels are to be shifted
 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 model.save_pretrained(folder, state_dict=state)
 dist.destroy_process_group()

@@ -170,7 +170,7 @@ def poisoned_memory():
 def placed(mask):
     """A mask on the device of the kernels."""
     if isinstance(mask, Visibility):
-        return Visibility(*(None if field is None else field.to(DEVICE) for field in mask))
+        return Visibility(*(field.to(DEVICE) if isinstance(field, torch.Tensor) else field for field in mask))
     return None if mask is None else mask.to(DEVICE)
 
 
@@ -1747,7 +1747,7 @@ class TestOnGPU:
             with poisoned_memory():
                 output, _ = function(module, *states, mask, scaling=scaling)
                 found.append(results(output, states))
-        expected = self.exact(states, mask.dense(states[1].shape[2]), activation, normalization, scaling)
+        expected = self.exact(states, mask.dense(), activation, normalization, scaling)
         least = max(4 * torch.finfo(states[0].dtype).eps, TOLERANCE)
         for name, actual, eager, exact in zip(("output", "query", "key", "value"), *found, expected, strict=True):
             budget = max(2 * error(eager, exact), least)

@@ -145,7 +145,7 @@ def _row_statistics(
     layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
     """Each quantity by row, `(batch, heads, query)`; NaN where a row of zeros has none."""
-    visible = visibility.dense(key.shape[2])
+    visible = visibility.dense()
     count, sink = visibility.visible_count[:, None], layer.sink
     scores = layer.scaling * (query @ key.transpose(2, 3))
     weights = attention_weights(scores, visible, count, layer.activation, layer.normalization, sink).abs()
