@@ -24,6 +24,9 @@ AGREEMENT = 0.05
 
 TOO_FEW_SEEDS = "too few seeds: no verdict"
 
+# In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
+CLEAR_RATE_GAP = 3.0
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -217,6 +220,24 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
         f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is plausible; "
         f"take at least {enough} seeds"
     )
+
+
+def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) -> float | None:
+    """How clearly the best learning rate of a model was chosen: the gap between the two best, in standard deviations of a run.
+
+    The rate is chosen by one run each, so a gap below `CLEAR_RATE_GAP` may be luck. The standard deviation is that of the
+    reported runs, all at the chosen rate (n - 1 in its divisor).
+
+    Args:
+        sweep: validation loss of each rate in the sweep, in nats per token; None, NaN or infinity if that run diverged.
+        reported: validation losses of the reported runs, likewise.
+
+    Returns:
+        At least 0; None if fewer than two rates or fewer than two reported runs finished, or if the reported losses are equal.
+    """
+    best = sorted(loss for loss in map(_plain, sweep) if loss is not None)[:2]
+    deviation = _deviation([loss for loss in map(_plain, reported) if loss is not None])
+    return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
 
 
 def _pool(differences: dict[str, np.ndarray]) -> Pool:
