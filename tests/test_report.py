@@ -248,8 +248,8 @@ def texts_of(results, folder) -> dict[str, str]:
 def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
     words = "in neither p nor interval"
     unclear = (
-        "The two best learning rates lie less than 3 standard deviations of a run apart for linear (1.2), nonlinear (3): the "
-        "one chosen may not be the best."
+        "The two best learning rates lie less than 3 standard deviations of a run apart for linear (1.25), nonlinear (2.99): "
+        "the one chosen may not be the best."
     )
     for kind, text in texts_of(results, tmp_path).items():
         assert text.count(words) == text.count(unclear) == 1, kind
@@ -269,7 +269,7 @@ def test_results_of_earlier_versions_have_the_gap_too(results, tmp_path):
     for each in earlier["models"].values():
         del each["rate_gap"]
     # Test and validation losses of the runs vary by 0.005
-    assert "apart for linear (2)," in texts_of(earlier, tmp_path)["terminal"]
+    assert "apart for linear (2.00)," in texts_of(earlier, tmp_path)["terminal"]
     assert table_after((tmp_path / "results.md").read_text(), "Learning rates")[0]["gap (deviations)"] == "2.00"
 
 

@@ -390,14 +390,14 @@ class TestErrorRate:
         assert 2 * pooled.mean() ** 2 / pooled.var() == pytest.approx(pool.degrees_of_freedom, rel=0.05)
 
     def test_few_comparisons_of_equals_find_a_difference(self):
-        # 0.033 by a longer simulation; with the degrees of freedom of independent variances, 0.074
+        # 0.015 by a longer simulation; with the degrees of freedom of independent variances, 0.042
         models, seeds, replications = 5, 3, 1500
         losses = 3.5 + 0.01 * np.random.default_rng(1).standard_normal((replications, models + 1, seeds))
         wrong = 0
         for comparison in losses.tolist():
             analysis = analyse({str(model): runs(*row) for model, row in enumerate(comparison)}, "0")
             wrong += any(effect.verdict in ("better", "worse") for effect in analysis.effects.values())
-        assert wrong / replications <= 0.055
+        assert wrong / replications <= 0.03
 
 
 class TestRateGap:
