@@ -175,20 +175,30 @@ class TestRuns:
         folder, results, file = finished
         comparison, copy = load_comparison(file), tmp_path / "results"
         shutil.copytree(folder, copy)
-        files = sorted(copy.glob("runs/*/*/metrics.json"))
+        files = sorted(copy.glob("runs/*/*/metrics.json"), key=lambda path: path.parent.name.startswith("rate-"))
 
         def change(file, **values):
             file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
         for index, metrics_file in enumerate(files):
             change(metrics_file, tokens_seen=5000 + index)
-        change(files[-1], tokens_seen=6000, diverged=True, diverged_at=3)
+        change(files[-1], diverged=True, diverged_at=3)  # a reported run, which chooses no rate
         assert compare(comparison, copy)["tokens_per_run"] == 5000 + len(files) - 2
-        table = (copy / "results.json").read_text()
         for metrics_file in files:
             change(metrics_file, diverged=True, diverged_at=3)
         assert compare(comparison, copy)["tokens_per_run"] == comparison.tokens_per_run == results["tokens_per_run"] == 6144
-        assert '"tokens_per_run": 5' in table
+
+    def test_gap_of_the_best_rates_is_in_deviations_of_a_run(self, finished):
+        folder, results, _ = finished
+
+        def losses(runs):
+            return [json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"] for run in runs]
+
+        model = results["models"]["planted"]
+        first, second = losses(model["sweep"])
+        assert model["rate_gap"] == pytest.approx(abs(first - second) / np.std(losses(model["runs"]), ddof=1))
+        # One rate diverged, or both did
+        assert results["models"]["one rate absurd"]["rate_gap"] is results["models"]["absurd"]["rate_gap"] is None
 
     def test_finished_runs_are_not_repeated(self, finished):
         folder, results, file = finished
@@ -405,7 +415,7 @@ class TestPlan:
         comparison.resolve(comparison.reported("base", 1e-2)[0], tmp_path)
         assert not caplog.messages
         TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
-        assert [message.split(" mostly")[0] for message in caplog.messages] == ["The speedups for torchdynamo"]
+        assert {message.split(" mostly")[0] for message in caplog.messages} == {"The speedups for torchdynamo"}
 
     def test_power_warning(self, make_file):
         models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
