@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import attention
 import attention_cuda
 import measure
+import selection
 import training_step
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
@@ -451,3 +453,23 @@ def test_tuning(kernel, capsys):
     assert times[0][0] <= times[1][0]
     assert str(choices[1]) in capsys.readouterr().out  # tiles are powers of 2
     assert before == TILES
+
+
+class TestSelection:
+    def test_error_of_a_choice_is_in_neither_p_nor_interval(self):
+        without, chosen, clear = (selection.simulate(5, 1, gap, repetitions=1500) for gap in (None, 1.5, 10.0))
+        # Of 5 and 13 %, with a standard error below 1 %
+        assert without.wrong < 0.08 < 0.1 < chosen.wrong and chosen.covered == 1 - chosen.wrong
+        assert (without.warned, clear.warned) == (0.0, 0.0) and chosen.warned > 0.9
+        # Ten deviations apart, the best rate is chosen always
+        assert clear == dataclasses.replace(clear, wrong_without_warning=clear.wrong) and clear.wrong < 0.08
+
+    def test_shared_noise_chooses_nothing(self):
+        # All but a hundredth of the noise is shared: half a deviation is five of what is left
+        assert selection.simulate(5, 1, 0.5, shared=0.99, repetitions=1500).wrong < 0.08
+
+    def test_wrong_statistics_give_no_table(self, monkeypatch):
+        selection.gate(400)
+        monkeypatch.setattr(selection, "analyse", functools.partial(selection.analyse, alpha=0.3))
+        with pytest.raises(SystemExit, match="correctness gate: one model is wrong in"):
+            selection.gate(400)

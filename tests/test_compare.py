@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import math
 import os
 import random
@@ -19,7 +20,7 @@ import pytest
 import torch
 import yaml
 from scipy import stats
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from modeling_nlq.configuration import find, names
 from modeling_nlq.training.cli import main
@@ -168,6 +169,36 @@ class TestRuns:
         metrics_file = next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json"))
         metrics_file.write_text(json.dumps({**json.loads(metrics_file.read_text()), "token_stream": "0" * 64}))
         assert not compare(load_comparison(file), copy)["same_tokens"]
+
+    def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
+        """The plan counts every batch as full; a run that was stopped saw fewer than the comparison's."""
+        folder, results, file = finished
+        comparison, copy = load_comparison(file), tmp_path / "results"
+        shutil.copytree(folder, copy)
+        files = sorted(copy.glob("runs/*/*/metrics.json"), key=lambda path: path.parent.name.startswith("rate-"))
+
+        def change(file, **values):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+        for index, metrics_file in enumerate(files):
+            change(metrics_file, tokens_seen=5000 + index)
+        change(files[-1], diverged=True, diverged_at=3)  # a reported run, which chooses no rate
+        assert compare(comparison, copy)["tokens_per_run"] == 5000 + len(files) - 2
+        for metrics_file in files:
+            change(metrics_file, diverged=True, diverged_at=3)
+        assert compare(comparison, copy)["tokens_per_run"] == comparison.tokens_per_run == results["tokens_per_run"] == 6144
+
+    def test_gap_of_the_best_rates_is_in_deviations_of_a_run(self, finished):
+        folder, results, _ = finished
+
+        def losses(runs):
+            return [json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"] for run in runs]
+
+        model = results["models"]["planted"]
+        first, second = losses(model["sweep"])
+        assert model["rate_gap"] == pytest.approx(abs(first - second) / np.std(losses(model["runs"]), ddof=1))
+        # One rate diverged, or both did
+        assert results["models"]["one rate absurd"]["rate_gap"] is results["models"]["absurd"]["rate_gap"] is None
 
     def test_finished_runs_are_not_repeated(self, finished):
         folder, results, file = finished
@@ -374,6 +405,17 @@ class TestPlan:
             size = measure(load_config(contender.content["model"], contender.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
         assert f"10 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
+
+    def test_advice_on_gpus_is_for_runs(self, make_file, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
+        logger = logging.getLogger("transformers.training_args")
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        training = {"max_steps": 12, "torch_compile": True, "bf16": False, "report_to": "none"}
+        comparison = load_comparison(make_file(training=training))
+        comparison.resolve(comparison.reported("base", 1e-2)[0], tmp_path)
+        assert not caplog.messages
+        TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
+        assert {message.split(" mostly")[0] for message in caplog.messages} == {"The speedups for torchdynamo"}
 
     def test_power_warning(self, make_file):
         models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))

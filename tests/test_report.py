@@ -15,8 +15,8 @@ import pytest
 from matplotlib.image import imread
 
 from modeling_nlq.training.figures import draw_costs, draw_curves, draw_stability
-from modeling_nlq.training.report import describe, write_report
-from modeling_nlq.training.statistics import analyse
+from modeling_nlq.training.report import describe, verdicts, write_report
+from modeling_nlq.training.statistics import analyse, rate_gap
 
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -83,6 +83,7 @@ def make_run(seed: int, rate: float, loss: float | None, is_sweep: bool = False)
 def make_results(losses: dict[str, dict[int, float | None]], rates: list[float]) -> dict[str, Any]:
     """Results as they are read from `results.json`."""
     baseline, seeds, models = next(iter(losses)), list(next(iter(losses.values()))), {}
+    gaps = {"linear": 1.25, "nonlinear": 2.99, "identity": 3.0, "residual": 40.0}
     for index, (name, runs) in enumerate(losses.items()):
         has_diverged = set(runs.values()) == {None} and len(rates) > 1
         models[name] = {
@@ -94,6 +95,7 @@ def make_results(losses: dict[str, dict[int, float | None]], rates: list[float])
             "learning_rates": rates,
             "learning_rate": None if has_diverged else rates[-1],
             "is_at_edge": len(rates) > 1 and not has_diverged,
+            "rate_gap": gaps.get(name) if len(rates) > 1 else None,
             "sweep": [make_run(1000, rate, None if has_diverged else 4.7, True) for rate in rates if len(rates) > 1],
             "runs": [] if has_diverged else [make_run(seed, rates[-1], loss) for seed, loss in runs.items()],
         }
@@ -225,8 +227,60 @@ def test_every_run_is_listed(results, folder):
         assert row["largest gradient norm"] == ("not finite" if run["diverged"] else row["largest gradient norm"])
         assert row["tokens seen"] == run["token_stream"][:8]
     rates = {row["model"]: row for row in table_after(markdown, "Learning rates")}
-    assert rates["linear"] == {"model": "linear", "0.002": "4.9000", "0.004": "✓ 4.9000"}
-    assert rates["tanh"] == {"model": "tanh", "0.002": "diverged", "0.004": "diverged"}
+    gap = "gap (deviations)"
+    assert rates["linear"] == {"model": "linear", "0.002": "4.9000", "0.004": "✓ 4.9000", gap: "1.25"}
+    assert rates["residual"][gap] == "40.00"
+    assert rates["tanh"] == {"model": "tanh", "0.002": "diverged", "0.004": "diverged", gap: NOTHING}
+
+
+def texts_of(results, folder) -> dict[str, str]:
+    """All that is said of a comparison, without line breaks."""
+    write_report(results, folder)
+    texts = {
+        "markdown": (folder / "results.md").read_text(),
+        "page": Page((folder / "report.html").read_text()).text,
+        "terminal": describe(results),
+        "card": verdicts(results, "nonlinear"),
+    }
+    return {kind: " ".join(text.split()) for kind, text in texts.items()}
+
+
+def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
+    words = "in neither p nor interval"
+    unclear = (
+        "The two best learning rates lie less than 3 standard deviations of a run apart for linear (1.25), nonlinear (2.99): "
+        "the one chosen may not be the best."
+    )
+    for kind, text in texts_of(results, tmp_path).items():
+        assert text.count(words) == text.count(unclear) == 1, kind
+    # Without a choice there is no such error, and without a test nothing that lacks it
+    for losses, rates in ((LOSSES, [4e-3]), ({name: {0: 4.6} for name in LOSSES}, [2e-3, 4e-3])):
+        others = make_results(losses, rates)
+        for kind, text in texts_of(others, tmp_path).items():
+            assert words not in text, kind
+            assert ("two best learning rates" in text) == (len(rates) > 1), kind
+
+
+def test_results_of_earlier_versions_have_the_gap_too(results, tmp_path):
+    earlier = copy.deepcopy(results)
+    model = earlier["models"]["linear"]
+    for run, loss in zip(model["sweep"], (4.91, 4.9)):
+        run["validation_loss"] = loss
+    for each in earlier["models"].values():
+        del each["rate_gap"]
+    # Test and validation losses of the runs vary by 0.005
+    assert "apart for linear (2.00)," in texts_of(earlier, tmp_path)["terminal"]
+    assert table_after((tmp_path / "results.md").read_text(), "Learning rates")[0]["gap (deviations)"] == "2.00"
+
+
+def test_names_break_neither_table_nor_figure(results, tmp_path):
+    named = copy.deepcopy(results)
+    named["name"] = r"a|b $\frac$"  # no formula
+    named["comparison"]["recipe"]["dataset"] = "a|b\nc.txt"
+    write_report(named, tmp_path)
+    assert sorted(path.stem for path in (tmp_path / "figures").iterdir()) == FIGURES
+    assert r"| corpus | a\|b c.txt |" in (tmp_path / "results.md").read_text().splitlines()
+    assert r"a|b $\frac$" in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_page_shows_all_and_asks_for_nothing(results, folder):
@@ -350,6 +404,11 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
         for name, model in results["models"].items()
     }
     assert json.loads(json.dumps(dataclasses.asdict(analyse(losses, results["baseline"])))) == results["statistics"]
+    for model in results["models"].values():
+        sweep, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("sweep", "runs"))
+        assert model["rate_gap"] == rate_gap(sweep, reported)
+    runs = [run for model in results["models"].values() for run in [*model["sweep"], *model["runs"]]]
+    assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
     write_report(results, tmp_path)
     assert (file.parent / "results.md").read_text() == (tmp_path / "results.md").read_text()
     published, drawn = ({path.name for path in (folder / "figures").iterdir()} for folder in (file.parent, tmp_path))

@@ -111,7 +111,7 @@ def _run_all(comparison: Comparison, folder: Path) -> None:
     context.set_forkserver_preload([__name__])
     steps = context.Value("q", 0)
     total = sum(comparison.runs_of(model) for model in comparison.contenders)
-    steps_per_run = resolve_recipe(comparison.contenders[comparison.baseline].content).training_arguments.max_steps
+    steps_per_run = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder).training_arguments.max_steps
     # A terminal sees every second where things are, a log file every run
     pace = {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
     _, count = _unfinished(comparison, folder)

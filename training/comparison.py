@@ -1,10 +1,12 @@
 """Comparisons: which models, learning rates and seeds, on one recipe. Read, checked and sized before anything is trained."""
 
 import copy
+import logging
 import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,25 @@ _MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
 # What differs between the runs of one model, by `seeds` and `learning_rates`
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
+
+
+@contextmanager
+def _without_gpu_advice() -> Iterator[None]:
+    """Drops one message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
+
+    A plan may be read on another machine than it runs on, and has a recipe for each model. A run that trains gives the message,
+    once, in its own log.
+    """
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return "speedups for torchdynamo" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.training_args")
+    logger.addFilter(is_no_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_advice)
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,7 @@ class Contender:
         learning_rates: to choose among.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
-        tokens: trained on in each run.
+        tokens: trained on in each run, if every batch is full.
         tokenizer: as in its recipe.
         given: what the comparison's file says of it.
     """
@@ -80,7 +101,7 @@ class Comparison:
         contenders: models by name.
         seeds: of the reported runs, which all models share.
         sweep_seed: of the runs that choose the learning rate.
-        tokens_per_run: trained on.
+        tokens_per_run: trained on, if every batch is full; `gather` has what the runs saw.
         command: what to type to run it.
         given: the whole comparison after the command line, as one mapping: two with the same one are the same.
     """
@@ -107,6 +128,7 @@ class Comparison:
         """How many runs a model takes."""
         return len(self.sweep(model)) + len(self.seeds)
 
+    @_without_gpu_advice()
     def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
         """The recipe of a run."""
         content = copy.deepcopy(self.contenders[run.model].content)
@@ -160,6 +182,7 @@ class Comparison:
             yield f"warning: {warning}"
 
 
+@_without_gpu_advice()
 def load_comparison(source: str, overrides: list[str] | None = None) -> Comparison:
     """Reads a comparison, applies the command line, and checks that every run of it can be made.
 
@@ -219,7 +242,7 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
             )
     contenders = {name: contenders[name] for name in models}
 
-    own_name = str(given.get("name") or path.stem)
+    own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved.update(
         name=own_name, recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in contenders.items()}

@@ -63,7 +63,8 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
-    losses.set(ylabel="loss (nats per token)", title=f"{results['name']}: loss while training, mean over seeds")
+    losses.set_ylabel("loss (nats per token)")
+    losses.set_title(f"{results['name']}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
     reference = finished[results["baseline"]]
     steps, values = _align(run["history"]["validation_loss"] for run in reference)
@@ -125,7 +126,8 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
     above = axes.secondary_xaxis("top")
     above.set_xticks(places, names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
     axes.vlines(places, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.25, linewidth=0.8, zorder=0)
-    axes.set(xlabel=label, title=f"{results['name']}: improvement over {baseline}; up is better")
+    axes.set_xlabel(label)
+    axes.set_title(f"{results['name']}: improvement over {baseline}; up is better", parse_math=False)
     _add_legend(figure, results, styles, [_noise_patch()] if floor else [])
     return figure
 
@@ -176,7 +178,7 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
     is_any_diverged = any(run["diverged"] for those in runs.values() for run in those)
     _add_legend(figure, results, styles, [dotted] if is_any_diverged else [], spikes)
-    figure.suptitle(f"{results['name']}: stability while training, mean over seeds")
+    figure.suptitle(f"{results['name']}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 

@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerState
 from modeling_nlq.training.card import without_folders
 from modeling_nlq.training.comparison import Comparison, Run
 from modeling_nlq.training.stability import loss_spikes, read_stability
-from modeling_nlq.training.statistics import analyse
+from modeling_nlq.training.statistics import analyse, rate_gap
 from modeling_nlq.training.train import METRICS_FILE
 
 
@@ -43,10 +43,13 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
     """The content of `results.json`, from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the chosen `learning_rate` (`None` if
-      every rate diverged), whether it `is_at_edge` of the rates tried, and the runs of the sweep and those that are reported.
+      every rate diverged), whether it `is_at_edge` of the rates tried, its `rate_gap` (how clearly it was the best, see the
+      function), and the runs of the sweep and those that are reported.
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
+    * `tokens_per_run`: the most that a run saw to its end; the plan's number if every run was stopped. The plan counts the last
+      batch of an epoch as full, which it may not be.
     * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in one order;
       `None` if no run saw them to the end.
     * `statistics`: what `analyse` makes of the test losses.
@@ -55,6 +58,8 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
     for name, contender in comparison.contenders.items():
         rate = best_learning_rate(comparison, folder, name)
         rates = contender.learning_rates
+        sweep = [_read_run(folder, run) for run in comparison.sweep(name)]
+        runs = [] if rate is None else [_read_run(folder, run) for run in comparison.reported(name, rate)]
         models[name] = {
             "given": without_folders(contender.given),
             "parameters": contender.size.total,
@@ -64,14 +69,15 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
             "learning_rates": rates,
             "learning_rate": rate,
             "is_at_edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
-            "sweep": [_read_run(folder, run) for run in comparison.sweep(name)],
-            "runs": [] if rate is None else [_read_run(folder, run) for run in comparison.reported(name, rate)],
+            "rate_gap": rate_gap(_validation_losses(sweep), _validation_losses(runs)),
+            "sweep": sweep,
+            "runs": runs,
         }
+    # A run that was stopped saw the beginning only
+    whole = [run for model in models.values() for run in [*model["sweep"], *model["runs"]] if run["diverged_at"] is None]
     streams: dict[int, set[str]] = {}
-    for model in models.values():
-        for run in [*model["sweep"], *model["runs"]]:
-            if run["diverged_at"] is None:  # a run that was stopped saw the beginning only
-                streams.setdefault(run["seed"], set()).add(run["token_stream"])
+    for run in whole:
+        streams.setdefault(run["seed"], set()).add(run["token_stream"])
     # A model none of whose rates can be trained has diverged on every seed
     losses = {
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
@@ -84,7 +90,7 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "seeds": comparison.seeds,
         "sweep_seed": comparison.sweep_seed,
         "command": comparison.command,
-        "tokens_per_run": comparison.tokens_per_run,
+        "tokens_per_run": max((run["tokens_seen"] for run in whole), default=comparison.tokens_per_run),
         "dataset_fingerprint": sample["dataset_fingerprint"],
         **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
         "device": sample["device"],
@@ -134,6 +140,10 @@ def _read_run(folder: Path, run: Run) -> dict[str, Any]:
             },
         },
     }
+
+
+def _validation_losses(runs: list[dict[str, Any]]) -> list[float | None]:
+    return [None if run["diverged"] else run["validation_loss"] for run in runs]
 
 
 def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:

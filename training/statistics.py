@@ -3,6 +3,9 @@
 Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed (Student's
 paired t-test, 1908). Several models share one estimate of the noise where their noises agree, and share one error rate
 (Holm 1979). Losses are in nats per token; K counts models, n seeds, s is a sample standard deviation (n - 1 in its divisor).
+
+Every error rate and interval is of runs whose settings are given. Where a learning rate was chosen by a run, as a sweep does,
+the error of that choice comes on top: `rate_gap` tells how large it may be, `benchmarks/selection.py` what it does.
 """
 
 import dataclasses
@@ -23,6 +26,9 @@ PLAUSIBLE_EFFECT = 4.0
 AGREEMENT = 0.05
 
 TOO_FEW_SEEDS = "too few seeds: no verdict"
+
+# In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
+CLEAR_RATE_GAP = 3.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,9 @@ class Pool:
 class Effect:
     """One model against the baseline. What cannot be computed is None; without a test, so is all from `standard_error` on.
 
-    Intervals are t intervals of the one model, at `Analysis.confidence`: not widened for the number of models, so one of them
-    may exclude 0 where the verdict, which is corrected, says "within noise".
+    Intervals are t intervals of the one model, of nominally `Analysis.confidence`: not widened for the number of models, so one
+    of them may exclude 0 where the verdict, which is corrected, says "within noise". Neither verdicts nor intervals know the
+    error of choosing a learning rate.
 
     Attributes:
         verdict: "better", "worse", "within noise", "too few seeds: no verdict", "diverged", "diverged in K of N runs", or "no
@@ -97,8 +104,8 @@ class Analysis:
         baseline_mean_loss: in nats, over the seeds it finished.
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
         noise_floor_percent: the same in percent of `baseline_mean_loss`.
-        alpha: the probability that any model at all is wrongly called better or worse.
-        confidence: 1 - `alpha`, the level of each interval.
+        alpha: the probability that any model at all is wrongly called better or worse, nominally and at given learning rates.
+        confidence: 1 - `alpha`, the nominal level of each interval; see `_pool` for what simulations say of both.
         pool: the noise that models share.
         effects: of every model but the baseline.
     """
@@ -219,6 +226,24 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
     )
 
 
+def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) -> float | None:
+    """How clearly the best learning rate of a model was chosen: the gap between the two best, in standard deviations of a run.
+
+    The rate is chosen by one run each, so a gap below `CLEAR_RATE_GAP` may be luck. The standard deviation is that of the
+    reported runs, all at the chosen rate (n - 1 in its divisor).
+
+    Args:
+        sweep: validation loss of each rate in the sweep, in nats per token; None, NaN or infinity if that run diverged.
+        reported: validation losses of the reported runs, likewise.
+
+    Returns:
+        At least 0; None if fewer than two rates or fewer than two reported runs finished, or if the reported losses are equal.
+    """
+    best = sorted(loss for loss in map(_plain, sweep) if loss is not None)[:2]
+    deviation = _deviation([loss for loss in map(_plain, reported) if loss is not None])
+    return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
+
+
 def _pool(differences: dict[str, np.ndarray]) -> Pool:
     """Pools the variances of the models that agree by Bartlett's test; outliers are set aside, the farthest first.
 
@@ -232,9 +257,11 @@ def _pool(differences: dict[str, np.ndarray]) -> Pool:
     nu = sum (n_k - 1) / (1 + (K - 1) / 4), a lower bound where models have different seeds.
 
     With few seeds Bartlett's test often misses one noisy model, and sets aside one that was quiet by luck. So no model counts
-    as less noisy than its own runs show, nor than the pool (see `_test`). The family-wise error simulated for 3 to 5 seeds, 2
-    to 5 models and alpha = 0.05 is then at most 0.05, also with a baseline three times as noisy as the models, and 0.06 to 0.07
-    if one model is four times as noisy as the others; with the pooled deviation alone that would be 0.08 to 0.12.
+    as less noisy than its own runs show, nor than the pool (see `_test`). Simulated for 3 to 5 seeds, 2 to 5 models and alpha =
+    0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04 to 0.05 with a baseline
+    four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the others; with the pooled
+    deviation alone that last would be 0.08 to 0.10. Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 % with the
+    noisy baseline, and 90 to 94 % of the noisy model's.
     """
     deviations = {name: _deviation(values) for name, values in differences.items()}
     # In the order of names, not of the caller, so that not even rounding depends on the latter
