@@ -396,6 +396,8 @@ class TestCommandLine:
             (["train", "domo"], ["'domo'", "'demo'"]),
             (["train", "demo", "--learning_rat", "1"], ["'--learning_rat'", "'--learning_rate'"]),
             (["train", "demo", "--learning_rate", "fast"], ["learning_rate", "'fast'"]),
+            (["train", "demo", "--max_steps", "0"], ["max_steps=0", "num_train_epochs"]),
+            (["train", "demo", "--prediction_loss_only", "true"], ["prediction_loss_only=True"]),
             (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
             (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
             (["train", "demo", "--set", "colour=blue"], ["'colour'"]),

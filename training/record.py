@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import sys
 import time
 
@@ -17,14 +18,30 @@ _BATCHES_TO_KEEP = 256
 class RunRecord(TrainerCallback, ExportableState):
     """Keeps the record of a run, through checkpoints as well, and stops a run whose loss is infinite or not a number.
 
+    Args:
+        processes: how many train together, on batches of the same size.
+        samples_per_step: of all processes together.
+        dataset_fingerprint: of the training documents, or `None` where nobody knows.
+
     Attributes:
+        conditions: these three; a checkpoint keeps them, and a run goes on in the same order of data only under the same ones.
+        tokens_seen: how many tokens all processes trained on so far.
         token_stream: a hash of all tokens that this process trained on so far, row by row in their order. Two runs with the
             same one saw the same data.
         seconds: spent on training steps, data loading included, evaluation and saving not.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
 
-    def __init__(self):
+    def __init__(self, processes: int = 1, samples_per_step: int | None = None, dataset_fingerprint: str | None = None):
+        self.conditions = {
+            "processes": processes,
+            "samples_per_step": samples_per_step,
+            "dataset_fingerprint": dataset_fingerprint,
+        }
+        self._reset()
+
+    def _reset(self) -> None:
+        self.tokens_seen = 0
         self.token_stream = ""
         self.seconds = 0.0
         self.diverged_at: int | None = None
@@ -33,6 +50,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
         """Notes a batch; it is hashed later, for reading it now would make an accelerator wait."""
+        self.tokens_seen += input_ids.numel() * self.conditions["processes"]
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
             self._hash_batches()
@@ -46,17 +64,29 @@ class RunRecord(TrainerCallback, ExportableState):
     def state(self) -> dict:
         """What a checkpoint keeps (`ExportableState`)."""
         self._hash_batches()
-        names = ("token_stream", "seconds", "diverged_at")
+        names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+
+    def conditions_of(self, state: TrainerState) -> dict:
+        """The conditions that a checkpoint kept, those that are known both there and here."""
+        before = self._kept(state).get("conditions", {})
+        return {name: before[name] for name, now in self.conditions.items() if now is not None and before.get(name) is not None}
 
     def restore(self, state: TrainerState) -> None:
         """Goes on from what a checkpoint kept."""
-        attributes = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        for name, value in self._kept(state).items():
+            if name != "conditions":
+                setattr(self, name, value)
+
+    def _kept(self, state: TrainerState) -> dict:
+        return state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.restore(state)
+        if state.global_step == 0:  # also where `auto_find_batch_size` begins anew
+            self._reset()
+        else:
+            self.restore(state)
+            state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self._started_at is None:
@@ -77,6 +107,12 @@ class RunRecord(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
 
+def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
+    """The path of the best checkpoint so far, also where the run folder has moved since; `None` if there is none yet."""
+    best = state.best_model_checkpoint
+    return best if best is None else os.path.join(run_folder, os.path.basename(best))
+
+
 class RecordingTrainer(Trainer):
     """A `Trainer` whose `record` sees every batch.
 
@@ -91,6 +127,12 @@ class RecordingTrainer(Trainer):
     def training_step(self, model, inputs, *args, **kwargs):
         self.record.add_batch(inputs["input_ids"])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result):
+        # A checkpoint holds tied weights once, which Trainer takes for missing ones
+        tied = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -1,13 +1,17 @@
 """`nlq train`: a recipe to a run folder that holds all one needs to load, judge and share the model."""
 
+import errno
+import functools
 import itertools
 import json
 import math
 import os
 import platform
+import shutil
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
@@ -39,7 +44,7 @@ from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, ma
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, is_saved_model, read_yaml
-from modeling_nlq.training.record import RecordingTrainer, RunRecord, has_diverged, peak_memory
+from modeling_nlq.training.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.stability import StabilityCallback
 
 
@@ -49,6 +54,7 @@ RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.json"
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
 _FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
+_LITTLE_SPACE = 2**26  # bytes on a disk that explain a failure
 # Blocks of the validation split whose attention is looked at while training
 _STABILITY_BLOCKS = 2
 
@@ -92,6 +98,13 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append(f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}")
     if arguments.push_to_hub:
         conflicts.append("push_to_hub would upload more than the model; share the finished run by `nlq publish`")
+    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+        conflicts.append(
+            f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
+            "set one of them above 0"
+        )
+    if arguments.prediction_loss_only:
+        conflicts.append("prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it")
     if recipe.streaming and arguments.max_steps <= 0:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
@@ -227,6 +240,31 @@ def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
         raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
 
 
+def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRecord, is_asked_for: bool) -> None:
+    """Raises `ValueError` where a run would go on with other data or in another order; warns if it was asked to."""
+    before = record.conditions_of(state)
+    if changes := differences(before, {name: record.conditions[name] for name in before}):
+        found = f"{checkpoint} was made under other conditions ({changes})"
+        if not is_asked_for:
+            raise ValueError(f"{found}; restore them, or go on all the same by --resume_from_checkpoint {checkpoint}")
+        logger.warning(f"{found}: the run goes on all the same")
+
+
+@contextmanager
+def _naming_a_full_disk(folder: Path) -> Iterator[None]:
+    """Libraries tell of a full disk in words of their own; this says it in ours."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        is_cut_short = "inline_container" in str(error) and shutil.disk_usage(folder).free < _LITTLE_SPACE  # PyTorch's archives
+        if is_full or is_cut_short:
+            raise OSError(
+                f"the disk of {folder} is full; make room, and the same command goes on from the last complete checkpoint"
+            ) from error
+        raise
+
+
 def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A new model of the recipe's configuration, or the saved one it names, that knows the tokenizer's special tokens.
 
@@ -294,7 +332,9 @@ def train(
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
-    record = RunRecord()
+    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    record = RunRecord(arguments.world_size, per_step, fingerprint)
+    smoothing = arguments.label_smoothing_factor
     trainer = RecordingTrainer(
         record=record,
         model=model,
@@ -303,6 +343,8 @@ def train(
         eval_dataset=blocks["validation"].dataset,
         data_collator=collate,
         processing_class=tokenizer,
+        # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
+        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=True) if smoothing else None,
         compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
         preprocess_logits_for_metrics=token_losses,
     )
@@ -324,28 +366,35 @@ def train(
         logger.warning(f"Going on from {checkpoint}")
         _check_same_model(checkpoint, model.config)
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        _check_same_conditions(checkpoint, state, record, is_asked_for=arguments.resume_from_checkpoint is not None)
+        best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
+        if best is not None and not is_complete_checkpoint(Path(best)):
+            raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
+        state.best_model_checkpoint = best
         record.restore(state)
     if state is not None and (state.global_step >= state.max_steps or record.diverged_at is not None):
         # Cut off after its last step: Trainer would take one more
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
+        if state.best_model_checkpoint is not None:
+            trainer._load_best_model()
         model.to(arguments.device)
     else:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with _naming_a_full_disk(folder):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     evaluated = {}
     if record.diverged_at is None:
         evaluated = _last_evaluation(trainer) or trainer.evaluate()
         if "test" in blocks:
             trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token)
             evaluated.update(trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test"))
-        trainer.save_model()
+        with _naming_a_full_disk(folder):
+            trainer.save_model()
     diverged = record.diverged_at is not None or has_diverged(evaluated["eval_loss"], model.config.vocab_size)
 
     unigram = None
     if trainer.is_world_process_zero() and not recipe.streaming:
         unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, len(tokenizer))
-    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size * recipe.block_size
-    tokens_seen = trainer.state.global_step * per_step
     metrics = {
         # JSON knows no NaN
         **{
@@ -360,10 +409,10 @@ def train(
             (entry["loss"] for entry in reversed(trainer.state.log_history) if math.isfinite(entry.get("loss", math.nan))), None
         ),
         "steps": trainer.state.global_step,
-        "tokens_seen": tokens_seen,
+        "tokens_seen": record.tokens_seen,
         "token_stream": record.token_stream,
         "train_seconds": record.seconds,
-        "tokens_per_second": tokens_seen / record.seconds if record.seconds else None,
+        "tokens_per_second": record.tokens_seen / record.seconds if record.seconds else None,
         "peak_memory": peak_memory(arguments.device),
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": fingerprint,
@@ -445,7 +494,8 @@ def plot_losses(log_history: list[dict[str, float]], path: Path, title: str) -> 
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # a name may hold a dollar
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
