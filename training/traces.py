@@ -48,8 +48,10 @@ _PATH = re.compile(
     rf"|{_START}~(?:[A-Za-z_][\w.-]*)?(?:/+{_NAME})+/*"
     rf"|{_START}/+{_NAME}(?:/+{_NAME})*/*"
 )
-# A text that is nothing but a path: it may have blanks in it, and may be relative
-_WHOLE = re.compile(r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/|[A-Za-z]:[\\/]|\\\\)[^\n]*")
+# A text that is nothing but one path: it may have blanks in it, and may be relative
+_WHOLE = re.compile(
+    r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/|[A-Za-z]:[\\/]|\\\\)(?:(?!\s(?:[/~\\]|[A-Za-z]:[\\/]))[^\n])*"
+)
 # First parts of paths that are alike on all machines
 _SYSTEM = ("bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "Applications", "Library", "System", "Windows")
 
