@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
 from modeling_nlq.training.parameters import Size
+from modeling_nlq.training.traces import without_folders
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
@@ -65,10 +66,10 @@ def render(
         has_plot: whether `loss.png` lies beside it.
         has_tokenizer: whether a tokenizer does.
     """
-    given, metrics = without_folders(given or {}), metrics or {}
+    given, metrics, conversion = (without_folders(record or {}) for record in (given, metrics, conversion))
     dataset = given.get("dataset", "python-stdlib")
     measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
-    base_model = metrics.get("base_model") or (conversion or {}).get("base_model")
+    base_model = metrics.get("base_model") or conversion.get("base_model")
     auto_class = _auto_class(config)
     is_nlq = config.model_type == "nlq"
     name = location.split("/")[-1]
@@ -121,7 +122,7 @@ def render(
         validation_tokens=metrics.get("validation_tokens"),
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
         has_plot=has_plot,
-        comparison=comparison,
+        comparison=without_folders(comparison),
         diverged=metrics.get("diverged", False),
     )
 
@@ -138,16 +139,6 @@ def base_model_of(model: str | Path) -> str | None:
     except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
         return None  # somebody's own text
     return base_model if isinstance(base_model, str) else None
-
-
-def without_folders(value: Any) -> Any:
-    """A recipe without local paths: they say nothing to a reader elsewhere, and may say too much; the last part is enough."""
-    if isinstance(value, dict):
-        return {key: without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_folders(item) for item in value]
-    is_path = isinstance(value, str) and (Path(value).is_absolute() or value.startswith(("~", "./", "../")))
-    return Path(value).name if is_path else value
 
 
 def _is_local(dataset: str) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
-from modeling_nlq.training.card import without_folders
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.recipe import ResolvedRecipe, check_keys, read_section, read_yaml, resolve_recipe
 from modeling_nlq.training.statistics import power_warning
+from modeling_nlq.training.traces import without_folders
 from modeling_nlq.training.train import check_recipe, load_config
 
 

@@ -29,12 +29,13 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.card import CARD_FILE, render, without_folders
+from modeling_nlq.training.card import CARD_FILE, render
 from modeling_nlq.training.gpt2 import check_parameters
 from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.recipe import read_yaml
 from modeling_nlq.training.report import verdicts
 from modeling_nlq.training.results import RESULTS_FILE
+from modeling_nlq.training.traces import check_for_traces, without_folders
 from modeling_nlq.training.train import METRICS_FILE, RECIPE_FILE
 
 
@@ -205,7 +206,8 @@ def _collect(
     contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in {*weights, *code, *others}}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if name in contents:
-            contents[name] = _json({key: value for key, value in _read_json(folder / name).items() if key not in _PLACES})
+            kept = {key: value for key, value in _read_json(folder / name).items() if key not in _PLACES}
+            contents[name] = _json(without_folders(kept))
     contents["config.json"] = _json({**json.loads(contents["config.json"]), "auto_map": AUTO_MAP})
     given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
     for name, record in records.items():
@@ -222,9 +224,11 @@ def _collect(
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
-        for path in (comparison_folder / "results.md", *sorted((comparison_folder / "figures").glob("*.png"))):
-            if path.is_file():
-                contents[f"comparison/{path.relative_to(comparison_folder).as_posix()}"] = path
+        report = comparison_folder / "results.md"
+        if report.is_file():
+            contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
+        for path in filter(Path.is_file, sorted((comparison_folder / "figures").glob("*.png"))):
+            contents[f"comparison/figures/{path.name}"] = path
     if card is not None:
         contents[CARD_FILE] = _read_card(Path(card))
     else:
@@ -242,7 +246,7 @@ def _collect(
                 has_tokenizer=any(name in contents for name in VOCABULARIES),
             )
         ).encode()
-    _check_for_traces(folder, contents)
+    check_for_traces(folder, contents)
     return dict(sorted(contents.items()))
 
 
@@ -302,27 +306,6 @@ def _read_card(path: Path) -> bytes:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"card {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
     return path.read_bytes()
-
-
-def _check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Raises `ValueError` if a text names a folder of this machine, or holds a token."""
-    places = {str(path) for path in (folder.absolute(), folder.resolve())}
-    places |= {f"{Path(path).parent}/" for path in places} | {f"{Path.home()}/", f"{Path.cwd()}/"}
-    token = get_token()
-    for name, content in contents.items():
-        if name.endswith((".safetensors", ".png")):
-            continue
-        text = (content.read_bytes() if isinstance(content, Path) else content).decode("utf-8", errors="replace")
-        if place := next((place for place in sorted(places - {"/", "//"}) if _names_folder(text, place)), None):
-            raise ValueError(f"{name} names a folder of this machine, {place!r}; remove it first")
-        if (token and token in text) or re.search(r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}", text):
-            raise ValueError(f"{name} holds what looks like a token of the Hub; remove it first")
-
-
-def _names_folder(text: str, place: str) -> bool:
-    """Whether a text holds a path as a path: not as the end of an address, nor as the beginning of another name."""
-    end = "" if place.endswith("/") else r"(?![\w-])"
-    return re.search(rf"(?<![\w./-]){re.escape(place)}{end}", text) is not None
 
 
 def _may_be_ours(name: str) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerState
 
-from modeling_nlq.training.card import without_folders
 from modeling_nlq.training.comparison import Comparison, Run
 from modeling_nlq.training.stability import loss_spikes, read_stability
 from modeling_nlq.training.statistics import analyse, rate_gap
+from modeling_nlq.training.traces import without_folders
 from modeling_nlq.training.train import METRICS_FILE
 
 

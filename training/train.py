@@ -46,6 +46,7 @@ from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, is_saved_model, read_yaml
 from modeling_nlq.training.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.stability import StabilityCallback
+from modeling_nlq.training.traces import without_folders
 
 
 logger = logging.get_logger(__name__)
@@ -431,7 +432,7 @@ def train(
         },
     }
     if trainer.is_world_process_zero():
-        plot_losses(trainer.state.log_history, folder / "loss.png", recipe.model)
+        plot_losses(trainer.state.log_history, folder / "loss.png", without_folders(recipe.model))
         if evaluated:
             card = render(folder.resolve().name, model.config, size, resolved.given, metrics, has_plot=True)
             card.save(folder / CARD_FILE)
