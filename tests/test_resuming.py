@@ -1,6 +1,7 @@
 """How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -35,60 +36,42 @@ def cut_after_its_last_step(finished: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def best_run(recipe_file, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A finished run whose best checkpoint is its first, for the rate makes it worse from then on."""
+def best_run(recipe_file, tmp_path_factory) -> tuple[Path, list[str], str]:
+    """A finished run, its options, and the name of its best checkpoint, which is not its last: its rate is too high."""
     folder = tmp_path_factory.mktemp("best") / "finished"
-    arguments = [
-        "--load_best_model_at_end",
-        "true",
-        "--eval_steps",
-        "2",
-        "--learning_rate",
-        "1",
-        "--lr_scheduler_type",
-        "constant",
-    ]
-    arguments += ["--lr_scheduler_kwargs", "{}"]
+    arguments = ["--load_best_model_at_end", "true", "--eval_steps", "2", "--learning_rate", "1"]
+    arguments += ["--lr_scheduler_type", "constant", "--lr_scheduler_kwargs", "{}"]
     train(load_recipe(str(recipe_file), [*arguments, "--output_dir", str(folder)]))
-    return folder, arguments
+    state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_global_step"] < 8
+    return folder, arguments, f"checkpoint-{state['best_global_step']}"
 
 
 class TestBestModel:
-    def test_run_cut_after_its_last_step_ends_with_the_best_weights(self, best_run, recipe_file, tmp_path):
-        finished, arguments = best_run
-        best, last = (load_file(finished / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-8"))
-        assert any((best[name] != last[name]).any() for name in best), "best and last are the same: nothing is tested"
-        folder = tmp_path / "moved"  # so the paths in its checkpoints name another folder
-        cut_after_its_last_step(finished, folder)
-        metrics = train(load_recipe(str(recipe_file), [*arguments, "--output_dir", str(folder)]))
-        assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
-        assert metrics["eval_loss"] == json.loads((finished / "metrics.json").read_text())["eval_loss"]
-        kept = load_file(folder / "model.safetensors")
-        assert all((kept[name] == best[name]).all() for name in best)
-
-    def test_moved_run_that_trains_on_finds_its_best_weights(self, best_run, recipe_file, tmp_path):
-        finished, arguments = best_run
+    @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
+    def test_run_that_was_killed_and_moved_ends_with_the_best_weights(self, best_run, recipe_file, tmp_path, is_cut_earlier):
+        finished, arguments, best = best_run
         folder = tmp_path / "moved"
         cut_after_its_last_step(finished, folder)
-        for step in (6, 8):
-            shutil.rmtree(folder / f"checkpoint-{step}")
-        (folder / "checkpoint-4").rename(folder / "kept")  # what is at the old place must not be found
-        hidden = finished.with_name("elsewhere")
-        finished.rename(hidden)
+        for checkpoint in folder.glob("checkpoint-*") if is_cut_earlier else []:
+            if int(checkpoint.name.removeprefix("checkpoint-")) > int(best.removeprefix("checkpoint-")):
+                shutil.rmtree(checkpoint)
+        finished.rename(hidden := finished.with_name("hidden"))  # the checkpoints name this folder
         try:
-            (folder / "kept").rename(folder / "checkpoint-4")
-            train(load_recipe(str(recipe_file), [*arguments, "--output_dir", str(folder)]))
+            metrics = train(load_recipe(str(recipe_file), [*arguments, "--output_dir", str(folder)]))
         finally:
             hidden.rename(finished)
-        assert (folder / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+        kept, wanted = (load_file(path / "model.safetensors") for path in (folder, finished / best))
+        assert all((kept[name] == wanted[name]).all() for name in wanted)
+        assert metrics["eval_loss"] == json.loads((finished / "metrics.json").read_text())["eval_loss"]
 
     def test_best_checkpoint_that_is_missing(self, best_run, recipe_file, tmp_path, capsys):
-        finished, arguments = best_run
+        finished, arguments, best = best_run
         folder = tmp_path / "run"
         cut_after_its_last_step(finished, folder)
-        shutil.rmtree(folder / "checkpoint-2")
+        shutil.rmtree(folder / best)
         assert main(["train", str(recipe_file), *arguments, "--output_dir", str(folder)]) == 1
-        assert f"{folder / 'checkpoint-2'}, the best checkpoint so far, is missing or damaged" in capsys.readouterr().err
+        assert f"{folder / best}, the best checkpoint so far, is missing or damaged" in capsys.readouterr().err
 
 
 class TestConditions:
@@ -156,7 +139,7 @@ def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path):
         histories.append([entry["loss"] for entry in history if "loss" in entry])
         if factor == "1e-9":
             assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-4)
-        assert metrics["eval_perplexity"] == pytest.approx(2.718281828 ** metrics["eval_loss"])
+        assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
     finished = json.loads((run[0] / "trainer_state.json").read_text())["log_history"]
     assert histories[0] == pytest.approx([entry["loss"] for entry in finished if "loss" in entry], rel=1e-4)
     assert histories[1][0] != pytest.approx(histories[0][0], rel=1e-4)
