@@ -169,7 +169,8 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     model, tokenizer = _load_model(arguments.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(arguments.seed)
-    inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
+    # As in training: some tokenizers would end the prompt with end-of-text
+    inputs = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")
