@@ -28,6 +28,7 @@ from datasets import (
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -131,6 +132,8 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     if splits["train"].column_names is not None and column not in splits["train"].column_names:
         columns = ", ".join(splits["train"].column_names)
         raise ValueError(f"dataset {name!r} has no column {column!r}; set text_column to one of {columns}")
+    if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
+        raise ValueError(f"dataset {name!r} is empty")
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
     if recipe.max_validation_documents is not None:
         for split in documents.keys() - {"train"}:
@@ -150,12 +153,11 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
     name = recipe.dataset
     try:
         return load(*arguments, **options)
-    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"dataset {name!r} is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor to be had from the Hub"
-        ) from error
-    except Exception as error:  # unreadable content, unknown configuration
-        raise ValueError(f"dataset {name!r} cannot be read: {_first_line(error)}") from error
+    except Exception as error:
+        what = f"cannot be read: {_first_line(error)}"  # unreadable content, unknown configuration
+        if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
+            what = f"is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor to be had from the Hub"
+        raise ValueError(f"dataset {name!r} {what}") from error
 
 
 def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
@@ -164,9 +166,9 @@ def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
     file_format = _FILE_FORMATS.get(path.suffix)
     if file_format is None:
         raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(_FILE_FORMATS)}")
-    if path.stat().st_size == 0:
-        raise ValueError(f"dataset {name!r} is empty")
     digest = _hash_file(path, name)
+    if path.stat().st_size == 0 or (file_format == "text" and next(text_documents(str(path), digest), None) is None):
+        raise ValueError(f"dataset {name!r} is empty")
     if file_format == "text":
         kind = IterableDataset if recipe.streaming else Dataset
         options = {"gen_kwargs": {"path": str(path), "fingerprint": digest}, "features": Features({"text": Value("string")})}
@@ -196,6 +198,9 @@ def _load_from_hub(recipe: Recipe) -> dict:
     path = Path(recipe.dataset)
     if path.suffix in _FILE_FORMATS or path.is_absolute():
         raise ValueError(f"dataset {recipe.dataset!r}: there is no such file or folder")
+    if recipe.dataset in _PACKAGED_DATASETS_MODULES:
+        # `datasets` would read whatever lies in the working directory
+        raise ValueError(f"dataset {recipe.dataset!r} is the name of a file format, and there is no such folder")
     return _load(recipe, load_dataset, recipe.dataset, recipe.dataset_config, streaming=recipe.streaming)
 
 

@@ -29,8 +29,8 @@ class Recipe:
     dataset: str = field(
         default="python-stdlib",
         metadata={
-            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt (documents "
-            "between blank lines), .jsonl or .parquet; text in UTF-8."
+            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt "
+            "(documents between blank lines), .jsonl or .parquet; text in UTF-8."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
