@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--validation_fraction", type=float, default=None, help="as in a recipe; by default a local file is evaluated whole"
     )
-    command.add_argument("--max_validation_documents", type=int, default=None, help="as in a recipe")
+    command.add_argument("--max_validation_documents", type=int, default=None, help="evaluate at most so many documents")
     command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
     command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
     command.add_argument("--batch_size", type=int, default=8, help="blocks per device")

@@ -354,7 +354,8 @@ class Blocks:
 def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
     """Documents joined by end-of-text into one stream, and the stream cut into blocks.
 
-    Special tokens that are written in a document, as `<|endoftext|>` may be, are text there.
+    A special token that is written in a document, as `<|endoftext|>` may be, is text there. Tokenizers whose model looks up
+    whole words (`Unigram`, `WordLevel`) find it all the same.
     A `Dataset` gives the same blocks whatever the number of processes. An `IterableDataset` is cut a thousand documents at a
     time, and what fills no block at the end of each thousand is dropped.
 
