@@ -42,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 
 class TestData:
     def test_stream_is_the_documents_joined_and_cut(self, corpus):
-        recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.1)
+        recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
         documents = load_documents(recipe)["train"]
         tokenizer = make_tokenizer(recipe, {"train": documents})
         blocks = make_blocks(documents, tokenizer, recipe)
@@ -92,8 +92,8 @@ class TestData:
         assert "test" not in data_module._hold_out(rows, recipe)
 
     def test_streaming_gives_the_blocks_of_the_stored_corpus(self, corpus):
-        fields = {"model": "tiny-linear", "dataset": str(corpus), "tokenizer": "bpe:512", "block_size": 64}
-        stored, streamed = (Recipe(**fields, validation_fraction=0.1, streaming=streaming) for streaming in (False, True))
+        stored = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64)
+        streamed = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, streaming=True)
         tokenizer = make_tokenizer(stored, load_documents(stored))
         expected = make_blocks(load_documents(stored)["train"], tokenizer, stored).dataset["input_ids"][:]
         blocks = make_blocks(load_documents(streamed)["train"], tokenizer, streamed).dataset
