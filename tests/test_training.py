@@ -454,7 +454,7 @@ class TestCommandLine:
     def test_tokenizer_larger_than_the_vocabulary(self, run, recipe_file, tmp_path, capsys):
         arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
         assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
-        assert "512 tokens, more than the model's vocab_size=400" in capsys.readouterr().err
+        assert "ids up to 511, too large for the model's vocab_size=400" in capsys.readouterr().err
 
 
 def test_standard_library_split_needs_no_network(monkeypatch):

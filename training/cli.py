@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--validation_fraction", type=float, default=None, help="as in a recipe; by default a local file is evaluated whole"
     )
-    command.add_argument("--max_validation_documents", type=int, default=None, help="as in a recipe")
+    command.add_argument("--max_validation_documents", type=int, default=None, help="evaluate at most so many documents")
     command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
     command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
     command.add_argument("--batch_size", type=int, default=8, help="blocks per device")
@@ -169,7 +169,8 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     model, tokenizer = _load_model(arguments.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(arguments.seed)
-    inputs = tokenizer(arguments.prompt, return_tensors="pt").to(model.device)
+    # As in training: some tokenizers would end the prompt with end-of-text
+    inputs = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")

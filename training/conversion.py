@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from modeling_nlq import NLQForSequenceClassification
 from modeling_nlq.training.card import CARD_FILE, base_model_of, render
+from modeling_nlq.training.data import check_vocabulary
 from modeling_nlq.training.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
 from modeling_nlq.training.paper import from_paper, read_checkpoint
 from modeling_nlq.training.parameters import size_of
@@ -234,11 +235,7 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> Pr
             logger.warning(f"{source} has no tokenizer that can be read; give one by --tokenizer")
             return None
         raise ValueError(f"tokenizer {name or source!r} cannot be read: {str(error).splitlines()[0]}") from error
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer {name or source!r} has {len(tokenizer)} tokens, more than the model's vocab_size="
-            f"{model.config.vocab_size}"
-        )
+    check_vocabulary(tokenizer, name or source, model.config)
     # A classifier of sequences reads its answer off the last token that is not padding: its own stays
     is_classifier = isinstance(model, NLQForSequenceClassification | GPT2ForSequenceClassification)
     kinds = ("bos_token_id", "eos_token_id") if is_classifier else ("bos_token_id", "eos_token_id", "pad_token_id")

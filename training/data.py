@@ -1,21 +1,36 @@
 """Text to blocks of tokens: corpora, the split of documents, tokenizers and packing, all through `datasets`."""
 
+import codecs
 import functools
 import hashlib
+import itertools
+import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value, load_dataset
+import xxhash
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    List,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
+from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_nlq.training.recipe import Recipe
 
@@ -61,25 +76,53 @@ def _fingerprint_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | IterableDatasetDict:
+def text_documents(path: str, fingerprint: str) -> Iterator[dict[str, str]]:
+    """The documents of a text file: its runs of lines that are not blank. A line of blanks is a blank line.
+
+    Args:
+        path: of a UTF-8 file, with or without a byte order mark.
+        fingerprint: of its content; `datasets` caches by it.
+    """
+    with open(path, encoding="utf-8-sig") as file:
+        for is_blank, lines in itertools.groupby(file, key=str.isspace):
+            if not is_blank:
+                yield {"text": "".join(lines).removesuffix("\n")}
+
+
+class Documents(dict[str, Dataset | IterableDataset]):
+    """Documents by split.
+
+    Attributes:
+        fingerprint: follows from the text and from the fields of the recipe that shape the documents, not from where and when
+            a file was written; for a dataset of the Hub it is that of `datasets`, and `None` for a stream from there.
+    """
+
+    def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
+        super().__init__(splits)
+        self.fingerprint = fingerprint
+
+
+def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     """The documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
 
     Args:
         recipe: names the dataset.
-        allow_empty: whether a split may hold no documents.
+        is_whole: whether all documents are the split `validation`, and there is no other.
 
     Raises:
-        ValueError: if the dataset is missing, empty, lacks the column, or leaves a split without documents.
+        ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
     """
     name = recipe.dataset
     if name in BUILT_IN_CORPORA:
-        fingerprint = _fingerprint_of_files(python_files(name))
-        splits = Dataset.from_generator(
-            python_documents, gen_kwargs={"corpus": name, "fingerprint": fingerprint}, split="train"
-        )
+        content = _fingerprint_of_files(python_files(name))
+        splits = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
         splits = splits.to_iterable_dataset() if recipe.streaming else splits
+    elif Path(name).is_file():
+        splits, content = _load_file(recipe)
+    elif Path(name).is_dir():
+        splits, content = _load_folder(recipe)
     else:
-        splits = _load_splits(recipe)
+        splits, content = _load_from_hub(recipe), None
     if isinstance(splits, (Dataset, IterableDataset)):
         splits = {"train": splits}
     if "train" not in splits:
@@ -89,41 +132,106 @@ def load_documents(recipe: Recipe, allow_empty: bool = False) -> DatasetDict | I
     if splits["train"].column_names is not None and column not in splits["train"].column_names:
         columns = ", ".join(splits["train"].column_names)
         raise ValueError(f"dataset {name!r} has no column {column!r}; set text_column to one of {columns}")
-    documents = _hold_out(splits, recipe)
+    if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
+        raise ValueError(f"dataset {name!r} is empty")
+    documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
     if recipe.max_validation_documents is not None:
         for split in documents.keys() - {"train"}:
             documents[split] = _take(documents[split], recipe.max_validation_documents)
-    kind = IterableDatasetDict if recipe.streaming else DatasetDict
-    documents = kind(documents)
     if not recipe.streaming:
         for split, dataset in documents.items():
-            if len(dataset) == 0 and not allow_empty:
+            if len(dataset) == 0:
                 raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
-    return documents
+    if content is None:
+        return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
+    shape = [content, column, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents, is_whole]
+    return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
-def _load_splits(recipe: Recipe):
-    name, path = recipe.dataset, Path(recipe.dataset)
-    file_format = _FILE_FORMATS.get(path.suffix)
+def _load(recipe: Recipe, load: Callable, *arguments, **options):
+    """What a function of `datasets` loads, with errors that name the dataset."""
+    name = recipe.dataset
     try:
-        if path.is_file():
-            if file_format is None:
-                raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(_FILE_FORMATS)}")
-            if path.stat().st_size == 0:
-                raise ValueError(f"dataset {name!r} is empty")
-            options = {"sample_by": "paragraph"} if file_format == "text" else {}
-            return load_dataset(file_format, data_files=str(path), streaming=recipe.streaming, **options)
-        if file_format is not None or path.is_absolute():
-            raise ValueError(f"dataset {name!r}: there is no such file")
-        return load_dataset(name, recipe.dataset_config, streaming=recipe.streaming)
-    except (DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
-        raise ValueError(
-            f"dataset {name!r} is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file, nor to be had from the Hub"
-        ) from error
+        return load(*arguments, **options)
     except Exception as error:
-        if type(error).__module__.startswith("datasets"):  # unreadable content, unknown configuration
-            raise ValueError(f"dataset {name!r} cannot be read: {_first_line(error)}") from error
-        raise
+        what = f"cannot be read: {_first_line(error)}"  # unreadable content, unknown configuration
+        if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
+            what = f"is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor to be had from the Hub"
+        raise ValueError(f"dataset {name!r} {what}") from error
+
+
+def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
+    """The rows of a local file, and a hash of its content and format."""
+    name, path = recipe.dataset, Path(recipe.dataset).absolute()
+    file_format = _FILE_FORMATS.get(path.suffix)
+    if file_format is None:
+        raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(_FILE_FORMATS)}")
+    digest = _hash_file(path, name)
+    if path.stat().st_size == 0 or (file_format == "text" and next(text_documents(str(path), digest), None) is None):
+        raise ValueError(f"dataset {name!r} is empty")
+    if file_format == "text":
+        kind = IterableDataset if recipe.streaming else Dataset
+        options = {"gen_kwargs": {"path": str(path), "fingerprint": digest}, "features": Features({"text": Value("string")})}
+        rows = _load(recipe, kind.from_generator, text_documents, **options, split="train")
+    else:
+        _check_path(path, name, "::")
+        # Given as a string, the path would be a pattern: `g[1].jsonl` is then the name of `g1.jsonl`
+        files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
+        rows = _load(recipe, load_dataset, file_format, data_files=files, streaming=recipe.streaming, split="train")
+    return rows, f"{file_format} {digest}"
+
+
+def _load_folder(recipe: Recipe) -> tuple[dict, str]:
+    """The splits of a local dataset folder, and a hash of its files' content."""
+    name, path = recipe.dataset, Path(recipe.dataset).resolve()
+    _check_path(path, name, "::", *"*?[")
+    builder = _load(recipe, load_dataset_builder, str(path), recipe.dataset_config)
+    files = {str(split): files for split, files in builder.config.data_files.items()}
+    digests = {split: [_hash_file(Path(file), file) for file in paths] for split, paths in files.items()}
+    # `datasets` would cache by times of modification
+    files = DataFilesDict({split: DataFilesList(paths, list(zip(digests[split]))) for split, paths in files.items()})
+    splits = _load(recipe, load_dataset, str(path), recipe.dataset_config, data_files=files, streaming=recipe.streaming)
+    return splits, f"{builder.name} {json.dumps(digests)}"
+
+
+def _load_from_hub(recipe: Recipe) -> dict:
+    path = Path(recipe.dataset)
+    if path.suffix in _FILE_FORMATS or path.is_absolute():
+        raise ValueError(f"dataset {recipe.dataset!r}: there is no such file or folder")
+    if recipe.dataset in _PACKAGED_DATASETS_MODULES:
+        # `datasets` would read whatever lies in the working directory
+        raise ValueError(f"dataset {recipe.dataset!r} is the name of a file format, and there is no such folder")
+    return _load(recipe, load_dataset, recipe.dataset, recipe.dataset_config, streaming=recipe.streaming)
+
+
+def _check_path(path: Path, name: str, *patterns: str) -> None:
+    """Raises `ValueError` for a path that `datasets` would take for a pattern or a chain of addresses."""
+    if found := [pattern for pattern in patterns if pattern in str(path)]:
+        raise ValueError(f"dataset {name!r}: {str(path)!r} holds {' and '.join(found)}: rename it, `datasets` cannot read it")
+
+
+def _hash_file(path: Path, name: str) -> str:
+    """A hash of a file's content.
+
+    Raises:
+        ValueError: if it is a file of text and not UTF-8. The loaders would not name it, and in a stream only find it late.
+    """
+    digest, decoder, line = xxhash.xxh64(), codecs.getincrementaldecoder("utf-8")(), 1
+    is_text = path.suffix in _FILE_FORMATS and path.suffix != ".parquet"
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(2**20)
+            digest.update(chunk)
+            try:
+                if is_text:
+                    decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
+                byte = error.object[error.start]
+                raise ValueError(f"dataset {name!r} is not UTF-8: byte 0x{byte:02x} in line {line}") from error
+            if not chunk:
+                return digest.hexdigest()
+            line += chunk.count(b"\n")
 
 
 def _first_line(error: BaseException) -> str:
@@ -132,12 +240,16 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _check_text(value, column: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} must hold text, not {value!r}")
+    return value
+
+
 def _lies_between(document: dict, column: str, first: float, last: float) -> bool:
-    """Whether a hash of a document's path, or of its text, lies in a part of [0, 1): the same in every process and order."""
-    key = document.get("path") or document[column]
-    if not isinstance(document[column], str) or not isinstance(key, str):
-        raise ValueError(f"column {column!r} must hold text, not {document[column]!r}")
-    return first <= int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64 < last
+    """Whether a hash of a document's text lies in a part of [0, 1): the same in every process and order, and for every copy."""
+    text = _check_text(document[column], column)
+    return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
 def _hold_out(splits: dict, recipe: Recipe) -> dict:
@@ -151,9 +263,13 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
         elif fraction > 0.0:
             bounds[split] = (end, end + fraction)
             end += fraction
-    options = {} if recipe.streaming else {"num_proc": recipe.num_proc}
     for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
         lies_here = functools.partial(_lies_between, column=column, first=first, last=last)
+        options = {}
+        if not recipe.streaming:
+            # `datasets` would hash the function's name, and reuse what was cached with another body
+            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", column, first, last))
+            options = {"num_proc": recipe.num_proc, "new_fingerprint": identity}
         documents[split] = splits["train"].filter(lies_here, **options)
     return documents
 
@@ -162,7 +278,7 @@ def _take(dataset, count: int):
     return dataset.take(count) if isinstance(dataset, IterableDataset) else dataset.select(range(min(count, len(dataset))))
 
 
-def make_tokenizer(recipe: Recipe, documents: DatasetDict | IterableDatasetDict) -> PreTrainedTokenizerBase:
+def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
     """The tokenizer a recipe names: trained on the training documents (`bpe:SIZE`), or a saved one.
 
     Raises:
@@ -174,7 +290,8 @@ def make_tokenizer(recipe: Recipe, documents: DatasetDict | IterableDatasetDict)
             raise ValueError(f"tokenizer={recipe.tokenizer!r}: SIZE must be at least 257 (256 bytes and end-of-text)")
         # A stream cannot be read twice at no cost: its first documents must do
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
-        return train_byte_pair_encoding((row[recipe.text_column] for row in sample), int(size))
+        column = recipe.text_column
+        return train_byte_pair_encoding((_check_text(row[column], column) for row in sample), int(size))
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
     except (OSError, ValueError) as error:
@@ -206,6 +323,19 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTraine
     )
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many embeddings a tokenizer needs: its largest id and one more. Where ids have gaps it has fewer tokens."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` if a tokenizer, named by `name`, has ids for which a model has no embeddings."""
+    if (size := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise ValueError(
+            f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={config.vocab_size}"
+        )
+
+
 @dataclass
 class Blocks:
     """What a split becomes.
@@ -224,6 +354,8 @@ class Blocks:
 def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
     """Documents joined by end-of-text into one stream, and the stream cut into blocks.
 
+    A special token that is written in a document, as `<|endoftext|>` may be, is text there. Tokenizers whose model looks up
+    whole words (`Unigram`, `WordLevel`) find it all the same.
     A `Dataset` gives the same blocks whatever the number of processes. An `IterableDataset` is cut a thousand documents at a
     time, and what fills no block at the end of each thousand is dropped.
 
@@ -233,7 +365,8 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
 
     def encode(batch: dict) -> dict:
-        ids = tokenizer(batch[column], add_special_tokens=False, verbose=False)["input_ids"]
+        texts = [_check_text(text, column) for text in batch[column]]
+        ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return {"input_ids": [[*document, end] for document in ids]}
 
     def encode_with_sizes(batch: dict) -> dict:
@@ -249,10 +382,13 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
             return {"input_ids": stream[: count * block_size].reshape(count, block_size)}
 
         encoded = documents.map(encode, batched=True, remove_columns=documents.column_names or [column], features=_TOKENS)
-        return Blocks(encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS))
+        blocks = encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS)
+        if next(iter(blocks), None) is None:
+            raise ValueError(f"dataset {recipe.dataset!r} has too few tokens in a split: block_size={block_size} fits none")
+        return Blocks(blocks)
 
     # Fingerprints of our own: a tokenizer's pickle changes with use, its serialised form does not
-    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end))
+    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, "special tokens split"))
     encoded = documents.map(
         encode_with_sizes,
         batched=True,
@@ -308,7 +444,7 @@ def unigram_perplexity(train: Dataset, validation: Dataset, vocab_size: int, max
 
     Args:
         train, validation: blocks.
-        vocab_size: number of tokens.
+        vocab_size: as of `vocabulary_size`.
         max_tokens: how many tokens of each to count, enough for frequencies.
     """
     seen, held_out = (_count_tokens(blocks, vocab_size, max_tokens) for blocks in (train, validation))

@@ -29,18 +29,25 @@ class Recipe:
     dataset: str = field(
         default="python-stdlib",
         metadata={
-            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset, or a local .txt (documents between blank lines), "
-            ".jsonl or .parquet."
+            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt "
+            "(documents between blank lines), .jsonl or .parquet; text in UTF-8."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
-    text_column: str = field(default="text", metadata={"help": "The dataset's column of text."})
+    text_column: str = field(
+        default="text",
+        metadata={
+            "help": "The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."
+        },
+    )
     streaming: bool = field(
         default=False, metadata={"help": "Read the dataset while training instead of storing it; needs max_steps."}
     )
     validation_fraction: float = field(
         default=0.02,
-        metadata={"help": "Share of documents held out, chosen by a hash, where the dataset has no validation split."},
+        metadata={
+            "help": "Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."
+        },
     )
     max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most so many documents."})
     test_fraction: float = field(

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import yaml
-from datasets import concatenate_datasets
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -40,7 +39,16 @@ import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find
 from modeling_nlq.training.card import CARD_FILE, base_model_of, render
-from modeling_nlq.training.data import BlockCollator, Blocks, load_documents, make_blocks, make_tokenizer, unigram_perplexity
+from modeling_nlq.training.data import (
+    BlockCollator,
+    Blocks,
+    check_vocabulary,
+    load_documents,
+    make_blocks,
+    make_tokenizer,
+    unigram_perplexity,
+    vocabulary_size,
+)
 from modeling_nlq.training.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.recipe import Recipe, ResolvedRecipe, is_saved_model, read_yaml
@@ -201,7 +209,7 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
-    """Tokenizer, blocks by split, and the fingerprint of the documents.
+    """Tokenizer, blocks by split, and the fingerprint of the documents, `None` for a stream from the Hub.
 
     Args:
         recipe: what data to prepare.
@@ -219,7 +227,7 @@ def prepare_data(
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
-    return tokenizer, blocks, None if recipe.streaming else documents["train"]._fingerprint
+    return tokenizer, blocks, documents.fingerprint
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -270,14 +278,11 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     """A new model of the recipe's configuration, or the saved one it names, that knows the tokenizer's special tokens.
 
     Raises:
-        ValueError: if the tokenizer has more tokens than the model has embeddings.
+        ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
     recipe = resolved.recipe
     config = load_config(recipe.model, resolved.switches)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"tokenizer {recipe.tokenizer!r} has {len(tokenizer)} tokens, more than the model's vocab_size={config.vocab_size}"
-        )
+    check_vocabulary(tokenizer, recipe.tokenizer, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if is_saved_model(recipe.model):
@@ -395,7 +400,7 @@ def train(
 
     unigram = None
     if trainer.is_world_process_zero() and not recipe.streaming:
-        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, len(tokenizer))
+        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, vocabulary_size(tokenizer))
     metrics = {
         # JSON knows no NaN
         **{
@@ -463,9 +468,7 @@ def evaluate_model(
         batch_size: blocks per device.
         is_whole: whether to evaluate on all documents instead.
     """
-    documents = load_documents(recipe, allow_empty=is_whole)
-    held_out = concatenate_datasets([*documents.values()]) if is_whole else documents["validation"]
-    validation = make_blocks(held_out, tokenizer, recipe)
+    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
