@@ -66,8 +66,10 @@ def corpus(tmp_path_factory) -> Path:
         if row["path"].startswith(folders):
             # In pieces, so that a split of a few percent holds some documents, whatever the version of Python
             lines = row["text"].splitlines(keepends=True)
-            for first in range(0, len(lines), 40):
-                documents.append({"path": f"{row['path']}:{first}", "text": "".join(lines[first : first + 40])})
+            documents += [
+                {"path": f"{row['path']}:{first}", "text": "".join(lines[first : first + 40])}
+                for first in range(0, len(lines), 40)
+            ]
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in documents))
     return path
