@@ -84,7 +84,7 @@ class TestConditions:
         dataset.write_text("".join(reversed(lines)))
         assert main(["train", str(recipe_file), *arguments]) == 1
         error = capsys.readouterr().err
-        assert f"{folder / 'checkpoint-4'} was made under other conditions (dataset_fingerprint: " in error
+        assert f"{folder / 'checkpoint-4'} was made with another dataset or number of processes (dataset_fingerprint: " in error
         assert f"go on all the same by --resume_from_checkpoint {folder / 'checkpoint-4'}" in error
         assert not (folder / "metrics.json").exists()
         dataset.write_text("".join(lines))
@@ -97,11 +97,11 @@ class TestConditions:
         checkpoint = folder / "checkpoint-4"
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         conditions = state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
-        assert conditions["processes"] == 1 and conditions["samples_per_step"] == 8
-        conditions.update(processes=2, samples_per_step=16)  # as two processes would have written
+        assert conditions["processes"] == 1 and conditions["global_batch_size"] == 8
+        conditions.update(processes=2, global_batch_size=16)  # as two processes would have written
         (checkpoint / "trainer_state.json").write_text(json.dumps(state))
         assert main(["train", str(recipe_file), *arguments]) == 1
-        assert "(processes: 2 there, 1 now, samples_per_step: 16 there, 8 now); restore them" in capsys.readouterr().err
+        assert "(processes: 2 there, 1 now, global_batch_size: 16 there, 8 now); restore what it was" in capsys.readouterr().err
         assert main(["train", str(recipe_file), *arguments, "--resume_from_checkpoint", str(checkpoint)]) == 0
         metrics = json.loads((folder / "metrics.json").read_text())
         assert metrics["processes"] == 1 and metrics["tokens_seen"] == 8 * 8 * 64

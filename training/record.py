@@ -20,7 +20,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     Args:
         processes: how many train together, on batches of the same size.
-        samples_per_step: of all processes together.
+        global_batch_size: samples of an optimizer step, of all processes together.
         dataset_fingerprint: of the training documents, or `None` where nobody knows.
 
     Attributes:
@@ -32,10 +32,10 @@ class RunRecord(TrainerCallback, ExportableState):
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
 
-    def __init__(self, processes: int = 1, samples_per_step: int | None = None, dataset_fingerprint: str | None = None):
+    def __init__(self, processes: int = 1, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
         self.conditions = {
             "processes": processes,
-            "samples_per_step": samples_per_step,
+            "global_batch_size": global_batch_size,
             "dataset_fingerprint": dataset_fingerprint,
         }
         self._reset()

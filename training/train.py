@@ -253,9 +253,9 @@ def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRec
     """Raises `ValueError` where a run would go on with other data or in another order; warns if it was asked to."""
     before = record.conditions_of(state)
     if changes := differences(before, {name: record.conditions[name] for name in before}):
-        found = f"{checkpoint} was made under other conditions ({changes})"
+        found = f"{checkpoint} was made with another dataset or number of processes ({changes})"
         if not is_asked_for:
-            raise ValueError(f"{found}; restore them, or go on all the same by --resume_from_checkpoint {checkpoint}")
+            raise ValueError(f"{found}; restore what it was, or go on all the same by --resume_from_checkpoint {checkpoint}")
         logger.warning(f"{found}: the run goes on all the same")
 
 
