@@ -722,6 +722,7 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_type = "ForCausalLM"  # Transformers reads it off the class's name, which a subclass may change
         self.loss_function = causal_lm_loss
         self.post_init()
 

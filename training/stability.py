@@ -57,8 +57,9 @@ def attention_statistics(
       of zeros is left out.
     * `zero_rows`: share of the rows whose weights are all 0.
     * `smallest_log_normalizer`: the minimum of `log Z_i`, a sink's `exp(b)` included in `Z_i`. Only for the normaliser `sum`,
-      for the others do not depend on the scores, and not for the projections `sparsemax` and `entmax15`. Softmax is computed in a safe order and bears any value; the rest divide by
-      `Z_i`. Their sum counts as 0 below some number (see `counts_as_zero`), and that is the least reported for it.
+      for the others do not depend on the scores, and not for the projections `sparsemax` and `entmax15`. Softmax is computed
+      in a safe order and bears any value; the rest divide by `Z_i`. Their sum counts as 0 below some number (see
+      `counts_as_zero`), and that is the least reported for it.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
     The model is left as it was, its random state included. Scores and what follows are in float32 at least.
