@@ -118,12 +118,14 @@ def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tenso
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], QUERY_CHUNK):
             places = slice(start, start + QUERY_CHUNK)
+            seen = key[:, :, : places.stop]
             part = visibility._replace(
                 query_index=visibility.query_index[places],
+                key_length=seen.shape[2],
                 visible_count=visibility.visible_count[:, places],
                 document_start=None if visibility.document_start is None else visibility.document_start[:, places],
             )
-            chunks.append(_row_statistics(layer, query[:, :, places], key[:, :, : places.stop], part))
+            chunks.append(_row_statistics(layer, query[:, :, places], seen, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
 
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
