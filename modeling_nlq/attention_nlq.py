@@ -8,6 +8,7 @@ query alone, never on the padded, cached or total length: that is what makes cac
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -502,21 +503,40 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     return total < zero_limit(total.dtype)
 
 
-def keep_from_overflow(query: torch.Tensor) -> torch.Tensor:
-    """Queries without large numbers, for weights that a factor of their query does not change.
+# Powers of 2. Queries and keys whose numbers are not larger have scores whose squares, and their sums, fit into float32.
+_LARGE_QUERY, _LARGE_KEY, _LARGE_SCORE = 16, 32, 48
 
-    Those are the weights of homogeneous activations (`AttentionActivation.is_homogeneous`) under the normaliser `"sum"`: the
-    square of a score of 1e19 has no room in float32, its share of the sum has. The factor is a power of 2, which rounds
-    nothing, and 1 where no number is above 1.
+
+def keep_from_overflow(query: torch.Tensor, key: torch.Tensor, activation: AttentionActivation, normalization: str):
+    """The queries, divided so that no sum of weights overflows, where that changes no weight.
+
+    That is under the normaliser `"sum"`, which cancels a factor that all scores of a query share, for homogeneous activations:
+    the square of a score of 1e20 overflows float32, although its share of the sum does not. The divisors are powers of 2, which
+    round nothing, and 1 for numbers of any usual size.
 
     Args:
         query: `(batch, heads, query, head_dim)`.
-
-    Returns:
-        The same shape, each row times a factor of its own.
+        key: `(batch, key_value_heads, key, head_dim)`.
+        activation: a row of the table.
+        normalization: `"sum"`, `"length"` or `"none"`.
     """
-    largest = query.detach().abs().amax(dim=-1, keepdim=True).to(torch.promote_types(query.dtype, torch.float32))
-    return query * torch.exp2(-largest.clamp(min=1.0).log2().ceil()).to(query.dtype)
+    if normalization != "sum" or not activation.is_homogeneous or query.dtype == torch.float16 or not key.numel():
+        return query  # float16 has no large numbers
+    exponent = _exponent_above(query, _LARGE_QUERY, dim=(-1,))
+    exponent = exponent + _exponent_above(key, _LARGE_KEY, dim=(-2, -1)).repeat_interleave(
+        query.shape[1] // key.shape[1], dim=1
+    )
+    return query * torch.exp2(-exponent).to(query.dtype)
+
+
+def _exponent_above(states: torch.Tensor, threshold: int, dim: tuple[int, ...]) -> torch.Tensor:
+    """By which power of 2 the largest numbers along `dim` exceed `2^threshold`; 0 where they do not, or are not finite."""
+    largest = torch.linalg.vector_norm(states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states))
+    return largest.clamp(min=2.0**threshold).log2().ceil().sub(threshold).nan_to_num(nan=0.0, posinf=0.0)
+
+
+def _at_least_float32(states: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)
 
 
 def attention_weights(
@@ -541,7 +561,7 @@ def attention_weights(
         Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0; a sum so small that
         its reciprocal or its gradient overflows counts as 0.
     """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.to(_at_least_float32(scores))
     if activation.name == "softmax":
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
         if sink is not None:
@@ -562,6 +582,8 @@ def attention_weights(
     scores = scores.masked_fill(~visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - count.log()
+    if normalization == "sum" and activation.is_homogeneous and scores.numel():
+        scores = scores * torch.exp2(-_exponent_above(scores, _LARGE_SCORE, dim=(-1,)))
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)

@@ -23,7 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils import logging
 
-from .attention_nlq import AUTOMATIC, AttentionActivation, Visibility, counts_as_zero, eager_attention_forward
+from .attention_nlq import (
+    AUTOMATIC,
+    AttentionActivation,
+    Visibility,
+    counts_as_zero,
+    eager_attention_forward,
+    keep_from_overflow,
+)
 from .linear_nlq import linear_attention
 from .tiled_nlq import tiled_attention_forward
 from .triton_nlq import refusal, triton_attention_forward
@@ -66,8 +73,8 @@ def sdpa_with_sink_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    if query.shape[0] == 0:
-        return query.transpose(1, 2), None  # Transformers' own leaves a size open here
+    if query.shape[0] == 0:  # Transformers' own leaves a size open there
+        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)[0], None
     if scaling <= 0.0:
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel hides keys before it scales: NaN from 0 times infinity
     if module.attention_sink is None:
@@ -154,6 +161,7 @@ def flex_attention_with_log_forward(
             score = score - log_count[batch, query_index]
         return score if activation.name == "softmax" else log_function(activation, score)
 
+    query = keep_from_overflow(query, key, activation, normalization)
     needs_sum = normalization != "sum" or module.sink is not None
     result = compile_friendly_flex_attention(
         query,

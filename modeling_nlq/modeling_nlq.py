@@ -34,7 +34,6 @@ from .attention_nlq import (
     boolean_mask,
     eager_attention_forward,
     get_attention_activation,
-    keep_from_overflow,
     make_visibility,
 )
 from .backends_nlq import ATTENTION_BACKENDS, find_backend, use_fused_kernels
@@ -196,7 +195,7 @@ class NLQAttention(nn.Module):
             hidden_states: what the layer is given.
             position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
         """
-        # Sizes without a -1, which an empty batch leaves open
+        # No -1: its size is ambiguous for an empty batch
         query_shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
         key_value_shape = (*hidden_states.shape[:-1], self.num_heads // self.num_key_value_groups, self.head_dim)
         query_states = self.q_proj(hidden_states).view(query_shape)
@@ -228,9 +227,6 @@ class NLQAttention(nn.Module):
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
-
-        if self.normalization == "sum" and self.activation.is_homogeneous:
-            query_states = keep_from_overflow(query_states)
 
         if self.config._attn_implementation == AUTOMATIC:
             name = use_fused_kernels(name, self.activation, query_states)
@@ -523,7 +519,7 @@ class NLQModel(NLQPreTrainedModel):
             position_ids = self._read_boundaries(boundaries, inputs_embeds.shape[:2], attention_mask, position_ids)
         segments = self._find_packed_documents(position_ids, past_key_values, use_cache) if is_packable else None
         if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-            attention_mask = padding_mask = None  # what hides nothing costs nothing
+            attention_mask = padding_mask = None  # a mask that hides nothing is dropped, to save its cost
         wants_cache = self.config.use_cache if use_cache is None else use_cache
         if past_key_values is None and segments is None and wants_cache:
             past_key_values = DynamicCache(config=self.config)
@@ -536,7 +532,7 @@ class NLQModel(NLQPreTrainedModel):
 
         is_plain = position_ids is None and padding_mask is None and isinstance(query_offset, int)
         # Transformers' masks and flash attention look for packed documents in the positions they are given
-        packed_position_ids = position_ids if is_packable else None
+        mask_position_ids = position_ids if is_packable else None
         if position_ids is None:
             position_ids = visibility.query_index[None]
             if padding_mask is not None:
@@ -552,7 +548,7 @@ class NLQModel(NLQPreTrainedModel):
         layers = self.layers[: self.config.num_hidden_layers]
         # One mask for each backend, all of them before the first layer advances the cache they are counted from
         backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
-        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, packed_position_ids)
+        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, mask_position_ids)
         masks = {backend: self._make_mask(backend, *mask_inputs) for backend in dict.fromkeys(backends)}
         visible_count = None if isinstance(attention_mask, BlockMask) else visibility.visible_count
 
@@ -561,7 +557,7 @@ class NLQModel(NLQPreTrainedModel):
                 hidden_states,
                 attention_mask=masks[backend],
                 position_embeddings=position_embeddings,
-                position_ids=packed_position_ids,
+                position_ids=mask_position_ids,
                 past_key_values=past_key_values,
                 **({"visible_count": visible_count} if backend == "flex_attention" else {}),
                 **kwargs,
@@ -727,7 +723,8 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _get_name(self) -> str:
-        # The name Transformers knows this class by (see the end of this file), also where FSDP2 or a user derived another
+        # The name that Transformers knows this class by (see the end of this file), also where FSDP2 or a user derived
+        # another; `repr` prints it too
         return NLQForCausalLM.__name__
 
     @can_return_tuple
