@@ -28,7 +28,7 @@ PLANS = ((3, 1), (5, 1), (5, 5))  # seeds, models besides the baseline
 
 
 @dataclass(frozen=True)
-class Rates:
+class Shares:
     """Shares of the comparisons simulated, but for the intervals.
 
     Attributes:
@@ -54,7 +54,7 @@ def simulate(
     noise: tuple[float, ...] = (),
     repetitions: int = 2000,
     random_seed: int = 0,
-) -> Rates:
+) -> Shares:
     """Comparisons of equal models.
 
     Args:
@@ -90,7 +90,7 @@ def simulate(
         held[index] = [low <= 0 <= high for low, high in (effect.loss_improvement_interval for effect in effects)]
         gaps = [rate_gap(MEAN + DEVIATION * tried, runs) for tried, runs in zip(sweep[index], losses)]
         warned[index] = any(found is not None and found < CLEAR_RATE_GAP for found in gaps)
-    return Rates(wrong.mean(), held.mean(), held.mean(axis=0).min(), warned.mean(), (wrong & ~warned).mean())
+    return Shares(wrong.mean(), held.mean(), held.mean(axis=0).min(), warned.mean(), (wrong & ~warned).mean())
 
 
 def gate(repetitions: int) -> None:

@@ -503,11 +503,13 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     return total < zero_limit(total.dtype)
 
 
-# Powers of 2. Queries and keys whose numbers are not larger have scores whose squares, and their sums, fit into float32.
-_LARGE_QUERY, _LARGE_KEY, _LARGE_SCORE = 16, 32, 48
+# Powers of 2. Scores of queries, keys and a scaling that are not larger have squares whose sums fit into float32.
+_LARGE_QUERY, _LARGE_KEY, _LARGE_SCALING, _LARGE_SCORE = 16, 24, 8, 48
 
 
-def keep_from_overflow(query: torch.Tensor, key: torch.Tensor, activation: AttentionActivation, normalization: str):
+def keep_from_overflow(
+    query: torch.Tensor, key: torch.Tensor, scaling: float, activation: AttentionActivation, normalization: str
+) -> torch.Tensor:
     """The queries, divided so that no sum of weights overflows, where that changes no weight.
 
     That is under the normaliser `"sum"`, which cancels a factor that all scores of a query share, for homogeneous activations:
@@ -517,12 +519,13 @@ def keep_from_overflow(query: torch.Tensor, key: torch.Tensor, activation: Atten
     Args:
         query: `(batch, heads, query, head_dim)`.
         key: `(batch, key_value_heads, key, head_dim)`.
+        scaling: factor of the scores.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
     """
     if normalization != "sum" or not activation.is_homogeneous or query.dtype == torch.float16 or not key.numel():
         return query  # float16 has no large numbers
-    exponent = _exponent_above(query, _LARGE_QUERY, dim=(-1,))
+    exponent = _exponent_above(query, _LARGE_QUERY, dim=(-1,)) + max(math.frexp(scaling)[1] - _LARGE_SCALING, 0)
     exponent = exponent + _exponent_above(key, _LARGE_KEY, dim=(-2, -1)).repeat_interleave(
         query.shape[1] // key.shape[1], dim=1
     )

@@ -161,7 +161,7 @@ def flex_attention_with_log_forward(
             score = score - log_count[batch, query_index]
         return score if activation.name == "softmax" else log_function(activation, score)
 
-    query = keep_from_overflow(query, key, activation, normalization)
+    query = keep_from_overflow(query, key, scaling, activation, normalization)
     needs_sum = normalization != "sum" or module.sink is not None
     result = compile_friendly_flex_attention(
         query,

@@ -471,9 +471,9 @@ class NLQModel(NLQPreTrainedModel):
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
-            position_ids: `(batch or 1, query)`. By default a token's place among the tokens that are not padding. Without an
-                `attention_mask`, a new packed document, which sees nothing of those before it, begins where they do not rise
-                by one; a mask that is given, even one of all ones, says that each row is one text.
+            position_ids: `(batch or 1, query)`. By default a token's place among the tokens that are not padding. Where they do
+                not rise by one, a new packed document begins, which sees nothing of those before it; but an `attention_mask`
+                that is given, even one of all ones, says that each row is one text, and so does a cache.
             past_key_values: the cache; also returned.
             inputs_embeds: `(batch, query, hidden)`, in place of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`.
@@ -651,16 +651,20 @@ class NLQModel(NLQPreTrainedModel):
         past_key_values: Cache | None,
         use_cache: bool | None,
     ) -> torch.Tensor | None:
-        """The number `(batch or 1, query)` of each token's packed document, or `None` if there is one document per row."""
-        if position_ids is None or position_ids.shape[-1] <= 1:
-            return None
-        if past_key_values is not None and is_tracing(position_ids):
+        """The number `(batch or 1, query)` of each token's packed document, or `None` if there is one document per row.
+
+        As in Transformers, there is one where a cache is given: `generate` leaves out a mask of ones.
+        """
+        if position_ids is None or position_ids.shape[-1] <= 1 or past_key_values is not None:
             return None
         segments = find_packed_sequence_indices(position_ids)
         if segments is None:
             return None
-        if past_key_values is not None or (use_cache and not is_tracing(position_ids)):
-            raise ValueError("packed documents (position_ids that restart) cannot be cached; set use_cache=False")
+        if use_cache and not is_tracing(position_ids):
+            raise ValueError(
+                "packed documents (position_ids that restart, without an attention_mask) cannot be cached; set "
+                "use_cache=False, or give a mask if each row is one text"
+            )
         if position_ids.shape[0] > 1 and is_flash_attention_requested(self.config):
             raise ValueError(
                 f"attn_implementation={self.config._attn_implementation!r} takes packed documents in a batch of 1, not "

@@ -96,7 +96,7 @@ class AttentionOperators:
             masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
         else:
             masks = (None, None, None, mask)
-        query = keep_from_overflow(query, key, module.activation, module.normalization)
+        query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))

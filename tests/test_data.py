@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training import data as data_module
@@ -118,12 +118,25 @@ class TestNames:
         assert all(part in str(error.value) for part in parts), error.value
 
 
+def test_tokenizer_without_a_fast_form(tmp_path):
+    recipe = Recipe(
+        model="tiny-linear", dataset=str(write(tmp_path / "text.jsonl", RIGHT)), tokenizer="bytes", validation_fraction=0.3
+    )
+    with pytest.raises(ValueError, match="tokenizer 'bytes' is a ByT5Tokenizer: only fast tokenizers can be used"):
+        make_blocks(load_documents(recipe)["train"], ByT5Tokenizer(), recipe)
+
+
 class TestText:
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_blank_lines_separate_documents(self, streaming, tmp_path):
         path = tmp_path / "text.txt"
         path.write_bytes("\ufeffone\r\n  more\r\n   \r\ntwo\n\t\n\n\n\nthree\nfour\n".encode())
         assert read(path, validation_fraction=0.5, streaming=streaming) == {"one\n  more", "two", "three\nfour"}
+        (tmp_path / "folder").mkdir()
+        path.rename(tmp_path / "folder" / "a.txt")
+        (tmp_path / "folder" / "b.txt").write_text("five\nsix\n\nseven")
+        found = read(tmp_path / "folder", validation_fraction=0.5, streaming=streaming)
+        assert found == {"one\n  more", "two", "three\nfour", "five\nsix", "seven"}
 
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_byte_order_mark_in_json(self, streaming, tmp_path):

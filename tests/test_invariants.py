@@ -322,8 +322,10 @@ class TestPacking:
         input_ids, position_ids = torch.ones(1, 5).long(), torch.tensor([[0, 1, 0, 1, 2]])
         with pytest.raises(ValueError, match="use_cache"):
             model(input_ids, use_cache=True, position_ids=position_ids)
-        with pytest.raises(ValueError, match="use_cache"):
-            model(input_ids, past_key_values=DynamicCache(config=model.config), position_ids=position_ids)
+        # A cache that is given says that each row is one text, as in Transformers, whose `generate` leaves out a mask of ones
+        cached = model(input_ids, past_key_values=DynamicCache(config=model.config), position_ids=position_ids)
+        masked = model(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=position_ids)
+        assert torch.equal(cached.logits, masked.logits)
         assert model(input_ids, use_cache=False, position_ids=position_ids).past_key_values is None
 
     @examples(3)

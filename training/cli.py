@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
-    command.add_argument("prompt", help="text to continue")
+    command.add_argument("prompt", help="text to continue; a special token written in it is one")
     command.add_argument("--max_new_tokens", type=int, default=None, help="in tokens; by default 100, or what the model holds")
     command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
@@ -159,7 +159,14 @@ def _load_model(name: str):
         raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
-    return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        if os.path.isdir(name):
+            raise
+        raise ValueError(
+            f"model {name!r}: there is no such folder, and the Hub does not give it: {_one_line(error)}"
+        ) from error
 
 
 def _generate(arguments: argparse.Namespace, _: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Text to blocks of tokens: corpora, the split of documents, tokenizers and packing, all through `datasets`."""
 
 import codecs
+import errno
 import functools
 import hashlib
 import itertools
@@ -76,17 +77,18 @@ def _fingerprint_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def text_documents(path: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The documents of a text file: its runs of lines that are not blank. A line of blanks is a blank line.
+def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
+    """The documents of text files: their runs of lines that are not blank. A line of blanks is a blank line.
 
     Args:
-        path: of a UTF-8 file, with or without a byte order mark.
-        fingerprint: of its content; `datasets` caches by it.
+        paths: of UTF-8 files, with or without a byte order mark.
+        fingerprints: of their contents; `datasets` caches by them.
     """
-    with open(path, encoding="utf-8-sig") as file:
-        for is_blank, lines in itertools.groupby(file, key=str.isspace):
-            if not is_blank:
-                yield {"text": "".join(lines).removesuffix("\n")}
+    for path in paths:
+        with open(path, encoding="utf-8-sig") as file:
+            for is_blank, lines in itertools.groupby(file, key=str.isspace):
+                if not is_blank:
+                    yield {"text": "".join(lines).removesuffix("\n")}
 
 
 class Documents(dict[str, Dataset | IterableDataset]):
@@ -154,6 +156,8 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
     try:
         return load(*arguments, **options)
     except Exception as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise
         what = f"cannot be read: {_first_line(error)}"  # unreadable content, unknown configuration
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
             what = f"is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor to be had from the Hub"
@@ -167,18 +171,25 @@ def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
     if file_format is None:
         raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(_FILE_FORMATS)}")
     digest = _hash_file(path, name)
-    if path.stat().st_size == 0 or (file_format == "text" and next(text_documents(str(path), digest), None) is None):
+    if path.stat().st_size == 0:
         raise ValueError(f"dataset {name!r} is empty")
     if file_format == "text":
-        kind = IterableDataset if recipe.streaming else Dataset
-        options = {"gen_kwargs": {"path": str(path), "fingerprint": digest}, "features": Features({"text": Value("string")})}
-        rows = _load(recipe, kind.from_generator, text_documents, **options, split="train")
+        rows = _load_texts(recipe, [str(path)], [digest])
     else:
         _check_path(path, name, "::")
         # Given as a string, the path would be a pattern: `g[1].jsonl` is then the name of `g1.jsonl`
         files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
         rows = _load(recipe, load_dataset, file_format, data_files=files, streaming=recipe.streaming, split="train")
     return rows, f"{file_format} {digest}"
+
+
+def _load_texts(recipe: Recipe, paths: list[str], digests: list[str]) -> Dataset | IterableDataset:
+    """The documents of text files. The loader of `datasets` takes each line for one, or keeps lines of blanks inside."""
+    if next(text_documents(paths, digests), None) is None:
+        raise ValueError(f"dataset {recipe.dataset!r} is empty")
+    kind = IterableDataset if recipe.streaming else Dataset
+    options = {"gen_kwargs": {"paths": paths, "fingerprints": digests}, "features": Features({"text": Value("string")})}
+    return _load(recipe, kind.from_generator, text_documents, **options, split="train")
 
 
 def _load_folder(recipe: Recipe) -> tuple[dict, str]:
@@ -188,10 +199,13 @@ def _load_folder(recipe: Recipe) -> tuple[dict, str]:
     builder = _load(recipe, load_dataset_builder, str(path), recipe.dataset_config)
     files = {str(split): files for split, files in builder.config.data_files.items()}
     digests = {split: [_hash_file(Path(file), file) for file in paths] for split, paths in files.items()}
+    content = f"{builder.name} {json.dumps(digests)}"
+    if builder.name == "text":
+        return {split: _load_texts(recipe, list(paths), digests[split]) for split, paths in files.items()}, content
     # `datasets` would cache by times of modification
     files = DataFilesDict({split: DataFilesList(paths, list(zip(digests[split]))) for split, paths in files.items()})
     splits = _load(recipe, load_dataset, str(path), recipe.dataset_config, data_files=files, streaming=recipe.streaming)
-    return splits, f"{builder.name} {json.dumps(digests)}"
+    return splits, content
 
 
 def _load_from_hub(recipe: Recipe) -> dict:
@@ -217,7 +231,7 @@ def _hash_file(path: Path, name: str) -> str:
         ValueError: if it is a file of text and not UTF-8. The loaders would not name it, and in a stream only find it late.
     """
     digest, decoder, line = xxhash.xxh64(), codecs.getincrementaldecoder("utf-8")(), 1
-    is_text = path.suffix in _FILE_FORMATS and path.suffix != ".parquet"
+    is_text = path.suffix in (".txt", ".jsonl", ".json", ".csv", ".tsv")
     with path.open("rb") as file:
         while True:
             chunk = file.read(2**20)
@@ -363,6 +377,8 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         ValueError: if the documents fill no block.
     """
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
         texts = [_check_text(text, column) for text in batch[column]]

@@ -91,6 +91,8 @@ class Recipe:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
+        if self.max_validation_documents is not None and self.max_validation_documents < 1:
+            raise ValueError(f"max_validation_documents={self.max_validation_documents} must be at least 1")
         if self.stability_steps < 1:
             raise ValueError(f"stability_steps={self.stability_steps} must be at least 1")
         if not isinstance(self.block_size, int) or self.block_size < 2:

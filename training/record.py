@@ -21,11 +21,11 @@ class RunRecord(TrainerCallback, ExportableState):
     Args:
         processes: how many train together, on batches of the same size.
         global_batch_size: samples of an optimizer step, of all processes together.
-        dataset_fingerprint: of the training documents, or `None` where nobody knows.
+        dataset_fingerprint: of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
         conditions: these three; a checkpoint keeps them, and a run goes on in the same order of data only under the same ones.
-        tokens_seen: how many tokens all processes trained on so far.
+        tokens_seen: how many tokens all processes trained on so far, with those that Accelerate repeats to fill a last batch.
         token_stream: a hash of all tokens that this process trained on so far, row by row in their order. Two runs with the
             same one saw the same data.
         seconds: spent on training steps, data loading included, evaluation and saving not.
@@ -67,9 +67,11 @@ class RunRecord(TrainerCallback, ExportableState):
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
-    def conditions_of(self, state: TrainerState) -> dict:
-        """The conditions that a checkpoint kept, those that are known both there and here."""
-        before = self._kept(state).get("conditions", {})
+    def conditions_of(self, state: TrainerState) -> dict | None:
+        """The conditions that a checkpoint kept, those that are known both there and here; `None` if it kept none."""
+        before = self._kept(state).get("conditions")
+        if before is None:
+            return None
         return {name: before[name] for name, now in self.conditions.items() if now is not None and before.get(name) is not None}
 
     def restore(self, state: TrainerState) -> None:
@@ -129,7 +131,7 @@ class RecordingTrainer(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result):
-        # A checkpoint holds tied weights once, which Trainer takes for missing ones
+        # A checkpoint holds tied weights once, which Trainer (Transformers 5.23) takes for missing ones
         tied = self.model.all_tied_weights_keys
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

@@ -38,7 +38,7 @@ _FIXED = (
 
 _NAME = r"[^\s\x00-\x1f/\\\"'`,;:<>|]+"
 # Not in a relative path, an address, a closing tag, nor after a variable
-_START = r"(?<![\w./\\~*)\]}>$<-])"
+_START = r"(?<![\w./\\~*)\]}>$<^-])"
 # A local address; any other address, which is no path; a drive; a share; a home; from the root
 _PATH = re.compile(
     rf"\b(?:file:/+|[A-Za-z][\w+.-]{{1,30}}:///+)(?:[A-Za-z]:/+)?{_NAME}(?:/+{_NAME})*/*"
@@ -56,7 +56,7 @@ _WHOLE = re.compile(
 _SYSTEM = ("bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "Applications", "Library", "System", "Windows")
 
 # Between the name of a key and its value
-_IS = r"[\"'`\s\])]*[:=,]?[\"'`\s]*"
+_IS = r"[\"'`\s\])]{0,20}[:=,]?[\"'`\s]{0,20}"
 # How the tokens of a service look. What has no form of its own (40 letters, as a commit has them) is known by its name only
 _TOKENS = {
     "a token of Hugging Face": r"hf_(?:[a-z]+_)?[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{30,}",

@@ -112,6 +112,11 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
             f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
             "set one of them above 0"
         )
+    if arguments.restore_callback_states_from_checkpoint:
+        conflicts.append(
+            "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
+            "remove it"
+        )
     if arguments.prediction_loss_only:
         conflicts.append("prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it")
     if recipe.streaming and arguments.max_steps <= 0:
@@ -252,19 +257,26 @@ def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
 def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRecord, is_asked_for: bool) -> None:
     """Raises `ValueError` where a run would go on with other data or in another order; warns if it was asked to."""
     before = record.conditions_of(state)
-    if changes := differences(before, {name: record.conditions[name] for name in before}):
+    found = None
+    if before is None:
+        found = f"{checkpoint} does not say with which dataset and how many processes it was made"
+    elif changes := differences(before, {name: record.conditions[name] for name in before}):
         found = f"{checkpoint} was made with another dataset or number of processes ({changes})"
-        if not is_asked_for:
-            raise ValueError(f"{found}; restore what it was, or go on all the same by --resume_from_checkpoint {checkpoint}")
+    if found is not None and is_asked_for:
         logger.warning(f"{found}: the run goes on all the same")
+    elif found is not None:
+        raise ValueError(
+            f"{found}; restore what it was, choose another --output_dir, or go on all the same by --resume_from_checkpoint "
+            f"{checkpoint}"
+        )
 
 
 @contextmanager
 def _naming_a_full_disk(folder: Path) -> Iterator[None]:
-    """Libraries tell of a full disk in words of their own; this says it in ours."""
+    """Replaces the libraries' various messages for a full disk by one of ours."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # of `tokenizers` it is no other
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
         is_cut_short = "inline_container" in str(error) and shutil.disk_usage(folder).free < _LITTLE_SPACE  # PyTorch's archives
         if is_full or is_cut_short:
@@ -329,7 +341,15 @@ def train(
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    with _naming_a_full_disk(folder):
+        return _train(resolved, folder, tokenizer_folder, callbacks)
 
+
+def _train(
+    resolved: ResolvedRecipe, folder: Path, tokenizer_folder: Path | None, callbacks: Sequence[TrainerCallback]
+) -> dict[str, Any]:
+    """`train` in a folder that is claimed."""
+    recipe, arguments = resolved.recipe, resolved.training_arguments
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder or folder, arguments.seed)
     set_seed(arguments.seed)
@@ -369,33 +389,31 @@ def train(
             raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
     state = None
     if checkpoint is not None:
-        logger.warning(f"Going on from {checkpoint}")
         _check_same_model(checkpoint, model.config)
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _check_same_conditions(checkpoint, state, record, is_asked_for=arguments.resume_from_checkpoint is not None)
         best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
         if best is not None and not is_complete_checkpoint(Path(best)):
             raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
-        state.best_model_checkpoint = best
+        logger.warning(f"Going on from {checkpoint}")
         record.restore(state)
     if state is not None and (state.global_step >= state.max_steps or record.diverged_at is not None):
         # Cut off after its last step: Trainer would take one more
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = state
-        if state.best_model_checkpoint is not None:
+        if best is not None:
+            state.best_model_checkpoint = best
             trainer._load_best_model()
         model.to(arguments.device)
     else:
-        with _naming_a_full_disk(folder):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     evaluated = {}
     if record.diverged_at is None:
         evaluated = _last_evaluation(trainer) or trainer.evaluate()
         if "test" in blocks:
             trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token)
             evaluated.update(trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test"))
-        with _naming_a_full_disk(folder):
-            trainer.save_model()
+        trainer.save_model()
     diverged = record.diverged_at is not None or has_diverged(evaluated["eval_loss"], model.config.vocab_size)
 
     unigram = None
