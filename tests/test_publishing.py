@@ -715,6 +715,7 @@ class TestNothingLeaks:
         same = {
             "name": "owner/name",
             "relative": "runs/demo/x.txt",
+            "formula": r"use \\(x\\) and ^/usr/bin$",
             "template": "<s>[INST] {} [/INST]</s> /no_think",
             "link": "https://example.org:80/data/private?x=/data/private",
             "ratio": "1/2 and/or ~50/50, 3 / 4 tokens /s",

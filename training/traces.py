@@ -44,13 +44,13 @@ _PATH = re.compile(
     rf"\b(?:file:/+|[A-Za-z][\w+.-]{{1,30}}:///+)(?:[A-Za-z]:/+)?{_NAME}(?:/+{_NAME})*/*"
     r"|(?P<address>\b[A-Za-z][\w+.-]{1,30}://[^\s:\"'`<>|,]*(?::\d+[^\s:\"'`<>|,]*)?)"
     rf"|(?<!\w)[A-Za-z]:[\\/]+{_NAME}(?:[\\/]+{_NAME})*[\\/]*"
-    rf"|(?<![\w\\:])\\\\{_NAME}(?:\\+{_NAME})+\\*"
+    rf"|(?<![\w\\:])\\\\[\w.-]+(?:\\+{_NAME})+\\*"
     rf"|{_START}~(?:[A-Za-z_][\w.-]*)?(?:/+{_NAME})+/*"
     rf"|{_START}/+{_NAME}(?:/+{_NAME})*/*"
 )
 # A text that is nothing but one path: it may have blanks in it, and may be relative
 _WHOLE = re.compile(
-    r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/|[A-Za-z]:[\\/]|\\\\)(?:(?!\s(?:[/~\\]|[A-Za-z]:[\\/]))[^\n])*"
+    r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/|[A-Za-z]:[\\/]|\\\\[\w.-]+\\)(?:(?!\s(?:[/~\\]|[A-Za-z]:[\\/]))[^\n])*"
 )
 # First parts of paths that are alike on all machines
 _SYSTEM = ("bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "Applications", "Library", "System", "Windows")
