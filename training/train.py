@@ -358,8 +358,8 @@ def _train(
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
-    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    record = RunRecord(arguments.world_size, per_step, fingerprint)
+    global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     smoothing = arguments.label_smoothing_factor
     trainer = RecordingTrainer(
         record=record,
