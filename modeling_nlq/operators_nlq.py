@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .attention_nlq import Visibility, keep_from_overflow, read_mask
+from .attention_nlq import Visibility, read_mask
 
 
 class AttentionOperators:
@@ -96,7 +96,6 @@ class AttentionOperators:
             masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
         else:
             masks = (None, None, None, mask)
-        query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))

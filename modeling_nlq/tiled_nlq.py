@@ -18,8 +18,9 @@ import functools
 
 import torch
 from torch import nn
+from transformers.utils.import_utils import is_tracing
 
-from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation
+from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation, keep_from_overflow
 from .operators_nlq import AttentionOperators, in_autocast_precision
 
 
@@ -252,7 +253,8 @@ def _tiled_attention(
                 problem.add_product(weighted, weights, problem.columns(problem.value, j))
             total = total.view(*problem.shape, end - start)
             if normalization == "sum":
-                tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
+                # An infinite sum would make its row 0 in silence
+                tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total).masked_fill_(total.isinf(), torch.nan)
             elif normalization == "length":
                 tile_scale = (1.0 / problem.count[..., start:end]).expand_as(total)
             else:
@@ -357,4 +359,13 @@ def tiled_attention_forward(
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
     query, key, value = in_autocast_precision(query, key, value)
-    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout), None
+    inputs = (key, value, attention_mask, scaling, dropout)
+    is_free_of_scale = module.normalization == "sum" and module.activation.is_homogeneous
+    if not is_free_of_scale:
+        return _operators.attend(module, query, *inputs), None
+    rescaled = functools.partial(keep_from_overflow, query, key, scaling, module.activation, module.normalization)
+    if is_tracing(query) or query.is_meta:
+        return _operators.attend(module, rescaled(), *inputs), None
+    # Reading all keys once more would cost a third of decoding, and a sum that overflows is rare
+    output = _operators.attend(module, query, *inputs)
+    return output if output.isfinite().all() else _operators.attend(module, rescaled(), *inputs), None

@@ -14,7 +14,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .attention_nlq import AttentionActivation, Visibility, get_attention_activation, is_registered, zero_limit
+from .attention_nlq import (
+    AttentionActivation,
+    Visibility,
+    get_attention_activation,
+    is_registered,
+    keep_from_overflow,
+    zero_limit,
+)
 from .operators_nlq import AttentionOperators, in_autocast_precision
 from .triton_activations_nlq import IS_INTERPRETED, jit, tl, triton
 from .triton_kernels_nlq import (
@@ -421,4 +428,5 @@ def triton_attention_forward(
         raise ValueError(
             f"attn_implementation='nlq_triton' (layer {module.layer_idx}) {reason}; use one of nlq, nlq_tiled, eager"
         )
+    query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     return operators.attend(module, query, key, value, attention_mask, scaling, dropout), None

@@ -258,7 +258,8 @@ def _train_alone(content: dict[str, Any], folder: Path, lock_file: Path, tokeniz
                 [_Progress()],
             )
             for checkpoint in folder.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)  # a finished run needs none, and many runs would fill the disk
+                # A finished run needs none, and many runs would fill the disk. Another process may be removing them too
+                shutil.rmtree(checkpoint, ignore_errors=True)
     except Timeout:
         return _BUSY
     except Exception:
