@@ -503,8 +503,8 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     return total < zero_limit(total.dtype)
 
 
-# Powers of 2. Scores of queries, keys and a scaling that are not larger have squares whose sums fit into float32.
-_LARGE_QUERY, _LARGE_KEY, _LARGE_SCALING, _LARGE_SCORE = 16, 24, 8, 48
+# Scores up to this power of 2 have squares whose sums, and what is divided by them, fit into float32.
+_LARGE_SCORE = 40
 
 
 def keep_from_overflow(
@@ -514,7 +514,7 @@ def keep_from_overflow(
 
     That is under the normaliser `"sum"`, which cancels a factor that all scores of a query share, for homogeneous activations:
     the square of a score of 1e20 overflows float32, although its share of the sum does not. The divisors are powers of 2, which
-    round nothing, and 1 for numbers of any usual size.
+    round nothing, and 1 where no score can be large.
 
     Args:
         query: `(batch, heads, query, head_dim)`.
@@ -523,19 +523,24 @@ def keep_from_overflow(
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
     """
-    if normalization != "sum" or not activation.is_homogeneous or query.dtype == torch.float16 or not key.numel():
-        return query  # float16 has no large numbers
-    exponent = _exponent_above(query, _LARGE_QUERY, dim=(-1,)) + max(math.frexp(scaling)[1] - _LARGE_SCALING, 0)
-    exponent = exponent + _exponent_above(key, _LARGE_KEY, dim=(-2, -1)).repeat_interleave(
-        query.shape[1] // key.shape[1], dim=1
-    )
-    return query * torch.exp2(-exponent).to(query.dtype)
+    if normalization != "sum" or not activation.is_homogeneous or not key.numel() or not scaling:
+        return query
+    largest_key = _largest_exponent(key, dim=(-2, -1)).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    largest_score = _largest_exponent(query, dim=(-1,)) + largest_key + math.log2(abs(scaling) * query.shape[-1])
+    exponent = _exponent_above(largest_score)
+    # In two steps, for a power of 2 below 2^-126 has no place in float32
+    half = (exponent / 2).ceil()
+    return query * torch.exp2(-half).to(query.dtype) * torch.exp2(half - exponent).to(query.dtype)
 
 
-def _exponent_above(states: torch.Tensor, threshold: int, dim: tuple[int, ...]) -> torch.Tensor:
-    """By which power of 2 the largest numbers along `dim` exceed `2^threshold`; 0 where they do not, or are not finite."""
-    largest = torch.linalg.vector_norm(states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states))
-    return largest.clamp(min=2.0**threshold).log2().ceil().sub(threshold).nan_to_num(nan=0.0, posinf=0.0)
+def _largest_exponent(states: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
+    """The logarithm to base 2 of the largest absolute number along `dim`, which is kept."""
+    return torch.linalg.vector_norm(states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states)).log2()
+
+
+def _exponent_above(largest: torch.Tensor) -> torch.Tensor:
+    """By how much logarithms exceed `_LARGE_SCORE`, rounded up; 0 where they do not, or are not finite."""
+    return (largest - _LARGE_SCORE).clamp(min=0.0).ceil().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _at_least_float32(states: torch.Tensor) -> torch.dtype:
@@ -586,7 +591,7 @@ def attention_weights(
     if activation.subtract_log_count and normalization == "none":
         scores = scores - count.log()
     if normalization == "sum" and activation.is_homogeneous and scores.numel():
-        scores = scores * torch.exp2(-_exponent_above(scores, _LARGE_SCORE, dim=(-1,)))
+        scores = scores * torch.exp2(-_exponent_above(_largest_exponent(scores, dim=(-1,))))
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
@@ -621,6 +626,7 @@ def eager_attention_forward(
     visible, visible_count = read_mask(attention_mask, query, key)
     if isinstance(visible, Visibility):
         visible = visible.dense()
+    query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling

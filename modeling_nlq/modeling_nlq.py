@@ -495,6 +495,8 @@ class NLQModel(NLQPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         self._check_position_shape(position_ids, inputs_embeds.shape[:2])
+        if position_ids is not None:
+            position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
         if self.training and any(layer.gradient_checkpointing for layer in self.layers):
             # Transformers drops the cache at each layer's call, after everything here was counted from it
             if past_key_values is not None:

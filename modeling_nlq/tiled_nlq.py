@@ -26,6 +26,8 @@ from .operators_nlq import AttentionOperators, in_autocast_precision
 
 # Queries and keys of a tile. Its scores should stay in a CPU's cache: smaller tiles where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
+# Larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
+LARGEST_SUM = 2.0**96
 
 
 def _cut(length: int, size: int) -> list[tuple[int, int]]:
@@ -253,8 +255,10 @@ def _tiled_attention(
                 problem.add_product(weighted, weights, problem.columns(problem.value, j))
             total = total.view(*problem.shape, end - start)
             if normalization == "sum":
-                # An infinite sum would make its row 0 in silence
-                tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total).masked_fill_(total.isinf(), torch.nan)
+                # A gradient divided by a larger sum would be 0 in silence, and a row divided by an infinite one
+                tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
+                if problem.activation.is_homogeneous:
+                    tile_scale.masked_fill_(total > LARGEST_SUM, torch.nan)
             elif normalization == "length":
                 tile_scale = (1.0 / problem.count[..., start:end]).expand_as(total)
             else:

@@ -235,6 +235,22 @@ class TestGradients:
             function(layer("sigmoid"), *states, mask, scaling=SCALING)
 
     @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
+    @pytest.mark.parametrize("activation", ["relu", "relu_squared", "squared"])
+    def test_gradients_of_large_scores(self, activation, function):
+        """Also where the sum of weights is finite, but a small gradient divided by it is not above 0."""
+        results = []
+        for size in (1.0, 2.0**30, 2.0**80):
+            states = [torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+            sizes = (size, size, 1.0)
+            states = [(tensor * factor).requires_grad_() for tensor, factor in zip(states, sizes)]
+            output, _ = function(layer(activation, "sum"), *states, None, scaling=SCALING)
+            (output * 1e-6).sum().backward()
+            results.append([output.detach(), *(tensor.grad * factor for tensor, factor in zip(states, sizes))])
+        for large in results[1:]:
+            for actual, expected in zip(large, results[0]):
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-10)
+
+    @pytest.mark.parametrize("function", [eager_attention_forward, tiled_attention_forward], ids=["eager", "nlq_tiled"])
     def test_no_mask_and_more_queries_than_keys(self, function):
         """Queries after the last key see as many keys as there are."""
         query, key, value = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)

@@ -527,6 +527,19 @@ class TestBadInput:
         assert main(["compare", "querys"]) == 1
         assert "did you mean 'queries'" in capsys.readouterr().err
 
+    def test_dataset_that_changed(self, finished, tmp_path, capsys):
+        folder = tmp_path / "results"
+        shutil.copytree(finished[0], folder)
+        fingerprint = (folder / "dataset_fingerprint.txt").read_text().strip()
+        assert fingerprint == finished[1]["dataset_fingerprint"]
+        (folder / "dataset_fingerprint.txt").write_text("another\n")  # as if the text had been another one then
+        before = run_files(folder)
+        assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
+        assert f"the dataset has changed since {folder} was begun (fingerprint another then, {fingerprint} now)" in (
+            capsys.readouterr().err
+        )
+        assert run_files(folder) == before
+
     def test_folder_of_another_comparison(self, finished, make_file, capsys):
         folder, _, file = finished
         before = run_files(folder)

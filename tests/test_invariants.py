@@ -355,6 +355,8 @@ class TestPacking:
         model.config._attn_implementation = "flash_attention_2"
         with pytest.raises(ValueError, match="batch"):
             model(torch.ones(2, 4).long(), position_ids=torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), use_cache=False)
+        with pytest.raises(ValueError, match="batch"):
+            model(torch.ones(2, 4).long(), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
 
 
 @st.composite

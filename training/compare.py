@@ -35,6 +35,7 @@ from modeling_nlq.training.train import differences, is_taken, prepare_data, tra
 
 
 COMPARISON_FILE = "comparison.yaml"
+FINGERPRINT_FILE = "dataset_fingerprint.txt"
 _BUSY = "busy"
 _LITTLE_SPACE = 2**26  # bytes on a disk that explain a failure
 # What launchers tell their processes, and a run of its own must not read
@@ -67,7 +68,8 @@ def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
     with FileLock(folder / "tokenizer.lock"):
         # Once for all runs, which then find the data in the cache
         first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
-        prepare_data(first.recipe, folder / "tokenizer")
+        _, _, fingerprint = prepare_data(first.recipe, folder / "tokenizer")
+        _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
     _run_all(comparison, folder)
     for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
         shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its end
@@ -86,6 +88,16 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(file, yaml.safe_dump(comparison.given, sort_keys=False))
+
+
+def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
+    """Raises `ValueError` if runs of a comparison were, or would be, made with another dataset."""
+    if file.is_file() and (before := file.read_text(encoding="utf-8").strip()) != str(fingerprint):
+        raise ValueError(
+            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now); put the "
+            "old one back, or choose another --output_dir"
+        )
+    write_text(file, f"{fingerprint}\n")
 
 
 def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:

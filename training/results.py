@@ -83,7 +83,9 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
         for name, model in models.items()
     }
-    sample = read_metrics(folder, next(run for name in models for run in _all_runs(comparison, folder, name)))
+    runs = [run for name in models for run in _all_runs(comparison, folder, name)]
+    fingerprints = {read_metrics(folder, run)["dataset_fingerprint"] for run in runs}
+    sample = read_metrics(folder, runs[0])
     return {
         "name": comparison.name,
         "baseline": comparison.baseline,
@@ -97,7 +99,7 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "versions": sample["versions"],
         "comparison": without_folders(comparison.given),
         "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
-        "same_tokens": all(len(found) == 1 for found in streams.values()) if streams else None,
+        "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
         "statistics": dataclasses.asdict(analyse(losses, comparison.baseline)),
     }
