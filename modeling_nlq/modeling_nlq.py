@@ -534,7 +534,7 @@ class NLQModel(NLQPreTrainedModel):
 
         is_plain = position_ids is None and padding_mask is None and isinstance(query_offset, int)
         # Transformers' masks and flash attention look for packed documents in the positions they are given
-        mask_position_ids = position_ids if is_packable else None
+        mask_position_ids = None if segments is None else position_ids
         if position_ids is None:
             position_ids = visibility.query_index[None]
             if padding_mask is not None:
@@ -653,7 +653,7 @@ class NLQModel(NLQPreTrainedModel):
         past_key_values: Cache | None,
         use_cache: bool | None,
     ) -> torch.Tensor | None:
-        """The number `(batch or 1, query)` of each token's packed document, or `None` if there is one document per row.
+        """The number `(batch, query)` of each token's packed document, or `None` if there is one document per row.
 
         As in Transformers, there is one where a cache is given: `generate` leaves out a mask of ones.
         """
