@@ -46,7 +46,7 @@ gpu-test: .venv/installed-test
 gpu-sanitizer: .venv/installed-test
 	mkdir -p $(RESULTS)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(KEEP) $(RESULTS)/sanitizer.txt \
-		compute-sanitizer --error-exitcode 1 .venv/bin/python tests/test_triton.py small
+		compute-sanitizer --error-exitcode 1 .venv/bin/python tests/modeling/test_triton.py small
 
 gpu-attention: .venv/installed-test
 	mkdir -p $(RESULTS)

@@ -25,9 +25,9 @@ from modeling_nlq.linear_nlq import fixed_log_decay, linear_attention
 HEAD_DIM = 64
 MODELS = {
     "softmax": {"attention_activation": "softmax"},
-    "linear": {"attention_activation": "linear"},
-    "linear, fixed decay": {"attention_activation": "linear", "linear_attention_decay": "fixed"},
-    "linear, learned decay": {"attention_activation": "linear", "linear_attention_decay": "learned"},
+    "linear": {"attention_activation": "linear_attention"},
+    "linear, fixed decay": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
+    "linear, learned decay": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
 }
 
 

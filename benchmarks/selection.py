@@ -19,7 +19,7 @@ import numpy as np
 import scipy
 
 import modeling_nlq
-from modeling_nlq.training.statistics import CLEAR_RATE_GAP, analyse, rate_gap
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, rate_gap
 
 
 MEAN, DEVIATION = 3.5, 0.01  # nats; nothing depends on them

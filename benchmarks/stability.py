@@ -19,7 +19,7 @@ from training_step import seconds
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import find
-from modeling_nlq.training.stability import DEFAULT_INTERVAL, attention_statistics
+from modeling_nlq.training.run.stability import DEFAULT_INTERVAL, attention_statistics
 
 
 def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:

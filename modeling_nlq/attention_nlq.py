@@ -102,7 +102,7 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _no_scores(scores: torch.Tensor) -> torch.Tensor:
-    raise ValueError("attention_activation='linear' is no function of the scores: it never forms them")
+    raise ValueError("attention_activation='linear_attention' is no function of the scores: it never forms them")
 
 
 def _relu_squared(scores: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ ATTENTION_ACTIVATIONS = {
             kind="simplex",
         ),
         AttentionActivation(
-            name="linear",
+            name="linear_attention",
             function=_no_scores,
             derivative=None,
             normalization="sum",
@@ -244,7 +244,7 @@ LIBRARY_ACTIVATIONS = {
         triton_body=TRITON_BODIES[name],
     )
     for name in FUNCTIONS
-    if name not in ATTENTION_ACTIVATIONS
+    if name not in (*ATTENTION_ACTIVATIONS, "linear")  # which is `identity`; linear attention is something else
 }
 
 # Users' own activations, by name, as keyword arguments of `AttentionActivation`. The installed package and every model loaded

@@ -336,8 +336,8 @@ def find_backend(
     """
     if activation.kind == "linear" and needs_weights:
         raise ValueError(
-            f"output_attentions=True: attention_activation='linear' (layer {', '.join(map(str, layers))}) has no weights to "
-            "show, for it never forms them; leave output_attentions out, or use another activation there"
+            f"output_attentions=True: attention_activation='linear_attention' (layer {', '.join(map(str, layers))}) has no "
+            "weights to show, for it never forms them; leave output_attentions out, or use another activation there"
         )
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"

@@ -121,7 +121,7 @@ class NLQConfig(PreTrainedConfig):
         sublayer_activation (`str`, *optional*): the function `a`, before each sub-layer.
         residual_activation (`str`, *optional*): the function `r`, after each residual connection.
         query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`;
-            `"nonlinear"`, `X + f(X)`; `"mlp"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
+            `"nonlinear"`, `X + f(X)`; `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
         key_projection (`str`, defaults to `"linear"`): likewise for the keys.
         value_projection (`str`, defaults to `"linear"`): likewise for the values.
         projection_bottleneck_size (`int`, *optional*): inner width of `f`; by default `hidden_size // 2`.
@@ -387,13 +387,13 @@ def _check_layer(layer: NLQConfig) -> None:
         raise ValueError(f"attention_normalization={normalization!r}: {activation.name} is normalised by 'sum' only")
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
-            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear', not "
+            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
             f"{activation.name!r}; a key's weight does not fade there"
         )
     if activation.kind == "linear" and layer.attention_dropout > 0.0:
         raise ValueError(
-            f"attention_dropout={layer.attention_dropout!r}: attention_activation='linear' has no weights to drop; use "
-            "residual_dropout"
+            f"attention_dropout={layer.attention_dropout!r}: attention_activation='linear_attention' has no weights to "
+            "drop; use residual_dropout"
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(

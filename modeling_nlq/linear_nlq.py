@@ -432,7 +432,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Keys and values are no part of this cache."""
-        raise RuntimeError("a layer with attention_activation='linear' keeps a state, and neither keys nor values")
+        raise RuntimeError("a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values")
 
     def get_seq_length(self) -> int | torch.Tensor:
         """How many tokens have been seen."""
@@ -454,8 +454,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
             raise RuntimeError(
-                "attention_activation='linear': the state of such a layer cannot go back by some tokens, which assisted "
-                "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, which "
+                "assisted decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
             )
 
     def reset(self) -> None:

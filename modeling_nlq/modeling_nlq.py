@@ -259,8 +259,8 @@ class NLQAttention(nn.Module):
         """`(batch, query, hidden)` -> `(batch, query, heads, head_dim)`, with a state in the place of keys and values."""
         if isinstance(visibility, torch.Tensor):
             raise ValueError(
-                f"attention_activation='linear' (layer {self.layer_idx}) takes no 4-D attention_mask, for it forms no weights "
-                "that it could hide; give a padding mask (batch, key), or use another activation there"
+                f"attention_activation='linear_attention' (layer {self.layer_idx}) takes no 4-D attention_mask, "
+                "for it forms no weights that it could hide; give a padding mask (batch, key), or use another activation there"
             )
         query_states, key_states, value_states = self.project(hidden_states)
         cache = state = None
@@ -268,7 +268,7 @@ class NLQAttention(nn.Module):
             cache = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
             if not hasattr(cache, "get_state"):
                 raise ValueError(
-                    f"attention_activation='linear' (layer {self.layer_idx}) needs a cache that knows it: make it by "
+                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that knows it: make it by "
                     "DynamicCache(config=model.config)"
                 )
             state = cache.get_state()

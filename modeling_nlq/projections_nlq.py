@@ -43,7 +43,7 @@ PROJECTIONS = {
     "identity": Projection(identity=True),
     "residual": Projection(identity=True, linear=True),
     "nonlinear": Projection(identity=True, bottleneck=True),
-    "mlp": Projection(bottleneck=True),
+    "bottleneck": Projection(bottleneck=True),
     "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
 }
 

@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
-from modeling_nlq.training.data import python_documents
-from modeling_nlq.training.recipe import load_recipe
-from modeling_nlq.training.train import train
+from modeling_nlq.training.run.data import python_documents
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.trainer import train
 
 
 @pytest.fixture(autouse=True)

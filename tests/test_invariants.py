@@ -7,11 +7,11 @@ import pickle
 import tempfile
 
 import pytest
-import reference
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import reference
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
@@ -29,15 +29,15 @@ def examples(count):
 VOCABULARY = 13
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}  # float32, logits of order 1 to 10
 
-PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "mlp", "upcycled")
-WITHOUT_IDENTITY = ("linear", "mlp", "upcycled")
+PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
+WITHOUT_IDENTITY = ("linear", "bottleneck", "upcycled")
 TABLE_ACTIVATIONS = ("softmax", "sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity")
 ACTIVATIONS = (*TABLE_ACTIVATIONS, "gelu", "silu", "leaky_relu")
 SPARSE = ("sparsemax", "entmax15")
 LINEAR = {
-    "linear": {"attention_activation": "linear", "linear_attention_decay": None},
-    "linear_fixed": {"attention_activation": "linear", "linear_attention_decay": "fixed"},
-    "linear_learned": {"attention_activation": "linear", "linear_attention_decay": "learned"},
+    "linear": {"attention_activation": "linear_attention", "linear_attention_decay": None},
+    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
+    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
 }
 NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 # Source text 000's designs A and B beside the usual two.
@@ -101,7 +101,7 @@ def attention_switches(draw, kind, implementation):
         "linear_attention_decay": None,
         **KINDS[kind],
     }
-    if switches["attention_activation"] in ("softmax", "linear", *SPARSE):
+    if switches["attention_activation"] in ("softmax", "linear_attention", *SPARSE):
         allowed = [None, "sum"]
     elif implementation == "flex_attention":
         allowed = ["sum"]
@@ -539,7 +539,7 @@ class TestHybrids:
     @pytest.mark.parametrize("kind", [*ACTIVATIONS[1:], *SPARSE, *LINEAR])
     def test_layers_differ(self, make_model, kind, layer, implementation):
         """Each layer computes its own activation, in one pass and chunk by chunk, whichever comes first."""
-        layers = {layer: {**KINDS[kind], "query_projection": "mlp"}, 2: {"attention_sink": "zero"}}
+        layers = {layer: {**KINDS[kind], "query_projection": "bottleneck"}, 2: {"attention_sink": "zero"}}
         self.check(make_model(torch.float64, implementation, num_hidden_layers=3, per_layer_config=layers))
 
     @pytest.mark.parametrize("implementation", ["eager", "nlq"])
@@ -553,7 +553,7 @@ class TestHybrids:
     @pytest.mark.parametrize("implementation", ["eager", "nlq"])
     def test_linear_layers_differ(self, make_model, implementation):
         layers = {1: {"linear_attention_decay": "fixed"}, 2: {"linear_attention_decay": "learned", "attention_scaling": 0.9}}
-        switches = {"attention_activation": "linear", "per_layer_config": layers}
+        switches = {"attention_activation": "linear_attention", "per_layer_config": layers}
         self.check(make_model(torch.float64, implementation, num_hidden_layers=3, **switches))
 
     @staticmethod
@@ -610,7 +610,7 @@ class TestAtRunTime:
         model = make_model(implementation=implementation, **switches)
         input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
         if kind in LINEAR:
-            with pytest.raises(ValueError, match=r"attention_activation='linear' .* has no weights to show"):
+            with pytest.raises(ValueError, match=r"attention_activation='linear_attention' .* has no weights to show"):
                 model(input_ids, attention_mask=attention_mask, output_attentions=True)
             return
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "output_attentions": True}

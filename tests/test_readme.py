@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import HubServer
+from support.hub_server import HubServer
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
 from modeling_nlq.attention_nlq import AUTOMATIC

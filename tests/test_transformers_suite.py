@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-import transformers_suite
+from support import transformers_suite
 from transformers.testing_utils import torch_device
 
 from modeling_nlq import (
@@ -67,7 +67,7 @@ CONFIGURATIONS = {
     },
     "nonlinear-linear-attention": {
         "query_projection": "nonlinear",
-        "attention_activation": "linear",
+        "attention_activation": "linear_attention",
         "linear_attention_decay": "learned",
     },
     "linear-hybrid-rope": {
@@ -75,7 +75,7 @@ CONFIGURATIONS = {
         "position_embedding": "rope",
         "num_key_value_heads": 2,
         # The number as JSON has it, which the tests of configurations compare with what was given
-        "per_layer_config": {"0": {"attention_activation": "linear", "linear_attention_decay": "fixed"}},
+        "per_layer_config": {"0": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
     },
     "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
 }

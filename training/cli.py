@@ -107,8 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from modeling_nlq.training.recipe import load_recipe
-    from modeling_nlq.training.train import train
+    from modeling_nlq.training.run.recipe import load_recipe
+    from modeling_nlq.training.run.trainer import train
 
     resolved = load_recipe(arguments.recipe, overrides)
     metrics = train(resolved)
@@ -119,7 +119,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _compare(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from pathlib import Path
 
-    from modeling_nlq.training.comparison import load_comparison
+    from modeling_nlq.training.comparison.plan import load_comparison
 
     comparison = load_comparison(arguments.comparison, overrides)
     is_main_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -127,8 +127,8 @@ def _compare(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print("\n".join(comparison.describe()), flush=True)
     if arguments.dry_run:
         return
-    from modeling_nlq.training.compare import compare
-    from modeling_nlq.training.report import describe, write_report
+    from modeling_nlq.training.comparison.local import compare
+    from modeling_nlq.training.comparison.report import describe, write_report
 
     folder = Path(arguments.output_dir or f"runs/compare-{comparison.name}")
     results = compare(comparison, folder)
@@ -196,8 +196,8 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.recipe import Recipe
-    from modeling_nlq.training.train import evaluate_model
+    from modeling_nlq.training.run.recipe import Recipe
+    from modeling_nlq.training.run.trainer import evaluate_model
 
     model, tokenizer = _load_model(arguments.model)
     recipe = Recipe(
@@ -217,7 +217,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-    from modeling_nlq.training.train import load_config
+    from modeling_nlq.training.run.trainer import load_config
 
     budget = None
     if arguments.match is not None:
@@ -240,7 +240,7 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _switches(texts: list[str]) -> dict:
-    from modeling_nlq.training.recipe import parse_switch
+    from modeling_nlq.training.run.recipe import parse_switch
 
     switches = [parse_switch(text) for text in texts]
     names = [name for name, _ in switches]
@@ -250,8 +250,8 @@ def _switches(texts: list[str]) -> dict:
 
 
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.conversion import convert
-    from modeling_nlq.training.gpt2 import LossyConversion
+    from modeling_nlq.training.conversion.converting import convert
+    from modeling_nlq.training.conversion.gpt2 import LossyConversion
 
     try:
         done = convert(
@@ -277,7 +277,7 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.publishing import publish
+    from modeling_nlq.training.sharing.publishing import publish
 
     done = publish(
         arguments.folder,

@@ -1,0 +1,288 @@
+"""The table of attention activations, and activations that users register."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from support import reference
+from support.attention_cases import LAYOUTS, NON_NEGATIVE, PHI, check, expected_of, layer_for, run
+from support.reference import CANONICAL_NORMALIZATION
+from transformers.activations import ACT2FN
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, attention_nlq
+from modeling_nlq.attention_nlq import (
+    ATTENTION_ACTIVATIONS,
+    LIBRARY_ACTIVATIONS,
+    eager_attention_forward,
+    get_attention_activation,
+    register_attention_activation,
+)
+from modeling_nlq.tiled_nlq import tiled_attention_forward
+
+
+# Those whose weights are no function of one score: projections of a row (`test_formulas.py`), and what has no scores
+PROJECTIONS = ("sparsemax", "entmax15")
+OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*PROJECTIONS, "linear_attention"))
+FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in OF_ONE_SCORE if name != "softmax"}}
+# Off 0, where some have a kink
+SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
+
+
+class TestTable:
+    def test_names(self):
+        assert set(ATTENTION_ACTIVATIONS) == set(CANONICAL_NORMALIZATION)
+        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"prelu", "xielu"}
+
+    @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
+    def test_row(self, name):
+        row = get_attention_activation(name)
+        assert row.name == name
+        assert row.normalization == CANONICAL_NORMALIZATION[name]
+        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *PROJECTIONS, "linear_attention"))
+        assert row.is_elementwise == (name in OF_ONE_SCORE and name != "softmax")
+        assert row.subtract_log_count == (name == "sigmoid")
+        assert row.formula
+        assert row.source
+        if name != "linear_attention":
+            assert (row.function(SCORES).min() >= 0) == row.non_negative
+
+    def test_linear_is_no_function(self):
+        """Nor is it the function of that name in Transformers, which is the identity."""
+        with pytest.raises(ValueError, match="attention_activation='linear_attention' is no function of the scores"):
+            get_attention_activation("linear_attention").function(SCORES)
+
+    @pytest.mark.parametrize("name", PROJECTIONS)
+    def test_projection(self, name):
+        row = get_attention_activation(name)
+        assert (row.kind, row.derivative) == ("simplex", None)
+        scores = torch.stack([SCORES, SCORES.flip(0).sin()]).requires_grad_()
+        weights = row.function(scores)
+        expected = reference.PROJECTED[name](scores)
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
+        slopes = [torch.autograd.grad((tensor * SCORES.cos()).sum(), scores)[0] for tensor in (weights, expected)]
+        torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("name", OF_ONE_SCORE)
+    def test_function_and_derivative(self, name):
+        row = get_attention_activation(name)
+        scores = SCORES.clone().requires_grad_()
+        expected = FORMULAS[name](scores)
+        slope = torch.autograd.grad(expected.sum(), scores)[0]
+        weights = row.function(SCORES)
+        torch.testing.assert_close(weights, expected.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(row.derivative(SCORES, weights), slope, rtol=1e-9, atol=1e-12)
+        for actual, other in zip(row.weights_and_gradient(SCORES, SCORES.cos()), (expected, slope * SCORES.cos())):
+            torch.testing.assert_close(actual, other.detach(), rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", [name for name in OF_ONE_SCORE if name != "softmax"])
+    def test_derivative_is_finite(self, name, dtype):
+        row = get_attention_activation(name)
+        scores = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1e-30, 1.0, 90.0, 1e4], dtype=dtype)
+        for tensor in row.weights_and_gradient(scores, torch.ones_like(scores)):
+            assert tensor.dtype == dtype
+            assert tensor.shape == scores.shape
+            assert tensor.isfinite().all()
+
+    @pytest.mark.parametrize("name", LIBRARY_ACTIVATIONS)
+    def test_functions_of_transformers(self, name):
+        row = get_attention_activation(name)
+        assert (row.name, row.normalization, row.non_negative, row.subtract_log_count) == (name, "length", False, False)
+        scores = SCORES.clone().requires_grad_()
+        expected = ACT2FN[name](scores)
+        slope = torch.autograd.grad(expected.sum(), scores)[0]
+        weights, gradient = row.weights_and_gradient(SCORES, SCORES.cos())
+        torch.testing.assert_close(weights, expected.detach())
+        torch.testing.assert_close(gradient, slope * SCORES.cos())
+
+    @pytest.mark.parametrize("name", ["prelu", "xielu", "softmaxx"])
+    def test_unknown(self, name):
+        with pytest.raises(ValueError) as error:
+            get_attention_activation(name)
+        assert str(error.value).startswith(f"attention_activation={name!r} is unknown; choose one of softmax, sigmoid, ")
+        assert ", identity, sparsemax, entmax15, linear" in str(error.value)
+        assert f"register_attention_activation({name!r}, function)" in str(error.value)
+
+
+def cauchy(scores):
+    return 1 / (1 + scores.square())
+
+
+def cauchy_derivative(scores, weights):
+    return -2 * scores * weights.square()
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """A table of registered activations for this test only."""
+    registered = {}
+    monkeypatch.setattr(attention_nlq, "_REGISTERED", registered)
+    return registered
+
+
+class TestRegistration:
+    @pytest.mark.parametrize("derivative", [None, cauchy_derivative], ids=["differentiated", "derivative_given"])
+    @pytest.mark.parametrize("normalization", ["sum", "length", "none"])
+    def test_function(self, monkeypatch, derivative, normalization):
+        monkeypatch.setitem(PHI, "cauchy", lambda s: 1 / (1 + s * s))
+        register_attention_activation("cauchy", cauchy, derivative=derivative, non_negative=True, normalization=normalization)
+        layout = LAYOUTS["one_key_value_head"]
+        module, states = layer_for(layout, "cauchy"), layout.states()
+        assert module.normalization == normalization
+        expected = expected_of(layout, "cauchy", normalization, states)
+        for function in (eager_attention_forward, tiled_attention_forward):
+            check(run(function, layout, module, states), expected, 1e-5)
+
+    def test_derivative_is_used(self):
+        calls = []
+
+        def derivative(scores, weights):
+            calls.append(scores.shape)
+            return cauchy_derivative(scores, weights)
+
+        register_attention_activation("cauchy", cauchy, derivative=derivative)
+        calls.clear()
+        layout = LAYOUTS["causal"]
+        run(tiled_attention_forward, layout, layer_for(layout, "cauchy"), layout.states())
+        assert calls
+
+    def test_row(self):
+        register_attention_activation("cauchy", cauchy, formula="1 / (1 + s^2)", source="Cauchy")
+        row = get_attention_activation("cauchy")
+        assert row.function is cauchy
+        assert (row.derivative, row.normalization, row.non_negative) == (None, "length", False)
+        assert (row.formula, row.source, row.subtract_log_count) == ("1 / (1 + s^2)", "Cauchy", False)
+
+    def test_configuration(self):
+        with pytest.raises(StrictDataclassError, match=r"'cauchy' is unknown; .* call register_attention_activation"):
+            NLQConfig(attention_activation="cauchy")
+        register_attention_activation("cauchy", cauchy)
+        assert NLQConfig(attention_activation="cauchy").activation.function is cauchy
+        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* linear, cauchy, "):
+            NLQConfig(attention_activation="couchy")
+        with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
+            NLQConfig(attention_activation="cauchy", attention_normalization="sum")
+        with pytest.raises(ValueError, match="'cauchy' is in use with another normalization or non_negative"):
+            register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
+        attention_nlq._REGISTERED.clear()
+        register_attention_activation("cauchy", cauchy, non_negative=True)
+        NLQConfig(attention_activation="cauchy", attention_normalization="sum")
+
+    def test_model(self, make_model, tmp_path):
+        register_attention_activation("cauchy", cauchy, derivative=cauchy_derivative)
+        input_ids = torch.randint(13, (2, 9))
+        tiled, eager = (make_model(attention_activation="cauchy", implementation=name) for name in ("nlq", "eager"))
+        gradients = []
+        for model in (tiled, eager):
+            model(input_ids, labels=input_ids).loss.backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(tiled(input_ids).logits, eager(input_ids).logits)
+        torch.testing.assert_close(*gradients)
+        tiled.save_pretrained(tmp_path)
+        assert torch.equal(NLQForCausalLM.from_pretrained(tmp_path)(input_ids).logits, tiled(input_ids).logits)
+
+    def test_saved_model_in_another_process(self, make_model, tmp_path):
+        """The name of the activation is saved and its function is not: the message says what to do, and doing it helps."""
+        register_attention_activation("cauchy", cauchy)
+        make_model(attention_activation="cauchy").save_pretrained(tmp_path)
+        code = f"""
+from modeling_nlq import NLQForCausalLM, register_attention_activation
+try:
+    NLQForCausalLM.from_pretrained({str(tmp_path)!r})
+except Exception as error:
+    print(error)
+register_attention_activation("cauchy", lambda scores: 1 / (1 + scores.square()))
+print(NLQForCausalLM.from_pretrained({str(tmp_path)!r}).model.layers[1].self_attn.activation.name)
+"""
+        finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        *message, name = finished.stdout.splitlines()
+        message = " ".join(message)
+        assert "attention_activation='cauchy' is unknown" in message
+        assert "call register_attention_activation('cauchy', function) first" in message
+        assert name == "cauchy"
+
+    def test_replacement(self):
+        register_attention_activation("mine", torch.tanh)
+        with pytest.raises(ValueError, match=r"name='mine' is registered already; .*exist_ok=True"):
+            register_attention_activation("mine", torch.sin)
+        assert get_attention_activation("mine").function is torch.tanh
+        register_attention_activation("mine", torch.sin, exist_ok=True)
+        assert get_attention_activation("mine").function is torch.sin
+
+    @pytest.mark.parametrize("exist_ok", [False, True])
+    @pytest.mark.parametrize("name", ["softmax", "relu_squared", "identity", "gelu", "relu6", "linear_attention", "entmax15"])
+    def test_name_is_taken(self, name, exist_ok):
+        with pytest.raises(ValueError, match=f"name='{name}' is an attention activation already; choose another name"):
+            register_attention_activation(name, torch.tanh, exist_ok=exist_ok)
+        assert get_attention_activation(name).function is not torch.tanh
+
+    @pytest.mark.parametrize("name", ["", "my function", "1st", None, 3])
+    def test_name_is_none(self, name):
+        with pytest.raises(ValueError, match="must be a Python identifier"):
+            register_attention_activation(name, torch.tanh)
+
+    @pytest.mark.parametrize(
+        "function, options, message",
+        [
+            (torch.tanh, {"normalization": "max"}, "normalization='max' must be one of sum, length, none"),
+            (cauchy, {"normalization": "sum"}, "needs weights that are never negative: give non_negative=True"),
+            (torch.tanh, {"non_negative": True}, "function of 'mine' is -1 somewhere, but non_negative=True"),
+            (lambda s: s.log(), {}, "function of 'mine' is not finite"),
+            (lambda s: 1 / (s > 0), {}, "function of 'mine' is not finite"),
+            (torch.tanh, {"derivative": cauchy_derivative}, "derivative of 'mine' is not that of its function"),
+            (torch.tanh, {"derivative": lambda s, w: w - w.square()}, "derivative of 'mine' is not that of its function"),
+        ],
+        ids=["normalization", "sum", "negative", "logarithm", "infinite", "derivative", "wrong_derivative"],
+    )
+    def test_claims_are_checked(self, registry, function, options, message):
+        with pytest.raises(ValueError, match=message):
+            register_attention_activation("mine", function, **options)
+        assert not registry
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda s: torch.softmax(s, dim=-1),
+            lambda s: torch.softmax(s, dim=0),
+            lambda s: torch.softmax(s, dim=1),
+            lambda s: s - s.mean(dim=-1, keepdim=True),
+            lambda s: s.cumsum(dim=-1),
+            lambda s: s.flip(-1),
+            lambda s: s.sort(dim=-1).values,
+            lambda s: s.cummax(dim=-1).values,
+            lambda s: s.mean(dim=-1),
+            lambda s: s.sum(),
+            lambda s: s[..., None],
+        ],
+        ids=["softmax", "softmax_0", "softmax_1", "centre", "cumsum", "flip", "sort", "cummax", "mean", "sum", "new_axis"],
+    )
+    def test_other_than_elementwise(self, registry, function):
+        with pytest.raises(ValueError, match="function of 'mine' must work element by element and keep the shape"):
+            register_attention_activation("mine", function)
+        assert not registry
+
+    def test_infinite_slope(self, registry):
+        """Finite itself, but its gradient is NaN."""
+        with pytest.raises(ValueError, match="the derivative of the function of 'mine' is not finite"):
+            register_attention_activation("mine", lambda s: (0 * s).sqrt())
+        assert not registry
+
+    @pytest.mark.parametrize(
+        "function, message",
+        [
+            pytest.param(
+                lambda s: torch.nn.Parameter(torch.ones(1, dtype=s.dtype)) * s, "no parameters of its own", id="parameter"
+            ),
+            pytest.param(lambda s: s.tanh_(), "return a new tensor", id="in_place"),
+            pytest.param(lambda s: s.abs().sqrt(), "not finite for a score of 0", id="zero"),
+            pytest.param("tanh", "must be a function of a tensor", id="name"),
+            pytest.param(lambda s: torch.nn.PReLU()(s), "also in float64: ", id="float32_only"),
+        ],
+    )
+    def test_functions_that_cannot_serve(self, registry, function, message):
+        with pytest.raises(ValueError, match=message):
+            register_attention_activation("mine", function)
+        assert not registry

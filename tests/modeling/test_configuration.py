@@ -1,0 +1,292 @@
+"""The configuration class: what it accepts, refuses, and keeps; and every file of `configuration/`."""
+
+import json
+import logging
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.attention_nlq import FUNCTIONS
+from modeling_nlq.configuration import find, names
+from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.trainer import load_config
+
+
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16}
+
+# arXiv 2603.13381, table 1 and its public code
+NON_EMBEDDING_PARAMETERS = {
+    "gpt3-small-linear": 84_953_856,
+    "gpt3-small-residual": 84_953_856,
+    "gpt3-small-identity": 77_875_968,
+    "gpt3-small-nonlinear": 84_972_288,
+    "gpt3-small-mlp-3328": 89_672_448,
+    "gpt3-small-mlp-3456": 92_031_744,
+    "gpt3-small-mlp-3552": 93_801_216,
+    "gpt3-small-mlp-3648": 95_570_688,
+    "gpt3-small-mlp-3840": 99_109_632,
+}
+
+
+@pytest.mark.parametrize("name", NON_EMBEDDING_PARAMETERS)
+def test_sizes_are_the_papers(name):
+    size = measure(load_config(name))
+    assert size.non_embedding == NON_EMBEDDING_PARAMETERS[name]
+    assert size.total == size.non_embedding + 50304 * 768 + 1024 * 768
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_shipped_models_build(name):
+    config = AutoConfig.from_pretrained(find("models", name))
+    assert type(config) is NLQConfig
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(model) is NLQForCausalLM
+    if name.startswith("tiny-"):
+        assert 1e6 < model.num_parameters() < 2.2e6
+
+
+@pytest.mark.parametrize("name", names("recipes"))
+def test_shipped_recipes_go_through_the_parser(name):
+    resolved = load_recipe(name, ["--bf16", "false", "--torch_compile", "false"])
+    config = load_config(resolved.recipe.model, resolved.switches)
+    assert resolved.recipe.block_size <= config.max_position_embeddings
+    arguments = resolved.training_arguments
+    assert arguments.lr_scheduler_type == "cosine_with_min_lr" and arguments.max_steps > 0
+
+
+def test_papers_recipe_has_its_numbers():
+    resolved = load_recipe("openwebtext-paper", ["--bf16", "false", "--torch_compile", "false"])
+    arguments = resolved.training_arguments
+    tokens = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * resolved.recipe.block_size
+    assert tokens == 491_520
+    assert (arguments.max_steps, arguments.warmup_steps) == (60_002, 2_000)
+    assert (arguments.learning_rate, arguments.lr_scheduler_kwargs) == (8e-4, {"min_lr": 8e-5})
+    assert (arguments.adam_beta1, arguments.adam_beta2, arguments.weight_decay) == (0.9, 0.95, 0.1)
+
+
+@pytest.mark.parametrize("name", names("accelerate"))
+def test_shipped_accelerate_files_are_valid(name):
+    config = load_config_from_file(str(find("accelerate", name)))
+    expected = {
+        "cpu": (DistributedType.NO, 1),
+        "cpu-two-processes": (DistributedType.MULTI_GPU, 2),
+        "multi-gpu": (DistributedType.MULTI_GPU, 8),
+        "fsdp2": (DistributedType.FSDP, 8),
+        "deepspeed-zero2": (DistributedType.DEEPSPEED, 8),
+    }
+    assert (config.distributed_type, config.num_processes) == expected[name]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"attention_activation": "squared", "attention_normalization": "length", "norm_position": "post", "use_bias": True},
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"per_layer_config": {1: {"attention_activation": "relu", "query_projection": "linear"}, 2: {"qk_norm": "rms"}}},
+        {"attention_scaling": 0.5, "attention_output_scaling": 2, "eos_token_id": [1, 2], "num_key_value_heads": 4},
+        {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
+        {"per_layer_config": {1: {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}}},
+        {"attention_activation": "entmax15"},
+    ],
+    ids=["defaults", "switches", "rope", "per-layer", "numbers", "linear", "hybrid", "sparse"],
+)
+def test_json_round_trip(switches, tmp_path):
+    config = NLQConfig(**{**TINY, **switches})
+    config.save_pretrained(tmp_path)
+    loaded = NLQConfig.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict()
+    first = (tmp_path / "config.json").read_text()
+    loaded.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == first
+    stored = json.loads(first)
+    assert stored["auto_map"] == AUTO_MAP and stored["nlq_version"]
+    assert [layer.attention_activation for layer in loaded.per_layer_config] == [
+        layer.attention_activation for layer in config.per_layer_config
+    ]
+
+
+BAD = {
+    "unknown query projection": ({"query_projection": "cubic"}, ["query_projection='cubic'", "nonlinear", "upcycled"]),
+    "unknown activation": ({"attention_activation": "softmx"}, ["attention_activation='softmx'", "unknown", "softmax", "silu"]),
+    "linear attention by length": (
+        {"attention_activation": "linear_attention", "attention_normalization": "length"},
+        ["attention_normalization='length'", "linear", "'sum'"],
+    ),
+    "linear attention by nothing": (
+        {"attention_activation": "linear_attention", "attention_normalization": "none"},
+        ["attention_normalization='none'", "linear", "'sum'"],
+    ),
+    "sparsemax by length": (
+        {"attention_activation": "sparsemax", "attention_normalization": "length"},
+        ["attention_normalization='length'", "sparsemax", "'sum'"],
+    ),
+    "entmax by nothing": (
+        {"attention_activation": "entmax15", "attention_normalization": "none"},
+        ["attention_normalization='none'", "entmax15", "'sum'"],
+    ),
+    "decay of softmax": (
+        {"linear_attention_decay": "fixed"},
+        ["linear_attention_decay='fixed'", "attention_activation='linear_attention'", "'softmax'"],
+    ),
+    "decay of sparsemax": (
+        {"attention_activation": "sparsemax", "linear_attention_decay": "learned"},
+        ["linear_attention_decay='learned'", "attention_activation='linear_attention'", "'sparsemax'"],
+    ),
+    "decay of some layers": (
+        {
+            "attention_activation": "linear_attention",
+            "linear_attention_decay": "fixed",
+            "per_layer_config": {2: {"attention_activation": "relu"}},
+        },
+        ["layer 2", "linear_attention_decay='fixed'", "attention_activation='linear_attention'", "'relu'"],
+    ),
+    "unknown decay": (
+        {"attention_activation": "linear_attention", "linear_attention_decay": "fast"},
+        ["linear_attention_decay", "fast", "fixed", "learned"],
+    ),
+    "dropped weights of linear attention": (
+        {"attention_activation": "linear_attention", "attention_dropout": 0.1},
+        ["attention_dropout=0.1", "attention_activation='linear_attention'", "residual_dropout"],
+    ),
+    "dropped weights of one layer of linear attention": (
+        {"attention_dropout": 0.1, "per_layer_config": {1: {"attention_activation": "linear_attention"}}},
+        ["layer 1", "attention_dropout=0.1", "attention_activation='linear_attention'", "residual_dropout"],
+    ),
+    "sink of linear attention": (
+        {"attention_activation": "linear_attention", "attention_sink": "zero"},
+        ["attention_sink='zero'", "'softmax'", "'linear_attention'"],
+    ),
+    "sink of entmax": (
+        {"attention_activation": "entmax15", "attention_sink": "learned"},
+        ["attention_sink='learned'", "'softmax'", "'entmax15'"],
+    ),
+    "function with parameters": ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
+    "no function where one is needed": ({"hidden_act": None}, ["hidden_act"]),
+    "unknown function": ({"residual_activation": "rilu"}, ["residual_activation='rilu'", "relu"]),
+    "norm position": ({"norm_position": "middle"}, ["norm_position", "middle", "pre", "post"]),
+    "type": ({"hidden_size": "32"}, ["hidden_size", "int"]),
+    "heads do not divide the width": ({"num_attention_heads": 5}, ["hidden_size=32", "num_attention_heads=5"]),
+    "no layers": ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
+    "no heads": ({"num_attention_heads": 0}, ["num_attention_heads=0"]),
+    "grouped queries": ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
+    "identity key with grouped queries": (
+        {"key_projection": "identity", "num_key_value_heads": 2},
+        ["key_projection='identity'", "hidden_size=32", "linear", "upcycled"],
+    ),
+    "identity query of another width": ({"head_dim": 16}, ["query_projection='nonlinear'", "hidden_size=32"]),
+    "sink without softmax": (
+        {"attention_sink": "zero", "attention_activation": "relu"},
+        ["attention_sink='zero'", "softmax", "'relu'"],
+    ),
+    "softmax by length": ({"attention_normalization": "length"}, ["attention_normalization='length'", "'sum'"]),
+    "unknown normaliser": (
+        {"attention_activation": "relu", "attention_normalization": "max"},
+        ["attention_normalization", "max", "length"],
+    ),
+    "sum of signed weights": (
+        {"attention_activation": "tanh", "attention_normalization": "sum"},
+        ["attention_normalization='sum'", "'tanh'", "'length'"],
+    ),
+    "dropout": ({"residual_dropout": 1.0}, ["residual_dropout=1.0"]),
+    "epsilon": ({"layer_norm_eps": 0.0}, ["layer_norm_eps=0.0"]),
+    "dynamic rope": (
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        ["rope_type='dynamic'", "yarn"],
+    ),
+    "odd rotary heads": ({"position_embedding": "rope", "head_dim": 7, "query_projection": "linear"}, ["head_dim=7"]),
+    "bidirectional": ({"is_causal": False}, ["is_causal=False"]),
+    "misspelt field": ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
+    "misspelt switch": ({"query_projections": "linear"}, ["'query_projections'", "'query_projection'"]),
+    "per-layer width": ({"per_layer_config": {0: {"hidden_size": 64}}}, ["per_layer_config", "hidden_size"]),
+    "more heads than the width": ({"num_attention_heads": 64}, ["hidden_size=32", "num_attention_heads=64"]),
+    "rope without its factor": (
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        ["rope_parameters", "factor"],
+    ),
+    "per-layer misspelt": ({"per_layer_config": {1: {"qk_nrom": "l2"}}}, ["per_layer_config", "qk_nrom", "qk_norm"]),
+    "per-layer list": ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
+    "per-layer value": ({"per_layer_config": {1: {"attention_activation": "lol"}}}, ["layer 1", "'lol'"]),
+    "per-layer decay": ({"per_layer_config": {1: {"linear_attention_decay": "fixed"}}}, ["layer 1", "linear_attention_decay"]),
+    "per-layer skip": ({"per_layer_config": {1: {"skip": ["mlp"]}}}, ["per_layer_config", "skip"]),
+}
+
+
+@pytest.mark.parametrize("switches, parts", BAD.values(), ids=BAD.keys())
+def test_bad_values_are_named(switches, parts):
+    with pytest.raises((ValueError, StrictDataclassError)) as caught:
+        NLQConfig(**{**TINY, **switches})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_override_of_from_pretrained_is_validated(tmp_path):
+    NLQForCausalLM(NLQConfig(**TINY)).save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassError, match="attention_activation='nonsense' is unknown"):
+        NLQForCausalLM.from_pretrained(tmp_path, attention_activation="nonsense")
+    model = NLQForCausalLM.from_pretrained(tmp_path, attention_activation="relu")
+    assert model.model.layers[0].self_attn.activation.name == "relu"
+
+
+def test_unknown_keys_warn(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    config = NLQConfig(**TINY, colour="blue")
+    assert "'colour'" in caplog.text and config.colour == "blue"
+    caplog.clear()
+    # What a newer version saved must load: a field like one of ours is a warning there
+    NLQConfig(**TINY, nlq_version="99.0", query_projections="linear")
+    assert "99.0" in caplog.text and "'query_projections'" in caplog.text
+
+
+def test_functions_own_no_parameters():
+    from transformers.activations import ACT2FN
+
+    for name in FUNCTIONS:
+        assert not list(ACT2FN[name].parameters()), name
+
+
+@pytest.mark.parametrize("name", ["gpt3-small-linear", "tiny-bottleneck", "tiny-fourth-matrix"])
+def test_flops_equal_those_pytorch_counts(name):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = load_config(name)
+    context = config.max_position_embeddings
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        tokens = torch.zeros(1, context, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, use_cache=False).logits.sum().backward()
+    assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
+
+
+def test_flops_of_linear_attention_do_not_grow_with_the_context():
+    linear, softmax = (load_config(name) for name in ("tiny-linear-attention", "tiny-linear"))
+    assert measure(linear, 128) == measure(linear, 65536)
+    # Writing into a state of head_dim x head_dim and reading from it, instead of one product for each of 256 keys, twice
+    saved = 6 * 2 * (256 - linear.head_dim) * linear.num_hidden_layers * linear.hidden_size
+    assert measure(softmax, 256).flops_per_token - measure(linear, 256).flops_per_token == saved
+
+
+def test_matching_width():
+    linear, identity = load_config("gpt3-small-linear"), load_config("gpt3-small-identity")
+    width = matching_intermediate_size(identity, measure(linear))
+    assert width == 3456  # 12 x 768^2 query weights over 12 x 2 x 768 a unit: 384 more
+    matched = load_config("gpt3-small-identity", {"intermediate_size": width})
+    assert measure(matched).non_embedding == measure(linear).non_embedding
+    with pytest.raises(ValueError, match="no MLP width"):
+        matching_intermediate_size(identity, Size(1000, 1000, 1000))
+
+
+def test_unknown_names_are_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'tiny-liner'.*did you mean 'tiny-linear'.*gpt3-small-linear"):
+        find("models", "tiny-liner")
+    with pytest.raises(ValueError, match="no field 'colour'"):
+        load_config("tiny-linear", {"colour": "blue"})

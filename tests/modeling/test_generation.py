@@ -1,0 +1,234 @@
+"""`generate` against full forward passes without a cache, for every activation and sink, on every backend."""
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
+
+# Blocks and scores that make random models choose many different tokens, and others for every activation
+SWITCHES = {"vocab_size": 31, "attention_scaling": 2.0, "norm_position": "post", "tie_word_embeddings": False}
+SOFTMAX = {
+    "softmax": {},
+    "softmax_sink_zero": {"attention_sink": "zero"},
+    "softmax_sink_learned": {"attention_sink": "learned"},
+}
+ELEMENTWISE = {
+    name: {"attention_activation": name}
+    for name in ("sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity", "gelu", "silu", "leaky_relu")
+}
+BY_SUM = {
+    f"{name}_sum": {"attention_activation": name, "attention_normalization": "sum"}
+    for name in ("sigmoid", "relu", "relu_squared")
+}
+SPARSE = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15")}
+LINEAR = {
+    "linear": {"attention_activation": "linear_attention"},
+    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
+    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
+}
+HYBRID = {
+    "hybrid": {
+        "attention_activation": "tanh",
+        "num_hidden_layers": 3,
+        "per_layer_config": {
+            0: {"attention_activation": "relu"},
+            2: {"attention_activation": "softmax", "attention_sink": "learned"},
+        },
+    }
+}
+# With a state in one layer's cache, and keys and values in the others'
+LINEAR_HYBRID = {
+    "linear_first": {
+        "num_hidden_layers": 3,
+        "per_layer_config": {0: LINEAR["linear_learned"], 1: {"attention_activation": "sigmoid"}},
+    },
+    "linear_last": {
+        "attention_activation": "entmax15",
+        "num_hidden_layers": 3,
+        "per_layer_config": {0: {"attention_activation": "softmax"}, 2: LINEAR["linear_fixed"]},
+    },
+}
+KINDS = {**SOFTMAX, **ELEMENTWISE, **BY_SUM, **HYBRID, **SPARSE, **LINEAR, **LINEAR_HYBRID}
+BACKENDS = {
+    "eager": tuple(KINDS),
+    "nlq": tuple(KINDS),
+    "sdpa": tuple(SOFTMAX),
+    "nlq_tiled": (*ELEMENTWISE, *BY_SUM),
+    "nlq_linear": tuple(LINEAR),
+    "flex_attention": ("softmax", "squared", "softplus", *BY_SUM),  # on the CPU: the sum only, and no sink
+}
+CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
+CASES_WITH_STATIC_CACHE = [case for case in CASES if case[1] != "flex_attention"]
+
+PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6,))
+NEW_TOKENS = 8
+OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+BEAMS = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+
+
+pytestmark = pytest.mark.usefixtures("tiny_tiles", "uncompiled")
+
+
+@pytest.fixture(scope="module")
+def make_kind(make_model):
+    """A function from a kind and a backend to a small model, the same parameters for every backend."""
+
+    def make(kind, implementation="eager", **switches):
+        return make_model(implementation=implementation, **{**SWITCHES, **KINDS[kind], **switches})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(make_kind):
+    """A function to the tokens that greedy decoding finds after each prompt: a full pass of `eager` for every token."""
+    found = {}
+
+    @torch.no_grad()
+    def expected(kind, **switches):
+        key = (kind, *sorted(switches.items()))
+        if key not in found:
+            model = make_kind(kind, **switches)
+            found[key] = [follow(model, prompt) for prompt in PROMPTS]
+        return found[key]
+
+    return expected
+
+
+def follow(model, prompt):
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        best, second = logits.topk(2).values
+        assert best - second > 1e-4, "rounding might choose another token: take other parameters"
+        tokens.append(logits.argmax().item())
+    return tokens[-NEW_TOKENS:]
+
+
+def padded_prompts():
+    """The prompts, padded on their left, and the attention mask."""
+    length = max(map(len, PROMPTS))
+    input_ids, attention_mask = torch.full((len(PROMPTS), length), 7), torch.zeros(len(PROMPTS), length).long()
+    for index, prompt in enumerate(PROMPTS):
+        input_ids[index, length - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[index, length - len(prompt) :] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def row(prompt):
+    input_ids = torch.tensor([prompt])
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+
+def new_tokens(generated):
+    return generated[:, -NEW_TOKENS:].tolist()
+
+
+def test_kinds_differ(expected_tokens):
+    """No test below would notice one activation in the place of another if both chose the same tokens."""
+    assert len({tuple(map(tuple, expected_tokens(kind))) for kind in KINDS}) == len(KINDS)
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+    @pytest.mark.parametrize("use_cache", [False, True], ids=["uncached", "cached"])
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_padded_batch(self, make_kind, expected_tokens, kind, implementation, use_cache, position_embedding):
+        model = make_kind(kind, implementation, position_embedding=position_embedding)
+        generated = model.generate(**padded_prompts(), use_cache=use_cache, **OPTIONS)
+        assert new_tokens(generated) == expected_tokens(kind, position_embedding=position_embedding)
+
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_rows_alone(self, make_kind, expected_tokens, kind, implementation):
+        model = make_kind(kind, implementation)
+        generated = [new_tokens(model.generate(**row(prompt), **OPTIONS))[0] for prompt in PROMPTS[:2]]
+        assert generated == expected_tokens(kind)[:2]
+
+    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+    @pytest.mark.parametrize("kind, implementation", CASES_WITH_STATIC_CACHE)
+    def test_static_cache(self, make_kind, expected_tokens, kind, implementation, position_embedding):
+        model = make_kind(kind, implementation, position_embedding=position_embedding)
+        options = {"cache_implementation": "static", "disable_compile": True, **OPTIONS}
+        generated = model.generate(**padded_prompts(), **options)
+        assert new_tokens(generated) == expected_tokens(kind, position_embedding=position_embedding)
+        alone = model.generate(**row(PROMPTS[0]), **options)
+        assert new_tokens(alone) == expected_tokens(kind, position_embedding=position_embedding)[:1]
+
+    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
+    @pytest.mark.parametrize(
+        "kind", ["softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID]
+    )
+    def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
+        """One graph for all tokens after the prompt."""
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph
+
+        compile_config = CompileConfig(backend=backend, fullgraph=True, mode=None)
+        compile_config._compile_all_devices = True  # without it, Transformers compiles on accelerators only
+        options = {"cache_implementation": "static", "compile_config": compile_config, **OPTIONS}
+        torch.compiler.reset()
+        with torch.compiler.set_stance("default"):
+            generated = make_kind(kind, implementation).generate(**padded_prompts(), **options)
+        assert new_tokens(generated) == expected_tokens(kind)
+        assert len(graphs) == 1
+
+
+class TestBeamSearch:
+    @pytest.mark.parametrize("kind, implementation", CASES)
+    def test_scores_and_sequences(self, make_kind, kind, implementation):
+        model, reference = make_kind(kind, implementation), make_kind(kind)
+        generated = model.generate(**padded_prompts(), **BEAMS, **OPTIONS)
+        # The score of a sequence is the mean log-probability of its new tokens: as full passes without a cache say ...
+        for prompt, tokens, score in zip(PROMPTS, new_tokens(generated.sequences), generated.sequences_scores):
+            with torch.no_grad():
+                logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -NEW_TOKENS - 1 : -1]
+            chosen = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])
+            torch.testing.assert_close(score, chosen.mean(), rtol=1e-4, atol=1e-4)
+        # ... and the sequences are those of a search without a cache, and those of each prompt alone.
+        uncached = reference.generate(**padded_prompts(), use_cache=False, **BEAMS, **OPTIONS)
+        assert torch.equal(generated.sequences, uncached.sequences)
+        alone = model.generate(**row(PROMPTS[1]), **BEAMS, **OPTIONS)
+        assert new_tokens(alone.sequences) == new_tokens(generated.sequences)[1:2]
+
+    def test_finds_more_than_greedy(self, make_kind, expected_tokens):
+        """Else the beams would be untested."""
+        different = 0
+        for kind in KINDS:
+            generated = make_kind(kind).generate(**padded_prompts(), **BEAMS, **OPTIONS)
+            different += new_tokens(generated.sequences) != expected_tokens(kind)
+        assert different > len(KINDS) / 2
+
+
+class TestAssisted:
+    """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache.
+
+    A state cannot go back: models with linear layers refuse (`test_linear.py`).
+    """
+
+    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[0] not in {*LINEAR, *LINEAR_HYBRID}])
+    def test_model_of_one_layer(self, make_kind, expected_tokens, kind, implementation):
+        # The model's own first layer, and tied embeddings: they agree about some tokens.
+        switches = {"tie_word_embeddings": True}
+        model = make_kind(kind, implementation, **switches)
+        first = {"hybrid": "relu"}.get(kind, kind)
+        assistant = make_kind(first, implementation, num_hidden_layers=1, **switches)
+        assistant.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        lengths = []  # how many tokens each pass of the model takes
+        model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
+        generated = [model.generate(**row(prompt), assistant_model=assistant, **OPTIONS) for prompt in PROMPTS]
+        assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind, **switches)
+        assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"
+        assert sum(lengths) > sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS), "no proposal was wrong"
+
+    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid"])
+    def test_first_layer_of_the_model_itself(self, make_kind, expected_tokens, kind):
+        model = make_kind(kind)
+        generated = [model.generate(**row(prompt), assistant_early_exit=1, **OPTIONS) for prompt in PROMPTS]
+        assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind)
+        assert model.config.num_hidden_layers == len(model.model.layers) > 1

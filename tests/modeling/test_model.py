@@ -1,0 +1,496 @@
+"""What Transformers' users expect of a model beside its mathematics."""
+
+import shutil
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments, modeling_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification, NLQModel
+from modeling_nlq.attention_nlq import make_visibility
+
+
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+# As many switches at once as go together, for some activations, one beside a layer of another
+RICH = {
+    "softmax": {"attention_sink": "learned", "qk_norm": "l2", "attention_gate": "headwise", "head_projection": True},
+    "sigmoid": {"position_embedding": "rope", "qk_norm": "rms", "norm_position": "post", "residual_activation": "relu"},
+    "squared": {"query_projection": "upcycled", "num_key_value_heads": 2, "use_bias": True, "attention_gate": "elementwise"},
+    "entmax15": {"qk_norm": "rms", "attention_gate": "headwise", "num_key_value_heads": 2},
+    "linear": {
+        "linear_attention_decay": "learned",
+        "position_embedding": "rope",
+        "qk_norm": "l2",
+        "num_key_value_heads": 2,
+        "head_projection": True,
+        "per_layer_config": {1: {"attention_activation": "softmax", "linear_attention_decay": None}},
+    },
+}
+
+
+def make(activation="softmax", **switches) -> NLQForCausalLM:
+    return NLQForCausalLM(NLQConfig(**{**TINY, "attention_activation": activation, **switches})).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(50, (2, 11))
+
+
+class TestSilentSoftmax:
+    """No way to choose a backend may turn another activation into softmax."""
+
+    def test_asked_for_by_name(self):
+        for name in ("sdpa", "flash_attention_2", "flash_attention_3"):
+            with pytest.raises(
+                ValueError, match=rf"'{name}' cannot compute attention_activation='relu' \(layer 0, 1\).*nlq_tiled"
+            ):
+                make("relu", attn_implementation=name)
+        with pytest.raises(ValueError, match=r"'flex_attention' cannot compute attention_activation='tanh'.*nlq_tiled"):
+            make("tanh", attn_implementation="flex_attention")
+        with pytest.raises(ValueError, match=r"'nlq_tiled' cannot compute attention_activation='softmax'.*sdpa"):
+            make(attn_implementation="nlq_tiled")
+
+    def test_set_at_run_time(self):
+        model = make("relu")
+        with pytest.raises(ValueError, match="cannot compute attention_activation='relu'"):
+            model.set_attn_implementation("sdpa")
+        assert model.config._attn_implementation == "nlq"
+
+    def test_layers_that_differ_are_named(self):
+        layers = {1: {"attention_activation": "tanh"}}
+        assert make(per_layer_config=layers).config._attn_implementation == "nlq"
+        with pytest.raises(ValueError, match=r"attention_activation='tanh' \(layer 1\)"):
+            make(per_layer_config=layers, attn_implementation="sdpa")
+
+    def test_assigned_to_the_configuration(self, tokens):
+        model = make("relu")
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(ValueError, match="'sdpa' cannot compute attention_activation='relu'"):
+            model(tokens)
+
+    @pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel"])
+    @pytest.mark.parametrize("at_run_time", [False, True], ids=["made-with", "set-at-run-time"])
+    def test_kernel(self, asked, at_run_time, tokens, monkeypatch):
+        """A kernel's name, and flash attention that Transformers replaces by a kernel, bypass the model's early check."""
+
+        def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            return sdpa(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
+
+        def load(name, **kwargs):
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
+
+        monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
+        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", load)
+        name = modeling_utils.FLASH_ATTN_KERNEL_FALLBACK.get(asked, asked)
+
+        def make_with_kernel(**switches):
+            model = make(**switches, **({} if at_run_time else {"attn_implementation": asked}))
+            if at_run_time:
+                model.set_attn_implementation(asked)
+            assert model.config._attn_implementation == name
+            return model
+
+        with pytest.raises(ValueError, match=rf"'{name}' cannot compute attention_activation='relu' \(layer 0\).*nlq_tiled"):
+            make_with_kernel(activation="relu")(tokens)
+        with pytest.raises(ValueError, match=rf"'{name}' cannot compute .*attention_sink='learned'"):
+            make_with_kernel(attention_sink="learned")(tokens)
+        softmax = make_with_kernel()
+        expected = softmax(tokens).logits
+        softmax.set_attn_implementation("eager")
+        assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
+
+    def test_paged_attention(self, tokens):
+        model = make("relu")
+        model.config._attn_implementation = "paged|eager"
+        with pytest.raises(ValueError, match=r"'paged|eager' cannot compute attention_activation='relu'"):
+            model(tokens)
+
+    def test_sink_needs_a_backend_that_has_it(self):
+        assert make(attention_sink="zero").config._attn_implementation == "sdpa"
+        with pytest.raises(ValueError, match="attention_sink='zero'"):
+            make(attention_sink="zero", attn_implementation="flash_attention_2")
+
+    @pytest.mark.parametrize("activation", ["softmax", "relu"])
+    def test_unknown_backends_say_so(self, activation):
+        with pytest.raises(ValueError, match='"tiled"` is not supported; use one of nlq, eager, sdpa'):
+            make(activation, attn_implementation="tiled")
+
+    def test_automatic_choice(self):
+        assert make().config._attn_implementation == "sdpa"
+        assert make("tanh").config._attn_implementation == "nlq"
+
+    def test_softmax_may_change_at_run_time(self, tokens):
+        model = make()
+        expected = model(tokens).logits
+        model.set_attn_implementation("eager")
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-6)
+
+
+def test_visibility_is_linear_in_length():
+    length = 1_000_000  # a mask of length x length booleans would take a terabyte
+    mask = torch.ones(1, length, dtype=torch.long)
+    mask[0, :10] = 0
+    visibility = make_visibility(length, length, 0, torch.device("cpu"), mask)
+    assert visibility.visible_count[0, [0, 9, 10, length - 1]].tolist() == [0, 0, 1, length - 10]
+
+
+# PyTorch cannot trace the gradients of the package `entmax` (entmax 1.3, torch 2.13): the graph breaks there
+@pytest.mark.parametrize("activation, is_whole", [(activation, activation != "entmax15") for activation in RICH])
+def test_compiles_to_one_graph(activation, is_whole, tokens):
+    model = make(activation, **RICH[activation])
+    expected = model(tokens, labels=tokens)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=is_whole)
+    result = compiled(tokens, labels=tokens)
+    assert torch.allclose(result.logits, expected.logits, atol=1e-5)
+    result.loss.backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler (torch.compile)")
+@pytest.mark.slow
+def test_compiles_with_inductor(tokens):
+    model = make("sigmoid", **RICH["sigmoid"])
+    expected = model(tokens).logits
+    assert torch.allclose(torch.compile(model, fullgraph=True)(tokens).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", RICH)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_checkpointing(activation, reentrant, tokens):
+    model = make(activation, **RICH[activation]).train()
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    outputs = model(tokens, labels=tokens)
+    assert outputs.past_key_values is None
+    outputs.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
+
+
+def test_outputs(tokens):
+    model = make("sigmoid")
+    outputs = model(tokens, output_attentions=True, output_hidden_states=True)
+    assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 4, 11, 11)] * 2
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 11, 32)] * 3
+    full = model(tokens).logits
+    assert torch.allclose(outputs.logits, full, atol=1e-5)  # the weights come from another backend
+    assert torch.equal(model(tokens, logits_to_keep=3).logits, full[:, -3:])
+    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([1, 4])).logits, full[:, [1, 4]])
+    assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(tokens)).logits, full)
+    assert isinstance(model(tokens, return_dict=False), tuple)
+
+
+def test_input_is_checked(tokens):
+    model = make()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(tokens, inputs_embeds=torch.zeros(2, 11, 32))
+    with pytest.raises(ValueError, match="is_causal=False"):
+        model(tokens, is_causal=False)
+
+
+def test_gradient_checkpointing_refuses_a_cache(tokens):
+    """Transformers drops it at each layer, so that queries would see keys of the future."""
+    model = make("sigmoid")
+    cache = model(tokens, use_cache=True).past_key_values
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.raises(ValueError, match="past_key_values cannot be used with gradient checkpointing"):
+        model(tokens, past_key_values=cache)
+    assert model(tokens, use_cache=True).past_key_values is None
+    assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
+def test_positions_of_another_shape(position_embedding, tokens):
+    model = make("sigmoid", position_embedding=position_embedding)
+    for shape in ((2, 12), (3, 11), (11,), (2, 11, 1)):
+        with pytest.raises(ValueError, match=r"position_ids=.* must be \(batch or 1, query\)=\(2, 11\) or \(1, 11\)"):
+            model(tokens, position_ids=torch.zeros(shape, dtype=torch.long))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
+    assert torch.equal(model(tokens, position_ids=positions).logits, model(tokens, position_ids=positions.repeat(2, 1)).logits)
+
+
+@pytest.mark.parametrize("activation", RICH)
+def test_empty_batch(activation, tokens):
+    model = make(activation, **RICH[activation])
+    outputs = model(tokens[:0], labels=tokens[:0])
+    assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
+    model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
+    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) holds no tokens"):
+        model(tokens[:, :0])
+
+
+@pytest.mark.parametrize("activation", ["softmax", "squared", "linear_attention"])
+def test_gradients_of_each_sample(activation, tokens):
+    model = make(activation, attn_implementation="eager")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters, row):
+        inputs = {"labels": row[None], "use_cache": False}
+        return torch.func.functional_call(model, parameters, (row[None],), inputs).loss
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
+    for index, row in enumerate(tokens):
+        for name, gradient in torch.func.grad(loss)(parameters, row).items():
+            assert torch.allclose(together[name][index], gradient, atol=1e-6), name
+
+
+@pytest.mark.parametrize("implementation", ["eager", "nlq_tiled", "flex_attention"])
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "squared"])
+@pytest.mark.parametrize("large", ["q_proj", "k_proj", "both"])
+def test_scores_without_a_square_in_float32(large, activation, implementation, tokens):
+    """A factor of the scores cancels under the normaliser `sum`, even if their squares would overflow."""
+    switches = {"query_projection": "linear", "num_key_value_heads": 2, "attention_normalization": "sum"}
+    model = make(activation, attn_implementation=implementation, **switches)
+    factors = dict.fromkeys(("q_proj", "k_proj"), 2.0**80) if large == "both" else {large: 2.0**75}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 2.0**5  # out of the range in which a sum counts as 0
+        expected = model(tokens).logits
+        for layer in model.model.layers:
+            for name, factor in factors.items():
+                getattr(layer.self_attn, name).weight *= factor
+        assert torch.allclose(model(tokens).logits, expected, atol=1e-5)
+
+
+class Derived(NLQForCausalLM):
+    pass
+
+
+@pytest.mark.parametrize("model_class", [NLQForCausalLM, Derived])
+def test_label_smoothing_of_a_stock_trainer(model_class, tokens, tmp_path):
+    """Trainer shifts the labels of model classes that it knows by name only, and would train others to copy."""
+    model = model_class(NLQConfig(**TINY))
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.3, report_to="none", use_cpu=True)
+    trainer = Trainer(model, arguments)
+    assert trainer._loss_shifts_labels  # or it would count the first token among those predicted
+    loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.3)
+    assert torch.allclose(loss, expected)
+
+
+@pytest.mark.parametrize("activation", RICH)
+@pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
+def test_padding_free_batches(activation, return_position_ids):
+    """What `DataCollatorWithFlattening` makes of documents equals the documents one by one."""
+    model = make(activation, **RICH[activation])
+    documents = [torch.randint(50, (length,)) for length in (5, 1, 9)]
+    collator = DataCollatorWithFlattening(return_position_ids=return_position_ids, return_flash_attn_kwargs=True)
+    batch = collator([{"input_ids": document} for document in documents])
+    outputs = model(**batch)
+    assert outputs.past_key_values is None
+    separate = torch.cat([model(document[None]).logits[0] for document in documents])
+    assert torch.allclose(outputs.logits[0], separate, atol=1e-5)
+
+
+def test_document_boundaries_are_checked(tokens):
+    model = make("relu")
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents come in a batch of 1"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 5, 11]))
+    for boundaries in ([0, 5], [1, 11], [0, 7, 5, 11]):
+        with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 11"):
+            model(tokens[:1], cu_seq_lens_q=torch.tensor(boundaries))
+    with pytest.raises(ValueError, match="does not agree with position_ids"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), position_ids=torch.arange(11)[None])
+    with pytest.raises(ValueError, match="use_cache"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), use_cache=True)
+    for boundaries in ([0, 5, 11], torch.tensor([[0, 5, 11]]), torch.tensor([0.0, 5.0, 11.0])):
+        with pytest.raises(ValueError, match=r"must be a tensor \(documents \+ 1,\) of integers"):
+            model(tokens[:1], cu_seq_lens_q=boundaries)
+    # What the collator can say besides is not enough, or must agree
+    for others in ({"cu_seq_lens_k": torch.tensor([0, 5, 11])}, {"seq_idx": torch.tensor([[0] * 5 + [1] * 6])}):
+        with pytest.raises(ValueError, match="packed documents need position_ids or cu_seq_lens_q"):
+            model(tokens[:1], **others)
+    with pytest.raises(ValueError, match="cu_seq_lens_k must equal cu_seq_lens_q"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), cu_seq_lens_k=torch.tensor([0, 4, 11]))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_of_another_shape(implementation, tokens):
+    model = make(attn_implementation=implementation)
+    padded = torch.ones(2, 11)
+    padded[0, :2] = 0
+    for mask in (torch.zeros(11), torch.zeros(2, 11, 11)):
+        with pytest.raises(ValueError, match=r"must be \(batch, key\) or"):
+            model(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match="must be a tensor, not list"):
+        model(tokens, attention_mask=padded.tolist())
+    for mask in (torch.zeros(11), padded[:, :9]):  # those of generation, by type of layer, are checked alike
+        with pytest.raises(ValueError, match=r"attention_mask=\(.*must be \(batch, key\)"):
+            model(tokens, attention_mask={"full_attention": mask})
+    block_mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 11, 11, device="cpu")
+    with pytest.raises(ValueError, match="takes no BlockMask; use 'flex_attention'"):
+        model(tokens, attention_mask=block_mask)
+    for mask in (padded[:, :9], padded[:1], torch.ones(2, 9)):
+        with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 11\)"):
+            model(tokens, attention_mask=mask)
+    past = model(tokens).past_key_values
+    with pytest.raises(ValueError, match=r"must be \(batch, key\)=\(2, 22\), cached positions included"):
+        model(tokens, attention_mask=padded, past_key_values=past)
+
+
+def test_positions_beyond_the_learned_ones():
+    model = make()
+    message = r"position 32 is beyond the learned ones: max_position_embeddings=32"
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 33, dtype=torch.long))
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 3, dtype=torch.long), position_ids=torch.tensor([[30, 31, 32]]))
+    past = model(torch.zeros(1, 32, dtype=torch.long)).past_key_values
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=past)
+    # Padding takes no position
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[0, :8] = 0
+    model(torch.zeros(1, 40, dtype=torch.long), attention_mask=mask)
+    make(position_embedding="rope")(torch.zeros(1, 40, dtype=torch.long))
+
+
+def test_padding_token_keeps_its_embedding():
+    model = make(pad_token_id=0, eos_token_id=0)
+    assert model.get_input_embeddings().weight[0].abs().sum() > 0
+
+
+def test_resized_embeddings_stay_tied(tokens):
+    model = make()
+    model.resize_token_embeddings(60)
+    assert model.config.vocab_size == 60 and model(tokens, labels=tokens).logits.shape[-1] == 60
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    untied = make(tie_word_embeddings=False)
+    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
+
+
+def test_loss_takes_the_number_of_items(tokens):
+    model = make()
+    mean = model(tokens, labels=tokens).loss
+    assert torch.allclose(model(tokens, labels=tokens, num_items_in_batch=40).loss, mean * 20 / 40)
+
+
+@pytest.mark.parametrize("activation", RICH)
+def test_stock_trainer_decays_exactly_the_matrices(activation, tmp_path):
+    model = make(activation, **RICH[activation])
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    decayed = set(trainer.get_decay_parameter_names(model))
+    assert decayed == {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim >= 2}
+
+
+def separable_task(count=64):
+    """The class of a row is whether token 7 occurs in it."""
+    inputs = torch.randint(10, 50, (count, 8))
+    labels = torch.arange(count) % 2
+    inputs[labels == 1, 3] = 7
+    return [{"input_ids": row, "labels": label} for row, label in zip(inputs, labels)]
+
+
+def test_fine_tuning_a_classifier(tmp_path):
+    make("sigmoid", pad_token_id=0).save_pretrained(tmp_path / "pretrained")
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "pretrained", num_labels=2)
+    assert type(model) is NLQForSequenceClassification
+    data = separable_task()
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        num_train_epochs=12,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+    )
+    Trainer(model, arguments, train_dataset=data).train()
+    with torch.no_grad():
+        predicted = model.eval()(torch.stack([row["input_ids"] for row in data])).logits.argmax(dim=-1)
+    assert (predicted == torch.stack([row["labels"] for row in data])).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("model_class", [NLQForCausalLM, NLQForSequenceClassification, NLQForQuestionAnswering])
+def test_gradient_accumulation_equals_a_larger_batch(model_class, tmp_path):
+    data = separable_task(32)
+    if model_class is NLQForCausalLM:
+        data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in data]
+        for row in data[::3]:  # rows with fewer labels must weigh less
+            row["labels"] = row["labels"].clone().index_fill_(0, torch.arange(5), -100)
+    elif model_class is NLQForQuestionAnswering:
+        data = [
+            {"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": row["labels"]} for row in data
+        ]
+    results = []
+    for batch_size, accumulation in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        model = model_class(NLQConfig(**TINY, pad_token_id=0))
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0.0,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+        )
+        Trainer(model, arguments, train_dataset=data).train()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_flex_attention_refuses_a_static_cache(tokens):
+    model = make(attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
+        model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=16))
+    with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static")
+
+
+def test_negative_scaling(tokens):
+    logits = [make(attention_scaling=-0.5, attn_implementation=name) for name in ("sdpa", "eager")]
+    logits[1].load_state_dict(logits[0].state_dict())
+    logits = [model(tokens).logits for model in logits]
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_unit_heads_in_half_precision():
+    model = make(qk_norm="l2", query_projection="identity", norm_position="post", residual_activation="relu").half()
+    norm = model.model.layers[0].self_attn.q_norm
+    assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
+
+
+def test_subclasses_register_themselves():
+    class Descendant(NLQForCausalLM):
+        pass
+
+    Descendant.register_for_auto_class("AutoModelForCausalLM")
+    assert Descendant._auto_class == "AutoModelForCausalLM" and NLQForCausalLM._auto_class is None
+
+
+def test_body_alone(tokens):
+    model = NLQModel(NLQConfig(**TINY)).eval()
+    assert model(tokens).last_hidden_state.shape == (2, 11, 32)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu"])
+def test_weights_by_configuration(activation, tokens, tmp_path):
+    model = make(activation, output_attentions=True)
+    assert model.config._attn_implementation == "nlq"
+    assert [tuple(weights.shape) for weights in model(tokens).attentions] == [(2, 4, 11, 11)] * 2
+    model.save_pretrained(tmp_path)
+    assert len(NLQForCausalLM.from_pretrained(tmp_path)(tokens).attentions) == 2
+    model.config.output_attentions = False
+    assert model(tokens).attentions is None
+    model.config.output_attentions = True
+    assert len(model(tokens).attentions) == 2
+    tiled = make("relu", attn_implementation="nlq_tiled")
+    with pytest.raises(ValueError, match="output_attentions"):
+        tiled.config.output_attentions = True

@@ -1,0 +1,434 @@
+"""A saved folder is all a stranger needs: it loads, generates and saves itself again without this package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
+
+import modeling_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification
+from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
+
+
+PACKAGE = Path(modeling_nlq.__file__).parent
+
+
+LOAD_ALL = """
+import sys
+import torch
+import transformers
+
+folder, out, again, resaved, *names = sys.argv[1:]
+inputs = torch.arange(12).reshape(2, 6) % 50
+results = {}
+for name in names:
+    torch.manual_seed(0)  # heads the folder has no weights for are new
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    results[name] = model(inputs)[0].detach()
+    if name == "AutoModelForCausalLM":
+        results["generated"] = model.generate(inputs, max_new_tokens=5, do_sample=False)
+    if name == resaved:
+        model.save_pretrained(again)
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+results["config"] = config.per_layer_config[0].attention_activation
+assert sys.modules["modeling_nlq"] is None
+torch.save(results, out)
+"""
+
+
+def run_python(code: str, *arguments: object, cache: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache), "PYTHONPATH": "", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cache,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("saved_class", [NLQForCausalLM, NLQForSequenceClassification], ids=lambda saved: saved.__name__)
+def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
+    torch.manual_seed(0)
+    switches = {"attention_activation": "sigmoid", "attention_gate": "headwise", "head_projection": True, "qk_norm": "l2"}
+    model = saved_class(tiny_config(**switches)).eval()
+    folder, again = tmp_path / "saved", tmp_path / "again"
+    model.save_pretrained(folder)
+    auto_class = "AutoModel" + saved_class.__name__.removeprefix("NLQ")
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6) % 50)[0]
+
+    names = [name for name in AUTO_MAP if name != "AutoConfig"]
+    out = tmp_path / "results.pt"
+    for source, target in ((folder, again), (again, tmp_path / "third")):
+        assert json.loads((source / "config.json").read_text())["auto_map"] == AUTO_MAP
+        done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, source, out, target, auto_class, *names, cache=tmp_path)
+        assert done.returncode == 0, done.stderr
+        results = torch.load(out)
+        assert results["config"] == "sigmoid"
+        assert torch.equal(results[auto_class], expected)
+        assert results["generated"].shape == (2, 11)
+        assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
+
+
+LABEL_SMOOTHING = """
+import sys
+
+sys.modules["modeling_nlq"] = None
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = torch.arange(12).reshape(2, 6)
+trainer = Trainer(model, TrainingArguments(sys.argv[2], label_smoothing_factor=0.3, use_cpu=True, report_to="none"))
+loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
+logits = model(tokens).logits[:, :-1].flatten(0, 1)
+assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.3)), loss
+"""
+
+
+def test_label_smoothing_without_the_package(tmp_path):
+    """A stock Trainer shifts the labels of model classes that it knows by name only."""
+    NLQForCausalLM(tiny_config()).save_pretrained(tmp_path / "saved")
+    done = run_python(LABEL_SMOOTHING, tmp_path / "saved", tmp_path / "run", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_linear_model_without_the_package(tmp_path):
+    """Its cache too comes from the folder."""
+    torch.manual_seed(0)
+    layers = {1: {"attention_activation": "relu", "linear_attention_decay": None}}
+    switches = {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "per_layer_config": layers}
+    model = NLQForCausalLM(tiny_config(**switches)).eval()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.decay_bias.normal_()
+        inputs = torch.arange(12).reshape(2, 6)
+        expected = model(inputs).logits
+    folder, out, name = tmp_path / "saved", tmp_path / "results.pt", "AutoModelForCausalLM"
+    model.save_pretrained(folder)
+    done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = torch.load(out)
+    assert results["config"] == "linear_attention"
+    assert torch.equal(results[name], expected)
+    assert torch.equal(results["generated"], model.generate(inputs, max_new_tokens=5, do_sample=False, use_cache=False))
+
+
+WITHOUT_ENTMAX = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.modules["entmax"] = None
+folder, again = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+model.save_pretrained(again)
+try:
+    model(torch.arange(12).reshape(2, 6))
+except ImportError as error:
+    assert str(error).startswith("attention_activation='entmax15' needs the package entmax: pip install "), error
+else:
+    raise AssertionError("it ran without the package")
+"""
+
+
+def test_sparse_model_where_its_package_is_missing(tmp_path):
+    """Its code imports, the model loads and is saved again; only running it needs the package, and says so."""
+    model = NLQForCausalLM(tiny_config(attention_activation="entmax15")).eval()
+    model.save_pretrained(tmp_path / "saved")
+    done = run_python(WITHOUT_THIS_PACKAGE + WITHOUT_ENTMAX, tmp_path / "saved", tmp_path / "again", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    inputs = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        again = NLQForCausalLM.from_pretrained(tmp_path / "again").eval()
+        assert torch.equal(again(inputs).logits, model(inputs).logits)
+
+
+KERNELS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="nlq_triton").eval()
+inputs = torch.arange(12).reshape(2, 6)
+try:
+    torch.save(model(inputs).logits.detach(), out)
+except ValueError as error:
+    assert "nlq_triton' (layer 0) needs the package triton: pip install triton" in str(error), error
+    model.set_attn_implementation("nlq")
+    torch.save(model(inputs).logits.detach(), out)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("has_triton", [True, False], ids=["triton", "no_triton"])
+def test_kernels_travel_with_the_model(has_triton, tmp_path):
+    """Where Triton is missing all else works, and whoever asks for the kernels is told."""
+    model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()
+    model.save_pretrained(tmp_path / "saved")
+    script = WITHOUT_THIS_PACKAGE + ("" if has_triton else "sys.modules['triton'] = None\n") + KERNELS
+    done = run_python(script, tmp_path / "saved", tmp_path / "logits.pt", cache=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == (0 if has_triton else 3), done.stderr
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6)).logits
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+
+
+REVISIONS = """
+import sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+new, old = sys.argv[1:]
+inputs = torch.arange(12).reshape(2, 6) % 50
+models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in (new, old, new)]
+with torch.no_grad():
+    first, second, third = (model(inputs).logits for model in models)
+assert torch.equal(first, third)
+assert torch.allclose(second, 2 * first), "the old revision doubles its logits"
+for folder in (old, new):  # the body of a generic head comes from the head's own revision
+    head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+    assert type(head.model).__module__ == type(head).__module__, (type(head), type(head.model))
+"""
+
+
+def make_old_revision(folder: Path) -> None:
+    code = folder / "modeling_nlq.py"
+    text = code.read_text()
+    changed = text.replace("logits = self.lm_head(", "logits = 2 * self.lm_head(")
+    assert changed != text
+    code.write_text(changed)
+
+
+def test_two_revisions_live_in_one_process(tmp_path):
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="relu")).eval()
+    new, old = tmp_path / "new", tmp_path / "old"
+    model.save_pretrained(new)
+    model.save_pretrained(old)
+    make_old_revision(old)
+    done = run_python(WITHOUT_THIS_PACKAGE + REVISIONS, new, old, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_old_revision_lives_beside_the_installed_package(tmp_path):
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="relu")).eval()
+    folder = tmp_path / "old"
+    model.save_pretrained(folder)
+    make_old_revision(folder)
+    inputs = torch.arange(12).reshape(2, 6) % 50
+    old_class = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(folder))
+    old_model = old_class.from_pretrained(folder).eval()
+    # An installed class wins over remote code in the Auto classes: Transformers' rule
+    installed = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(installed) is NLQForCausalLM
+    with torch.no_grad():
+        assert torch.equal(installed(inputs).logits, model(inputs).logits)
+        assert torch.equal(old_model(inputs).logits, 2 * model(inputs).logits)
+    assert type(AutoModelForSequenceClassification.from_config(tiny_config()).model) is modeling_nlq.NLQModel
+
+
+REGISTERED = """
+import sys
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+folder, out = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+except StrictDataclassError as error:
+    assert "attention_activation='cube' is unknown" in str(error), error
+    assert "register_attention_activation('cube', function) first" in str(error), error
+else:
+    raise AssertionError("a function that nobody registered was found")
+register = get_class_from_dynamic_module("attention_nlq.register_attention_activation", folder)
+register("cube", lambda scores: scores**3)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
+"""
+
+
+def test_registered_activation_elsewhere(tmp_path, monkeypatch):
+    """A saved model names it; whoever loads the model registers it through the model's own code."""
+    monkeypatch.setattr(modeling_nlq.attention_nlq, "_REGISTERED", {})
+    modeling_nlq.register_attention_activation("cube", lambda scores: scores**3)
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="cube")).eval()
+    model.save_pretrained(tmp_path / "folder")
+    done = run_python(WITHOUT_THIS_PACKAGE + REGISTERED, tmp_path / "folder", tmp_path / "logits.pt", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(torch.arange(12).reshape(2, 6) % 50).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_registered_activations_belong_to_the_process(tmp_path):
+    """Registered with the installed package, an activation is known to a model loaded as remote code."""
+    name = "cube_of_the_process"
+    modeling_nlq.register_attention_activation(name, lambda scores: scores**3)
+    try:
+        model = NLQForCausalLM(tiny_config(attention_activation=name)).eval()
+        model.save_pretrained(tmp_path)
+        remote_class = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path))
+        assert remote_class is not NLQForCausalLM
+        inputs = torch.arange(12).reshape(2, 6) % 50
+        with torch.no_grad():
+            assert torch.equal(remote_class.from_pretrained(tmp_path).eval()(inputs).logits, model(inputs).logits)
+    finally:
+        del modeling_nlq.attention_nlq._REGISTERED[name]
+
+
+def test_revisions_have_caches_of_their_own(tmp_path):
+    """Transformers' table of cache layers belongs to the process: a model must be given the state of its own code."""
+    torch.manual_seed(0)
+    model = NLQForCausalLM(tiny_config(attention_activation="linear_attention", linear_attention_decay="learned")).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "linear_nlq.py"
+    source = path.read_text()
+    # A revision that has another name for what a model asks of its cache
+    assert "def get_state(" in source
+    path.write_text(source.replace("def get_state(", "def recall("))
+    model_path = tmp_path / "modeling_nlq.py"
+    model_path.write_text(model_path.read_text().replace("get_state", "recall"))
+    other = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path)).from_pretrained(tmp_path).eval()
+    inputs = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = model(inputs, use_cache=False).logits
+        for either in (model, other, model):
+            cache = either(inputs[:, :4]).past_key_values
+            torch.testing.assert_close(either(inputs[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+            static = either.generate(inputs, max_new_tokens=3, do_sample=False, cache_implementation="static")
+            assert torch.equal(static, either.generate(inputs, max_new_tokens=3, do_sample=False, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    "implementation, file, ours, others",
+    [
+        ("nlq_tiled", "attention_nlq.py", "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"),
+        ("nlq_triton", "triton_activations_nlq.py", "return tl.maximum(scores, 0.0),", "return 2.0 * tl.maximum(scores, 0.0),"),
+    ],
+    ids=["nlq_tiled", "nlq_triton"],
+)
+def test_revisions_have_operators_of_their_own(implementation, file, ours, others, tmp_path):
+    """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
+    options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": implementation}
+    model = NLQForCausalLM(tiny_config(**options)).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / file
+    source = path.read_text()
+    assert ours in source
+    path.write_text(source.replace(ours, others))
+    of_revision = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path))
+    other = of_revision.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+    heads = {}
+    for name, either in (("ours", model), ("other", other)):
+        output = either.model.layers[0].self_attn.o_proj
+        output.register_forward_pre_hook(lambda module, inputs, name=name: heads.update({name: inputs[0]}))
+    inputs = torch.arange(12).reshape(2, 6) % 50
+    with torch.no_grad():
+        before = model(inputs).logits
+        other(inputs)
+        assert torch.equal(model(inputs).logits, before)
+    assert torch.equal(heads["other"], 2 * heads["ours"])
+
+
+def test_import_registers_and_twice_is_harmless():
+    import importlib
+
+    before = dict(vars(modeling_nlq))
+    importlib.reload(modeling_nlq)
+    assert vars(modeling_nlq)["NLQConfig"] is before["NLQConfig"]
+    config = AutoConfig.for_model("nlq", hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50)
+    assert type(config) is NLQConfig
+    assert type(AutoModel.from_config(config)) is modeling_nlq.NLQModel
+
+
+@pytest.mark.parametrize("entry", ["configuration_nlq.py", "modeling_nlq.py"])
+def test_scanner_finds_every_file_of_the_package(entry):
+    shipped = {Path(path).name for path in get_relative_import_files(PACKAGE / entry)} | {entry}
+    assert shipped == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+
+
+def test_shipped_files_need_transformers_and_torch_only():
+    for path in PACKAGE.glob("*.py"):
+        foreign = set(get_imports(path)) - set(sys.stdlib_module_names)
+        # packaging and huggingface_hub are requirements of Transformers itself
+        assert foreign <= {"torch", "transformers", "huggingface_hub", "packaging"}, path
+
+
+def test_transformers_too_old_says_so_in_one_line(tmp_path):
+    NLQForCausalLM(tiny_config()).save_pretrained(tmp_path / "saved")
+    script = WITHOUT_THIS_PACKAGE + (
+        "import importlib.metadata, transformers\n"
+        "real = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '5.22.0' if name == 'transformers' else real(name)\n"
+        f"transformers.AutoConfig.from_pretrained({str(tmp_path / 'saved')!r}, trust_remote_code=True)\n"
+    )
+    done = run_python(script, cache=tmp_path)
+    assert done.returncode != 0
+    last = [line for line in done.stderr.splitlines() if "Error" in line][-1]
+    assert "transformers>=5.23.0" in last and "5.22.0" in last
+
+
+FSDP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import modeling_nlq
+
+folder, store, tests = sys.argv[1:]
+sys.path.insert(0, tests)
+from support.remote_code import tiny_config
+
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+torch.manual_seed(0)
+model = modeling_nlq.NLQForCausalLM(tiny_config())
+mesh = init_device_mesh("cpu", (1,))
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.arange(12).reshape(2, 6)
+model(inputs, labels=inputs).loss.backward()
+optimizer.step()
+assert type(model).__name__ == "FSDPNLQForCausalLM"
+assert model._get_name() == "NLQForCausalLM"  # by which Trainer knows that labels are to be shifted
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+model.save_pretrained(folder, state_dict=state)
+dist.destroy_process_group()
+"""
+
+
+def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
+    folder = tmp_path / "saved"
+    done = run_python(FSDP, folder, tmp_path / "store", Path(__file__).parents[1], cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]
+    assert {path.name for path in folder.glob("*.py")} == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    name, out = "AutoModelForCausalLM", tmp_path / "results.pt"
+    done = run_python(WITHOUT_THIS_PACKAGE + LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    installed = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        expected = installed(torch.arange(12).reshape(2, 6) % 50).logits
+    assert torch.equal(torch.load(out)[name], expected)

@@ -1,0 +1,284 @@
+"""What the tests of conversion share: random models, checkpoints, and what it means that two models are the same."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from support import paper_reference
+from transformers import (
+    GPT2Config,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
+
+import modeling_nlq
+from modeling_nlq import (
+    NLQForCausalLM,
+    NLQForQuestionAnswering,
+    NLQForSequenceClassification,
+    NLQForTokenClassification,
+    NLQModel,
+)
+from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
+from modeling_nlq.training.cli import main
+
+
+def examples(count):
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+def parametrize_cases(names, cases):
+    """Over the values of a dictionary, its keys being the ids."""
+    values = [pytest.param(*(case if "," in names else (case,)), id=name) for name, case in cases.items()]
+    return pytest.mark.parametrize(names, values)
+
+
+parametrize_bias = pytest.mark.parametrize("use_bias", [False, True], ids=["no_bias", "bias"])
+# Of float64 the formulas, of float32 the rounding that a user sees
+parametrize_dtype = pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
+
+
+def random_tokens(batch_size, length, vocab_size=13):
+    return torch.randint(vocab_size, (batch_size, length))
+
+
+@torch.no_grad()
+def output_of(model, input_ids, **inputs):
+    """The logits, or what takes their place in models with another head."""
+    output = model(input_ids, **inputs)
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits])
+    return output.last_hidden_state if "last_hidden_state" in output else output.logits
+
+
+def assert_same_function(actual, expected, tolerance=1e-5, length=None, **inputs):
+    """Both models give the same logits at all positions they know, as they are: no call of `eval()` before."""
+    length = length or min(expected.config.max_position_embeddings, 24)
+    input_ids = random_tokens(2, length, expected.config.vocab_size)
+    theirs = output_of(expected, input_ids, **inputs)
+    assert theirs.isfinite().all()
+    assert theirs.std() > 0.05, "a function as flat as this would hide differences"
+    torch.testing.assert_close(output_of(actual, input_ids, **inputs), theirs, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_state(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+def assert_no_shared_memory(one, other):
+    places = {tensor.untyped_storage().data_ptr() for tensor in one.state_dict().values()}
+    assert places.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in other.state_dict().values())
+
+
+class Frozen:
+    """Checks at the end of a `with` block that a model, its configuration and its mode are what they were."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.state = copy.deepcopy(self.model.state_dict())
+        self.config, self.training = self.model.config.to_dict(), self.model.training
+
+    def __exit__(self, *error):
+        assert_same_state(self.model.state_dict(), self.state)
+        assert self.model.config.to_dict() == self.config
+        assert self.model.training == self.training
+
+
+def randomize(model, seed=0):
+    """Random weights, gains and biases: the initial ones would hide whatever is multiplied by 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise / min(parameter.shape) ** 0.5)
+    return model
+
+
+GPT2_SIZES = {
+    "vocab_size": 29,
+    "n_positions": 24,
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make_gpt2(cls=GPT2LMHeadModel, dtype=torch.float32, seed=0, **options):
+    return randomize(cls(GPT2Config(**{**GPT2_SIZES, **options})).to(dtype), seed).eval()
+
+
+# Every option of GPT-2's configuration that the conversion has to read
+GPT2_OPTIONS = {
+    "defaults": {},
+    "one_head": {"n_head": 1},
+    "one_layer": {"n_layer": 1},
+    "odd_width": {"n_embd": 15},
+    "odd_width_one_head": {"n_embd": 7, "n_head": 1},
+    "n_inner_odd": {"n_inner": 13},
+    "n_inner_narrow": {"n_inner": 3},
+    "n_inner_of_the_default_size": {"n_inner": 48},
+    "gelu": {"activation_function": "gelu"},
+    "relu": {"activation_function": "relu"},
+    "silu": {"activation_function": "silu"},
+    "unscaled": {"scale_attn_weights": False},
+    "scaled_by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
+    "scaled_by_layer_only": {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False, "n_layer": 3},
+    "untied": {"tie_word_embeddings": False},
+    "epsilon": {"layer_norm_epsilon": 0.1},
+    "few_positions": {"n_positions": 5},
+    "dropouts": {"embd_pdrop": 0.15, "resid_pdrop": 0.25, "attn_pdrop": 0.35},
+    "no_dropouts": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    "no_token_ids": {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    "several_ends": {"eos_token_id": [3, 4]},
+    "initializer_range": {"initializer_range": 0.05},
+    "no_cache": {"use_cache": False},
+}
+GPT2_FIELDS = (
+    *(name for name in GPT2_SIZES),
+    "activation_function",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "layer_norm_epsilon",
+    "initializer_range",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+    "use_cache",
+    "tie_word_embeddings",
+    "add_cross_attention",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
+
+
+def assert_same_gpt2_config(actual, expected):
+    assert type(actual) is GPT2Config
+    assert {name: getattr(actual, name) for name in GPT2_FIELDS} == {name: getattr(expected, name) for name in GPT2_FIELDS}
+    assert (actual.n_inner or 4 * actual.n_embd) == (expected.n_inner or 4 * expected.n_embd)
+    assert getattr(actual, "classifier_dropout", None) == getattr(expected, "classifier_dropout", None)
+
+
+HEADS = {
+    "model": (GPT2Model, NLQModel),
+    "causal_lm": (GPT2LMHeadModel, NLQForCausalLM),
+    "sequence_classification": (GPT2ForSequenceClassification, NLQForSequenceClassification),
+    "token_classification": (GPT2ForTokenClassification, NLQForTokenClassification),
+    "question_answering": (GPT2ForQuestionAnswering, NLQForQuestionAnswering),
+}
+
+
+def layer_switches(config):
+    return [{name: getattr(layer, name) for name in PER_LAYER_SWITCHES} for layer in config.per_layer_config]
+
+
+def write_text(path):
+    path.write_text("no checkpoint, but text\n" * 20)
+
+
+def run_nlq(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def nlq_fails(capsys, *arguments):
+    """The one line of error that the command ends with."""
+    capsys.readouterr()
+    try:
+        status = run_nlq(*arguments)
+    except SystemExit as error:  # of the parser
+        status = error.code
+    assert status not in (0, None)
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err + output.out
+    errors = [line for line in output.err.splitlines() if line.startswith("nlq") and "error: " in line]
+    assert len(errors) == 1, output.err
+    assert output.err.rstrip().endswith(errors[0])
+    return errors[0]
+
+
+def check_folder(folder, is_gpt2=False):
+    """All that makes a folder complete, and nothing temporary."""
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= names
+    assert not [name for name in names if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))]
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert str(folder.parent) not in card  # nobody else has this folder
+    config = json.loads((folder / "config.json").read_text())
+    if is_gpt2:
+        assert config["model_type"] == "gpt2"
+        assert "auto_map" not in config
+        assert not [name for name in names if name.endswith((".py", "__pycache__"))]
+        assert "custom_code" not in card
+        return
+    assert config["model_type"] == "nlq"
+    package = Path(modeling_nlq.__file__).parent
+    code = {name for name in names if name.endswith(".py")}
+    assert {"configuration_nlq.py", "modeling_nlq.py"} <= code
+    for name in code:
+        assert (folder / name).read_bytes() == (package / name).read_bytes()
+
+
+def snapshot(folder):
+    """Every file and folder below, and what is in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+PAPER_SIZES = {"block_size": 11, "vocab_size": 17, "n_layer": 2, "num_heads": 3, "n_embd": 12, "mlp_hidden_size": 20}
+PAPER = {
+    **PAPER_SIZES,
+    **paper_reference.TRAINING_ARGUMENTS,
+    "tie_weights": True,
+    "head_size": 64,
+    "dropout": 0.15,
+    "bias": False,
+    "scale": 0.31,
+    "query_mode": "original",
+}
+KINDS = {"original": "linear", "residual": "residual", "identity": "identity", "residual_gelu": "nonlinear"}
+
+
+def make_checkpoint(prefix="", dtype=torch.float32, bottleneck_size=None, without=(), **model_args):
+    arguments = {name: value for name, value in {**PAPER, **model_args}.items() if name not in without}
+    return paper_reference.random_checkpoint(arguments, prefix, dtype, bottleneck_size=bottleneck_size)
+
+
+def assert_same_as_paper(model, checkpoint, length=11):
+    """In float64 the formulas, in float32 the rounding. The model was made from float32 weights."""
+    input_ids = random_tokens(2, length, paper_reference.complete(checkpoint["model_args"])["vocab_size"])
+    expected = paper_reference.forward(checkpoint, input_ids)
+    assert not model.training
+    torch.testing.assert_close(output_of(model, input_ids).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output_of(model.double(), input_ids), expected, rtol=1e-9, atol=1e-9)
+
+
+class Exploit:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)

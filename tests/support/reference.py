@@ -1,0 +1,364 @@
+"""The whole model in float64, one vector at a time, written from the formulas and from nothing in `modeling_nlq`.
+
+Shapes: a sequence is `(length, width)`, a head of it `(length, head_dim)`; everything works on one sequence at a time.
+"""
+
+import functools
+import math
+
+import entmax
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_new(x):
+    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def relu(x):
+    return torch.where(x > 0, x, 0.0)
+
+
+# The functions that a switch can name. The activations of the scores are in `phi` below.
+FUNCTIONS = {
+    "gelu": gelu,
+    "gelu_new": gelu_new,
+    "hardswish": lambda x: x * torch.clip(x + 3, 0, 6) / 6,
+    "laplace": lambda x: 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "linear": lambda x: x,
+    "mish": lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "relu": relu,
+    "relu2": lambda x: relu(x) ** 2,
+    "relu6": lambda x: torch.clip(x, 0, 6),
+    "sigmoid": sigmoid,
+    "silu": lambda x: x * sigmoid(x),
+    "tanh": lambda x: (torch.exp(x) - torch.exp(-x)) / (torch.exp(x) + torch.exp(-x)),
+    None: lambda x: x,
+}
+
+CANONICAL_NORMALIZATION = {
+    "softmax": "sum",
+    "sigmoid": "none",
+    "relu": "length",
+    "relu_squared": "length",
+    "squared": "sum",
+    "softplus": "sum",
+    "tanh": "length",
+    "identity": "length",
+    "sparsemax": "sum",
+    "entmax15": "sum",
+    "linear_attention": "sum",
+}
+
+# Projections of a row onto the simplex, by the bisection of another package than computes them in the model.
+PROJECTED = {
+    "sparsemax": lambda scores: entmax.sparsemax_bisect(scores, dim=-1),
+    "entmax15": lambda scores: entmax.entmax_bisect(scores, alpha=1.5, dim=-1, n_iter=100),
+}
+
+
+def phi(name, normalization, scores, count):
+    """The activation of the scores of one query, which sees `count` keys."""
+    if name == "softmax":
+        return torch.exp(scores)
+    if name == "sigmoid" and normalization == "none":
+        return sigmoid(scores - math.log(count))
+    if name == "relu_squared":
+        return relu(scores) ** 2
+    if name == "squared":
+        return scores**2
+    if name == "softplus":
+        return torch.log(1 + torch.exp(scores))
+    if name == "identity":
+        return scores
+    return FUNCTIONS[name](scores)
+
+
+def weights_of_query(layer, scores, sink=None):
+    """The weights of one query, given its scores with the keys it sees and, with a sink, that head's logit."""
+    name = layer.attention_activation
+    normalization = layer.attention_normalization or CANONICAL_NORMALIZATION.get(name, "length")
+    count = len(scores)
+    if count == 0:
+        return scores
+    if name in PROJECTED:
+        return PROJECTED[name](scores)
+    values = phi(name, normalization, scores, count)
+    if normalization == "sum":
+        total = values.sum() + (0.0 if sink is None else torch.exp(sink))
+        return torch.zeros_like(values) if total == 0 else values / total
+    return values / count if normalization == "length" else values
+
+
+class Parameters:
+    """The float64 tensors of a state dict below a prefix."""
+
+    def __init__(self, state_dict, prefix=""):
+        self.state_dict = state_dict
+        self.prefix = prefix
+
+    def below(self, name):
+        return Parameters(self.state_dict, f"{self.prefix}{name}.")
+
+    def get(self, name):
+        tensor = self.state_dict.get(f"{self.prefix}{name}")
+        return None if tensor is None else tensor.double()
+
+    def __getitem__(self, name):
+        return self.state_dict[f"{self.prefix}{name}"].double()
+
+
+def linear(x, parameters):
+    # `nn.Linear` stores the transpose of the formulas' matrix.
+    output = x @ parameters["weight"].T
+    bias = parameters.get("bias")
+    return output if bias is None else output + bias
+
+
+def rms_norm(x, gain, eps):
+    return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps) * gain
+
+
+def unit(x):
+    length = torch.sqrt((x**2).sum(dim=-1, keepdim=True))
+    return torch.where(length > 0, x / length, 0.0)
+
+
+def layer_norm(x, parameters, eps):
+    centred = x - x.mean(dim=-1, keepdim=True)
+    output = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps) * parameters["weight"]
+    bias = parameters.get("bias")
+    return output if bias is None else output + bias
+
+
+def projection(kind, x, parameters, activation, eps):
+    def f(x):
+        hidden = linear(rms_norm(x, parameters["input_norm.weight"], eps), parameters.below("fc1"))
+        hidden = linear(FUNCTIONS[activation](hidden), parameters.below("fc2"))
+        return layer_norm(hidden, parameters.below("output_norm"), eps)
+
+    if kind == "linear":
+        return linear(x, parameters)
+    if kind == "identity":
+        return x
+    if kind == "residual":
+        return x + linear(x, parameters.below("linear"))
+    if kind == "nonlinear":
+        return x + f(x)
+    if kind == "bottleneck":
+        return f(x)
+    if kind == "upcycled":
+        return linear(x, parameters.below("linear")) + f(x)
+    raise ValueError(kind)
+
+
+def default_scaling(layer):
+    if layer.qk_norm == "l2":
+        return 1.0  # the learned scale replaces it
+    scaling = 1 / math.sqrt(layer.head_dim)
+    return scaling / 2 if layer.query_projection in ("identity", "residual", "nonlinear") else scaling
+
+
+def rotate(x, positions, config):
+    """Rotary positions of one head: `position * theta ** (-2 i / head_dim)` turns the coordinates `i`, `i + head_dim / 2`."""
+    half = config.head_dim // 2
+    rope = config.rope_parameters
+    if rope["rope_type"] in ("default", "linear"):
+        frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half) / rope.get("factor", 1.0)
+        magnitude = 1.0
+    else:
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    angles = positions[:, None] * frequencies.double()
+    first, second = x[:, :half], x[:, half:]
+    turned_first = first * torch.cos(angles) - second * torch.sin(angles)
+    turned_second = second * torch.cos(angles) + first * torch.sin(angles)
+    return torch.cat([turned_first, turned_second], dim=-1) * magnitude
+
+
+def psi(x):
+    return torch.where(x > 0, x + 1, torch.exp(x))
+
+
+def fixed_decay(index):
+    """RetNet's rate of a key and value head."""
+    return 1 - 2 ** (-5 - index)
+
+
+def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
+    """One head of linear attention.
+
+    Args:
+        query, key, value: `(length, head_dim)`.
+        visible: `(length, length)`, true where a query sees a key.
+        scaling: `attention_scaling`.
+        decay: what is kept of a key's weight with each later key that the query sees.
+        turn: rotary positions, a function of `(length, head_dim)`.
+
+    Returns:
+        The output `(length, head_dim)`, and the weights before any rotation `(length, length)`.
+    """
+    query, key = psi(scaling * math.sqrt(query.shape[-1]) * query), psi(key)
+    turned_query, turned_key = (query, key) if turn is None else (turn(query), turn(key))
+    outputs, all_weights = [], []
+    for i in range(len(query)):
+        seen = visible[i].nonzero()[:, 0].tolist()
+        weights, output, total = [torch.zeros((), dtype=query.dtype)] * len(query), torch.zeros_like(value[0]), 0.0
+        for age, j in enumerate(reversed(seen)):
+            kept = decay**age
+            weights[j] = kept * (query[i] * key[j]).sum()
+            total = total + weights[j]
+            output = output + kept * (turned_query[i] * turned_key[j]).sum() * value[j]
+        outputs.append(output / total if seen else output)
+        all_weights.append(torch.stack(weights) / total if seen else torch.stack(weights))
+    return torch.stack(outputs), torch.stack(all_weights)
+
+
+def after_the_weights(layer, head, output, parameters, gates, own):
+    """What a head's output passes through; `own` is its slice of all heads' columns."""
+    if layer.head_projection:
+        output = output @ parameters["head_proj.weight"][head]
+    if layer.attention_output_scaling is not None:
+        output = output * layer.attention_output_scaling
+    output = FUNCTIONS[layer.attention_output_activation](output)
+    if layer.attention_gate == "headwise":
+        return output * gates[:, head : head + 1]
+    return output * gates[:, own] if layer.attention_gate == "elementwise" else output
+
+
+def attention(config, layer, x, parameters, positions, visible):
+    """One sequence through the attention sub-layer. `visible` is `(heads, length, length)`, true where a query sees a key."""
+    eps, head_dim = config.layer_norm_eps, config.head_dim
+    options = {"activation": layer.projection_activation, "eps": eps}
+    queries = projection(layer.query_projection, x, parameters.below("q_proj"), **options)
+    keys = projection(layer.key_projection, x, parameters.below("k_proj"), **options)
+    values = projection(layer.value_projection, x, parameters.below("v_proj"), **options)
+    gates = None if layer.attention_gate is None else sigmoid(linear(x, parameters.below("gate_proj")))
+    scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
+    queries_per_key = config.num_attention_heads // config.num_key_value_heads
+
+    outputs, all_weights = [], []
+    for head in range(config.num_attention_heads):
+        own = slice(head * head_dim, (head + 1) * head_dim)
+        shared = slice(head // queries_per_key * head_dim, (head // queries_per_key + 1) * head_dim)
+        query, key, value = queries[:, own], keys[:, shared], values[:, shared]
+        if layer.qk_norm == "rms":
+            query = rms_norm(query, parameters["q_norm.weight"], eps)
+            key = rms_norm(key, parameters["k_norm.weight"], eps)
+        elif layer.qk_norm == "l2":
+            query = unit(query) * parameters["q_norm.scale"][head]
+            key = unit(key)
+        if layer.attention_activation == "linear_attention":
+            key_head = head // queries_per_key
+            decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(key_head)
+            if layer.linear_attention_decay == "learned":
+                decay = sigmoid(parameters["decay_bias"][key_head])
+            turn = (
+                functools.partial(rotate, positions=positions, config=config) if config.position_embedding == "rope" else None
+            )
+            output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
+            outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
+            all_weights.append(weights)
+            continue
+        if config.position_embedding == "rope":
+            query, key = rotate(query, positions, config), rotate(key, positions, config)
+        sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
+        if layer.attention_sink == "learned":
+            sink = sink[head]
+
+        output, weights = torch.zeros_like(query), torch.zeros(len(x), len(x), dtype=torch.float64)
+        for i in range(len(x)):
+            seen = visible[head, i].nonzero()[:, 0]
+            scores = torch.stack([scaling * (query[i] * key[j]).sum() for j in seen]) if len(seen) else torch.zeros(0)
+            weights[i, seen] = weights_of_query(layer, scores.double(), sink)
+            for j in seen:
+                output[i] += weights[i, j] * value[j]
+        all_weights.append(weights)
+        outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
+    return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights)
+
+
+def mlp(config, x, parameters):
+    return linear(FUNCTIONS[config.hidden_act](linear(x, parameters.below("fc1"))), parameters.below("fc2"))
+
+
+def visible_keys(attention_mask, position_ids):
+    """What the queries of one sequence see: the past of their own document, without padding."""
+    length = len(position_ids)
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(i, -1, -1):
+            visible[i, j] = attention_mask[j]
+            if attention_mask.all() and j > 0 and position_ids[j] != position_ids[j - 1] + 1:
+                break  # a document begins at key j
+    return visible
+
+
+def forward_sequence(config, parameters, tokens, positions, visible):
+    """The logits `(length, vocabulary)` and each layer's weights `(heads, length, length)` for one sequence."""
+    eps = config.layer_norm_eps
+    before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
+    visible = visible.expand(config.num_attention_heads, -1, -1)
+    model = parameters.below("model")
+
+    x = model["embed_tokens.weight"][tokens]
+    if config.position_embedding == "learned":
+        x = x + model["embed_positions.weight"][positions]
+    weights = []
+    for index in range(config.num_hidden_layers):
+        layer = config.per_layer_config[index] if getattr(config, "per_layer_config", None) else config
+        block = model.below(f"layers.{index}")
+
+        def attend(x, layer=layer, block=block):
+            output, layer_weights = attention(config, layer, x, block.below("self_attn"), positions, visible)
+            weights.append(layer_weights)
+            return output
+
+        def feed_forward(x, block=block):
+            return mlp(config, x, block.below("mlp"))
+
+        for sub_layer, norm in ((attend, block.below("self_attn_norm")), (feed_forward, block.below("mlp_norm"))):
+            if config.norm_position == "pre":
+                x = after(x + sub_layer(before(layer_norm(x, norm, eps))))
+            else:
+                x = after(layer_norm(x + sub_layer(before(x)), norm, eps))
+    if config.norm_position == "pre":
+        x = layer_norm(x, model.below("norm"), eps)
+    head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]
+    return x @ head.T, weights
+
+
+def forward(config, state_dict, input_ids, attention_mask=None, position_ids=None, visible=None):
+    """The logits and attention weights of a batch.
+
+    Args:
+        config: an object whose attributes are the switches, with every size given.
+        state_dict: the model's parameters.
+        input_ids: `(batch, length)`.
+        attention_mask: `(batch, length)`, 0 for padding.
+        position_ids: `(batch, length)`; by default a token's place among those that are not padding.
+        visible: `(batch, 1 or heads, length, length)` booleans, in place of what mask and positions say.
+
+    Returns:
+        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer.
+    """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if position_ids is None:
+        position_ids = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    rows = []
+    for row in range(len(input_ids)):
+        seen = visible_keys(attention_mask[row], position_ids[row])[None] if visible is None else visible[row]
+        rows.append(forward_sequence(config, Parameters(state_dict), input_ids[row], position_ids[row], seen))
+    logits = torch.stack([row[0] for row in rows])
+    weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
+    return logits, weights

@@ -1,0 +1,474 @@
+"""The statistics of a comparison: against other ways to compute them, by properties, and by simulated error rates."""
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from modeling_nlq.training.comparison.statistics import analyse, critical_t, detectable_effect, holm, power_warning, rate_gap
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+VERDICTS = ("better", "worse", "within noise", "too few seeds: no verdict", "diverged", "no verdict: the baseline diverged")
+
+# Multiples of 2^-10, whose differences and sums are exact
+exact_losses = st.integers(1024, 8192).map(lambda count: count / 1024)
+any_losses = st.one_of(exact_losses, st.floats(0, 1500), st.sampled_from([None, 3.0, math.nan, math.inf, 0.0]))
+
+
+def examples(count):
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
+
+
+def comparisons(losses, *, some_seeds=False):
+    """Strategy of `losses[model][seed]`: "base" and one to four more models, with the same two to five seeds, or with any."""
+
+    def draw(seeds):
+        if some_seeds:
+            return st.dictionaries(st.integers(0, 5), losses, max_size=5)
+        return st.fixed_dictionaries(dict.fromkeys(range(seeds), losses))
+
+    def models(seeds):
+        others = st.dictionaries(st.sampled_from("abcd"), draw(seeds), min_size=1)
+        return st.tuples(draw(seeds), others).map(lambda drawn: {"base": drawn[0], **drawn[1]})
+
+    return st.integers(2, 5).flatmap(models)
+
+
+def two_sided(t, degrees_of_freedom):
+    """Student's tail as an incomplete beta function, which needs no t distribution."""
+    return special.betainc(degrees_of_freedom / 2, 0.5, degrees_of_freedom / (degrees_of_freedom + t * t))
+
+
+def runs(*losses):
+    return dict(enumerate(losses))
+
+
+BASE = runs(3.50, 3.52, 3.49, 3.53, 3.51)
+
+
+class TestOneModel:
+    @examples(30)
+    @given(
+        base=st.lists(exact_losses, min_size=5, max_size=5),
+        model=st.lists(exact_losses, min_size=5, max_size=5),
+        alpha=st.sampled_from([0.01, 0.05, 0.3]),
+    )
+    def test_is_the_paired_t_test(self, base, model, alpha):
+        if len({left - right for left, right in zip(model, base)}) == 1:
+            model[0] += 0.25
+        expected = stats.ttest_rel(model, base)
+        effect = analyse({"base": runs(*base), "model": runs(*model)}, "base", alpha).effects["model"]
+        assert (effect.t, effect.p) == pytest.approx((expected.statistic, expected.pvalue))
+        assert (effect.degrees_of_freedom, effect.pairs, effect.is_pooled) == (4, 5, False)
+        assert effect.holm_p == effect.p
+
+        low, high = expected.confidence_interval(1 - alpha)
+        percents = [-100 * end / (sum(base) / 5) for end in (high, low)]
+        assert effect.loss_improvement_interval == pytest.approx(percents)
+        assert effect.loss_improvement == pytest.approx(sum(percents) / 2)
+        perplexities = [100 * (1 - math.exp(end)) for end in (high, low)]
+        assert effect.perplexity_improvement_interval == pytest.approx(perplexities)
+
+    def test_improvements_are_of_loss_and_perplexity(self):
+        analysis = analyse({"base": runs(4.0, 5.0), "model": runs(3.0, 4.5)}, "base")
+        effect = analysis.effects["model"]
+        assert (effect.mean_loss, effect.mean_difference) == (3.75, -0.75)
+        assert effect.difference_deviation == pytest.approx(0.5 / math.sqrt(2))
+        assert effect.standard_error == pytest.approx(0.25)
+        assert effect.loss_improvement == pytest.approx(100 * 0.75 / 4.5)
+        # The geometric mean of the perplexities' ratios
+        assert effect.perplexity_improvement == pytest.approx(100 - 100 * math.sqrt(math.exp(-1.0) * math.exp(-0.5)))
+
+    def test_noise_floor_is_that_of_the_baseline(self):
+        analysis = analyse({"base": {**BASE, 5: None}, "model": BASE}, "base", alpha=0.1)
+        assert analysis.baseline_mean_loss == pytest.approx(3.51)
+        assert analysis.noise_floor == pytest.approx(statistics.stdev(BASE.values()))
+        assert analysis.noise_floor_percent == pytest.approx(100 * statistics.stdev(BASE.values()) / 3.51)
+        assert (analysis.baseline, analysis.alpha, analysis.confidence) == ("base", 0.1, 0.9)
+        lonely = analyse({"base": runs(3.5), "model": BASE}, "base")
+        assert (lonely.noise_floor, lonely.noise_floor_percent, lonely.baseline_mean_loss) == (None, None, 3.5)
+
+    def test_pairs_are_the_seeds_both_finished(self):
+        model = {2: 3.4, 0: 3.6, 9: 1.0}
+        effect = analyse({"base": BASE, "model": model}, "base").effects["model"]
+        assert (effect.pairs, effect.diverged) == (2, 0)
+        assert effect.mean_difference == pytest.approx(((3.6 - 3.50) + (3.4 - 3.49)) / 2)
+        assert effect.mean_loss == pytest.approx((3.4 + 3.6 + 1.0) / 3)
+        assert effect.loss_improvement == pytest.approx(-100 * effect.mean_difference / ((3.50 + 3.49) / 2))
+        assert sum(effect.loss_improvement_interval) / 2 == pytest.approx(effect.loss_improvement)
+
+    def test_the_order_of_seeds_does_not_pair_them(self):
+        model = runs(3.4, 3.5, 3.4, 3.6, 3.5)
+        backwards = dict(reversed(model.items()))
+        assert analyse({"base": BASE, "model": model}, "base") == analyse({"base": BASE, "model": backwards}, "base")
+
+
+class TestPool:
+    DIFFERENCES = {
+        "a": {0: 0.010, 1: 0.013, 2: 0.008, 3: 0.011, 4: 0.009},
+        "b": {0: -0.020, 1: -0.016, 2: -0.021, 4: -0.018},
+        "c": {1: 0.001, 2: -0.002, 3: 0.002},
+        "quiet": {0: 0.0100, 1: 0.0101, 2: 0.0099, 3: 0.0101, 4: 0.0100},
+        "wild": {0: 0.5, 1: -0.4, 2: 0.3, 3: -0.2, 4: 0.1},
+    }
+
+    def losses(self, *names):
+        models = {name: {seed: BASE[seed] + value for seed, value in self.DIFFERENCES[name].items()} for name in names}
+        return {"base": BASE, **models}
+
+    def test_is_by_hand(self):
+        analysis = analyse(self.losses(*self.DIFFERENCES), "base")
+        squares, degrees = 0.0, 0
+        for name in ("a", "b", "c"):
+            values = list(self.DIFFERENCES[name].values())
+            mean = sum(values) / len(values)
+            squares += sum((value - mean) ** 2 for value in values)
+            degrees += len(values) - 1
+        variance, freedom = squares / degrees, degrees / (1 + 2 / 4)
+        assert degrees == 9
+        assert analysis.pool.models == ("a", "b", "c")
+        assert (analysis.pool.deviation, analysis.pool.degrees_of_freedom) == pytest.approx((math.sqrt(variance), freedom))
+        bartlett = stats.bartlett(*(list(self.DIFFERENCES[name].values()) for name in ("a", "b", "c")))
+        assert analysis.pool.agreement_p == pytest.approx(bartlett.pvalue)
+
+        noisier = []
+        for name in ("a", "b", "c"):
+            effect, values = analysis.effects[name], list(self.DIFFERENCES[name].values())
+            own = statistics.variance(values)
+            mean, error = sum(values) / len(values), math.sqrt(max(own, variance) / len(values))
+            noisier.append(own > variance)
+            assert effect.is_pooled
+            assert (effect.standard_error, effect.t) == pytest.approx((error, mean / error))
+            assert effect.degrees_of_freedom == pytest.approx(freedom)
+            assert effect.p == pytest.approx(two_sided(mean / error, freedom))
+            assert effect.difference_deviation == pytest.approx(statistics.stdev(values))
+            low, high = effect.perplexity_improvement_interval
+            # Its ends are the differences that a test at 5 % just rejects
+            for end in (low, high):
+                assert two_sided((mean - math.log1p(-end / 100)) / error, freedom) == pytest.approx(0.05)
+            assert low < effect.perplexity_improvement < high
+        assert sorted(set(noisier)) == [False, True]  # a model noisier than the pool is judged by its own noise
+
+    def test_leaves_out_who_disagrees(self):
+        effect = analyse(self.losses(*self.DIFFERENCES), "base").effects["wild"]
+        assert (effect.is_pooled, effect.degrees_of_freedom) == (False, 4)
+        assert effect.p == pytest.approx(stats.ttest_1samp(list(self.DIFFERENCES["wild"].values()), 0).pvalue)
+
+    def test_judges_the_quiet_without_asking_them(self):
+        analysis = analyse(self.losses(*self.DIFFERENCES), "base")
+        effect, pool = analysis.effects["quiet"], analysis.pool
+        assert "quiet" not in pool.models and effect.is_pooled and effect.degrees_of_freedom == pool.degrees_of_freedom
+        assert effect.standard_error == pytest.approx(pool.deviation / math.sqrt(5))
+        assert effect.difference_deviation < pool.deviation
+
+    @pytest.mark.parametrize(("scale", "models"), [(3.0, ("a", "louder")), (3.2, ())])
+    def test_who_agrees_is_decided_at_5_percent(self, scale, models):
+        losses = self.losses("a")
+        losses["louder"] = {seed: BASE[seed] + scale * value for seed, value in self.DIFFERENCES["a"].items()}
+        pool = analyse(losses, "base").pool
+        # Just above the level, and just below it
+        assert abs(pool.agreement_p - 0.05) < 0.01
+        assert pool.models == models
+
+    def test_needs_two_who_agree(self):
+        analysis = analyse(self.losses("a", "wild"), "base")
+        assert (analysis.pool.models, analysis.pool.deviation, analysis.pool.degrees_of_freedom) == ((), None, None)
+        assert analysis.pool.agreement_p < 0.05
+        assert not any(effect.is_pooled for effect in analysis.effects.values())
+        assert analyse(self.losses("a"), "base").pool.agreement_p is None
+
+    def test_leaves_out_who_has_no_noise(self):
+        losses = {**self.losses("a", "b"), "same": BASE}
+        assert analyse(losses, "base").pool == analyse(self.losses("a", "b"), "base").pool
+        same = analyse(losses, "base").effects["same"]
+        assert (same.t, same.p) == (0.0, 1.0)
+
+    def test_leaves_out_who_is_not_tested(self):
+        losses = self.losses("a", "b", "c")
+        losses["c"][0] = None
+        assert analyse(losses, "base").pool.models == ("a", "b")
+
+
+class TestHolm:
+    def test_is_by_hand(self):
+        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+        assert holm([0.5, 0.04, 0.6]) == pytest.approx([1.0, 0.12, 1.0])
+        assert holm([]) == []
+
+    @examples(50)
+    @given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
+    def test_is_bonferroni_on_every_subset(self, p_values):
+        # Closed testing: an hypothesis falls if Bonferroni's test rejects every set of hypotheses that contains it
+        subsets = [subset for size in range(len(p_values)) for subset in itertools.combinations(range(len(p_values)), size + 1)]
+        bonferroni = {subset: min(1, len(subset) * min(p_values[member] for member in subset)) for subset in subsets}
+        corrected = [max(bonferroni[subset] for subset in subsets if index in subset) for index in range(len(p_values))]
+        assert holm(p_values) == pytest.approx(corrected)
+
+    @examples(50)
+    @given(comparisons(exact_losses))
+    def test_keeps_the_order_of_p_values_and_raises_them(self, losses):
+        effects = sorted(analyse(losses, "base").effects.values(), key=lambda effect: effect.p)
+        assert all(effect.p <= effect.holm_p <= min(1, len(effects) * effect.p) for effect in effects)
+        assert all(one.holm_p <= other.holm_p for one, other in itertools.pairwise(effects))
+
+    def test_counts_only_tests(self):
+        losses = {"base": BASE, "a": runs(3.4, 3.5, 3.4, 3.6, 3.5), "gone": {0: None, 1: None}, "short": {0: 3.3}}
+        effect = analyse(losses, "base").effects["a"]
+        assert effect.holm_p == effect.p
+
+
+class TestProperties:
+    @examples(50)
+    @given(comparisons(exact_losses), st.lists(exact_losses, min_size=5, max_size=5))
+    def test_what_a_seed_adds_to_all_models_cancels(self, losses, shifts):
+        shifted = {name: {seed: loss + shifts[seed] for seed, loss in model.items()} for name, model in losses.items()}
+        before, after = analyse(losses, "base"), analyse(shifted, "base")
+        assert before.pool == after.pool
+        of_the_losses = {"mean_loss": 0, "loss_improvement": 0, "loss_improvement_interval": 0}
+        for name, effect in before.effects.items():
+            assert dataclasses.replace(effect, **of_the_losses) == dataclasses.replace(after.effects[name], **of_the_losses)
+
+    @examples(50)
+    @given(comparisons(exact_losses) | comparisons(any_losses, some_seeds=True), st.randoms(use_true_random=False))
+    def test_the_order_of_models_does_not_matter(self, losses, random):
+        order = random.sample(list(losses), len(losses))
+        analysis = analyse({name: losses[name] for name in order}, "base")
+        assert analysis == analyse(losses, "base")
+        assert list(analysis.effects) == [name for name in order if name != "base"]
+
+    @examples(50)
+    @given(comparisons(exact_losses))
+    def test_a_mirror_image_swaps_better_and_worse(self, losses):
+        mirrored = {name: {seed: 16 - loss for seed, loss in model.items()} for name, model in losses.items()}
+        swap = {"better": "worse", "worse": "better"}
+        after = analyse(mirrored, "base").effects
+        for name, effect in analyse(losses, "base").effects.items():
+            assert after[name].verdict == swap.get(effect.verdict, effect.verdict)
+            assert after[name].mean_difference == -effect.mean_difference
+
+    @examples(100)
+    @given(comparisons(any_losses, some_seeds=True))
+    def test_everything_is_plain_json(self, losses):
+        analysis = dataclasses.asdict(analyse(losses, "base"))
+
+        def leaves(value):
+            if isinstance(value, dict | list | tuple):
+                for item in value.values() if isinstance(value, dict) else value:
+                    yield from leaves(item)
+            else:
+                yield value
+
+        assert {type(leaf) for leaf in leaves(analysis)} <= {str, int, float, bool, type(None)}
+        loaded = json.loads(json.dumps(analysis, allow_nan=False))
+        assert list(leaves(loaded)) == list(leaves(analysis))
+        for name, effect in loaded["effects"].items():
+            runs_of_model = losses[name].values()
+            diverged = sum(loss is None or not math.isfinite(loss) for loss in runs_of_model)
+            some = 0 < diverged < len(runs_of_model)
+            assert effect["diverged"] == diverged
+            assert effect["verdict"] in ([f"diverged in {diverged} of {len(runs_of_model)} runs"] if some else VERDICTS)
+            assert (effect["p"] is None) == (effect["pairs"] < 2 or "diverged" in effect["verdict"])
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("model", "verdict"),
+        [
+            (runs(3.40, 3.41, 3.40, 3.43, 3.42), "better"),
+            (runs(3.60, 3.61, 3.60, 3.63, 3.62), "worse"),
+            (runs(3.52, 3.51, 3.48, 3.54, 3.50), "within noise"),
+            (BASE, "within noise"),
+            (runs(3.40, 3.42), "better"),  # the same difference twice, but for rounding
+            (runs(3.40, 3.50), "too few seeds: no verdict"),
+            (runs(3.40), "too few seeds: no verdict"),
+            ({7: 3.4, 8: 3.4, 9: 3.4}, "too few seeds: no verdict"),
+            ({}, "too few seeds: no verdict"),
+            (runs(3.40, 3.41, None, 3.43, 3.42), "diverged in 1 of 5 runs"),
+            (runs(3.40, math.nan, None), "diverged in 2 of 3 runs"),
+            ({0: 3.4, 7: None}, "diverged in 1 of 2 runs"),
+            (runs(None, math.inf), "diverged"),
+        ],
+        ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+    )
+    def test_of_one_model(self, model, verdict):
+        effect = analyse({"base": BASE, "model": model}, "base").effects["model"]
+        assert effect.verdict == verdict
+        assert (effect.p is not None) == (effect.pairs >= 2 and effect.diverged == 0)
+
+    def test_survivors_are_described_but_not_tested(self):
+        effect = analyse({"base": BASE, "model": runs(3.40, 3.41, None)}, "base").effects["model"]
+        assert (effect.pairs, effect.diverged) == (2, 1)
+        assert effect.mean_difference == pytest.approx(-0.105)
+        assert effect.loss_improvement == pytest.approx(100 * 0.105 / 3.51)
+        assert (effect.standard_error, effect.t, effect.p, effect.holm_p) == (None, None, None, None)
+        assert effect.loss_improvement_interval is effect.perplexity_improvement_interval is None
+
+    def test_a_diverged_baseline_leaves_none(self):
+        model, unaffected = runs(3.40, 3.41, 3.40), {0: 3.40, 1: 3.42, 3: 3.44}
+        losses = {"base": {**BASE, 2: None}, "a": model, "gone": {2: None}, "lame": {0: 3.4, 2: None}, "b": unaffected}
+        effects = analyse(losses, "base").effects
+        verdicts = {name: effect.verdict for name, effect in effects.items()}
+        assert verdicts == {
+            "a": "no verdict: the baseline diverged",
+            "gone": "diverged",
+            "lame": "diverged in 1 of 2 runs",
+            "b": "better",
+        }
+        analysis = analyse({"base": runs(None, None), "model": runs(3.4, 3.4)}, "base")
+        assert analysis.effects["model"].verdict == "no verdict: the baseline diverged"
+        assert (analysis.effects["model"].mean_difference, analysis.baseline_mean_loss) == (None, None)
+
+    def test_differences_without_noise(self):
+        losses = {"base": runs(3.0, 3.5, 4.0), "same": runs(3.0, 3.5, 4.0), "better": runs(2.0, 2.5, 3.0)}
+        effects = analyse(losses, "base").effects
+        same, better = effects["same"], effects["better"]
+        assert (same.verdict, same.t, same.p, same.mean_difference) == ("within noise", 0, 1, 0)
+        assert (better.verdict, better.t, better.p, better.standard_error) == ("better", None, 0, 0)
+        assert better.perplexity_improvement_interval == pytest.approx([100 * (1 - math.exp(-1))] * 2)
+        # In floating point the mean of 0.1 thrice is not 0.1
+        equal = analyse({"base": runs(0.1, 0.1, 0.1), "model": runs(0.2, 0.2, 0.2)}, "base")
+        assert (equal.noise_floor, equal.effects["model"].difference_deviation) == (0, 0)
+        assert equal.effects["model"].verdict == "worse"
+
+    def test_zeros_have_no_minus(self):
+        effect = analyse({"base": BASE, "model": BASE}, "base").effects["model"]
+        for value in (effect.loss_improvement, effect.perplexity_improvement, *effect.perplexity_improvement_interval):
+            assert (value, math.copysign(1, value)) == (0, 1)
+
+    @pytest.mark.parametrize(
+        ("scales", "verdict"), [((1, 1e-3), "within noise"), ((1, 1e-3, 1e-6), "too few seeds: no verdict")], ids=["2", "3"]
+    )
+    def test_no_verdict_where_the_plan_was_warned(self, scales, verdict):
+        # Noises so different that none are pooled
+        base, noises = (3.0, 3.5, 4.0), (0.1, -0.2, 0.2)
+        losses = {f"noise {scale}": runs(*(loss + scale * noise for loss, noise in zip(base, noises))) for scale in scales}
+        # A model that diverged is not among the tests
+        analysis = analyse({"base": runs(*base), **losses, "gone": runs(None)}, "base")
+        assert analysis.pool.models == ()
+        assert {analysis.effects[name].verdict for name in losses} == {verdict}
+        assert (power_warning(3, len(scales)) is None) == (verdict == "within noise")
+
+    def test_correction_decides(self):
+        # With two degrees of freedom |t| = 5 is significant at 5 % (4.3), but not beside another test (6.2)
+        base = runs(3.0, 3.5, 4.0)
+        model = {seed: base[seed] + 5 / math.sqrt(3) + noise for seed, noise in enumerate((-1, 0, 1))}
+        alone = analyse({"base": base, "model": model}, "base").effects["model"]
+        beside = analyse({"base": base, "model": model, "same": base}, "base").effects["model"]
+        assert alone.t == beside.t == pytest.approx(5)
+        assert (alone.verdict, beside.verdict) == ("worse", "within noise")
+        assert beside.holm_p == pytest.approx(2 * alone.p)
+        # The interval is not corrected
+        assert beside.loss_improvement_interval[1] < 0
+
+    def test_alpha_decides(self):
+        losses = {"base": BASE, "model": runs(3.52, 3.53, 3.50, 3.53, 3.54)}
+        p = analyse(losses, "base").effects["model"].p
+        assert analyse(losses, "base", alpha=1.01 * p).effects["model"].verdict == "worse"
+        assert analyse(losses, "base", alpha=0.99 * p).effects["model"].verdict == "within noise"
+
+
+class TestErrorRate:
+    """Simulations with the baseline's runs shared, as they are."""
+
+    def test_effective_degrees_of_freedom_give_the_variance_of_the_pooled_variance(self):
+        models, seeds, replications = 5, 3, 100_000
+        random = np.random.default_rng(0)
+        losses = random.standard_normal((replications, models + 1, seeds))
+        pooled = (losses[:, 1:] - losses[:, :1]).var(axis=2, ddof=1).mean(axis=1)
+        plan = {str(model): runs(*losses[0, model].tolist()) for model in range(models + 1)}
+        pool = analyse(plan, "0").pool
+        assert len(pool.models) == models
+        assert 2 * pooled.mean() ** 2 / pooled.var() == pytest.approx(pool.degrees_of_freedom, rel=0.05)
+
+    def test_few_comparisons_of_equals_find_a_difference(self):
+        # 0.015 by a longer simulation; with the degrees of freedom of independent variances, 0.042
+        models, seeds, replications = 5, 3, 1500
+        losses = 3.5 + 0.01 * np.random.default_rng(1).standard_normal((replications, models + 1, seeds))
+        wrong = 0
+        for comparison in losses.tolist():
+            analysis = analyse({str(model): runs(*row) for model, row in enumerate(comparison)}, "0")
+            wrong += any(effect.verdict in ("better", "worse") for effect in analysis.effects.values())
+        assert wrong / replications <= 0.03
+
+
+class TestRateGap:
+    @pytest.mark.parametrize("offset", [0.0, 10.0])
+    def test_is_by_hand(self, offset):
+        sweep = [offset + loss for loss in (4.7, 4.5, 5.5)]
+        assert rate_gap(sweep, [4.4, 4.5, 4.6]) == pytest.approx(0.2 / 0.1)
+        assert rate_gap(reversed(sweep), [4.4, None, 4.5, math.nan, 4.6]) == pytest.approx(2.0)
+        assert rate_gap([4.5, None, 4.9], [4.4, 4.8]) == pytest.approx(0.4 / statistics.stdev([4.4, 4.8]))
+        assert rate_gap([4.5, 4.5], [4.4, 4.8]) == 0.0
+
+    @pytest.mark.parametrize(
+        ("sweep", "reported"),
+        [
+            ([], [4.4, 4.5]),
+            ([4.5, None, math.inf], [4.4, 4.5]),
+            ([None, None], []),
+            ([4.5, 4.6], [4.4, None]),
+            ([4.5, 4.6], [0.1, 0.1, 0.1]),
+        ],
+        ids=["no choice", "one rate finished", "no rate finished", "one run finished", "no noise"],
+    )
+    def test_is_unknown_where_it_cannot_be_computed(self, sweep, reported):
+        assert rate_gap(sweep, reported) is None
+
+
+class TestPlan:
+    @pytest.mark.parametrize(("models", "expected"), [(5, 9.925), (1, 4.303), (2, 6.205)])
+    def test_critical_t_of_three_seeds_has_a_closed_form(self, models, expected):
+        # Two degrees of freedom: P(|T| > t) = 1 - t / sqrt(2 + t^2)
+        kept = 1 - 0.05 / models
+        assert critical_t(3, models) == pytest.approx(kept * math.sqrt(2 / (1 - kept**2)))
+        assert critical_t(3, models) == pytest.approx(expected, abs=5e-4)
+        assert detectable_effect(3, models) == pytest.approx(expected / math.sqrt(3), abs=5e-4)
+
+    @pytest.mark.parametrize(
+        ("seeds", "models", "words"),
+        [
+            (3, 5, ("3 seeds and 5 models", "|t| > 9.9,", "5.7 standard deviations", "at least 4 seeds")),
+            (2, 1, ("2 seeds and 1 model ", "|t| > 12.7,", "9.0 standard deviations", "at least 3 seeds")),
+            (1, 1, ("1 seed and 1 model:", "at least 3 seeds")),
+        ],
+    )
+    def test_warning_says_what_would_do(self, seeds, models, words):
+        warning = power_warning(seeds, models)
+        assert all(word in warning for word in words) and "\n" not in warning
+        enough = int(words[-1].split()[2])
+        assert power_warning(enough, models) is None
+        assert power_warning(enough - 1, models) is not None
+
+    def test_warning_depends_on_alpha(self):
+        assert power_warning(3, 1) is None
+        assert power_warning(3, 1, alpha=0.01).endswith("take at least 4 seeds")
+        assert power_warning(2, 1, alpha=0.2) is None
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda: analyse({"a": BASE, "b": BASE}, "c"), "unknown baseline 'c'; the models are a, b"),
+            (lambda: analyse({}, "c"), "unknown baseline 'c'; the models are none"),
+            (lambda: analyse({"a": BASE}, "a"), "'a' is the only model"),
+            (lambda: analyse({"a": BASE, "b": BASE}, "a", alpha=5), "alpha is a probability between 0 and 1, not 5"),
+            (lambda: critical_t(1, 5), "at least 2 seeds, not 1"),
+            (lambda: critical_t(3, 0), "at least 1 model besides the baseline, not 0"),
+            (lambda: power_warning(1, 0), "at least 1 model besides the baseline, not 0"),
+            (lambda: detectable_effect(3, 1, alpha=0), "not 0"),
+        ],
+    )
+    def test_are_one_clear_line(self, call, message):
+        with pytest.raises(ValueError, match=message) as raised:
+            call()
+        assert "\n" not in str(raised.value)

@@ -1,0 +1,666 @@
+"""`nlq convert`, folder to folder: it writes the whole result, or leaves everything as it was."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.conversion_cases import (
+    GPT2_SIZES,
+    HEADS,
+    Exploit,
+    assert_same_as_paper,
+    assert_same_function,
+    assert_same_gpt2_config,
+    assert_same_state,
+    check_folder,
+    layer_switches,
+    make_checkpoint,
+    make_gpt2,
+    nlq_fails,
+    parametrize_cases,
+    run_nlq,
+    snapshot,
+    write_text,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    GenerationConfig,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from modeling_nlq import (
+    NLQForCausalLM,
+)
+from modeling_nlq.training.conversion.converting import convert, from_gpt2
+from modeling_nlq.training.conversion.paper import read_checkpoint
+from modeling_nlq.training.conversion.upcycling import upcycle
+
+
+SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
+
+
+def make_tokenizer(sentences=SENTENCES):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=48, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(sentences * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def gpt2_model():
+    model = make_gpt2(vocab_size=48, scale_attn_by_inverse_layer_idx=True)
+    model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(gpt2_model, tmp_path_factory):
+    """A saved GPT-2 with its tokenizer."""
+    folder = tmp_path_factory.mktemp("sources") / "gpt2"
+    gpt2_model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def source(gpt2_folder, tmp_path):
+    """A copy of it that a test may damage."""
+    return Path(shutil.copytree(gpt2_folder, tmp_path / "source"))
+
+
+@pytest.fixture
+def nlq_folder(make_model, tmp_path):
+    folder = tmp_path / "nlq"
+    make_model(query_projection="linear", hidden_act="gelu_new").save_pretrained(folder)
+    return folder
+
+
+class TestConvert:
+    def test_to_nlq(self, gpt2_folder, gpt2_model, tmp_path):
+        before = snapshot(gpt2_folder)
+        convert(str(gpt2_folder), tmp_path / "target")
+        assert snapshot(gpt2_folder) == before
+        check_folder(tmp_path / "target")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert type(loaded) is NLQForCausalLM
+        assert_same_function(loaded, gpt2_model)
+        chosen = loaded.generation_config
+        assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 2)
+
+    def test_tokenizer(self, gpt2_folder, tmp_path):
+        convert(str(gpt2_folder), tmp_path / "target")
+        convert(str(tmp_path / "target"), tmp_path / "back", to="gpt2")
+        theirs = AutoTokenizer.from_pretrained(gpt2_folder)
+        for folder in (tmp_path / "target", tmp_path / "back"):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            for sentence in SENTENCES:
+                assert tokenizer(sentence).input_ids == theirs(sentence).input_ids
+                assert tokenizer.decode(tokenizer(sentence).input_ids) == sentence
+            assert tokenizer.eos_token == "<|endoftext|>"
+
+    def test_another_tokenizer(self, gpt2_folder, tmp_path, capsys):
+        other = make_tokenizer(SENTENCES[1:])
+        other.save_pretrained(tmp_path / "tokenizer")
+        assert other(SENTENCES[0]).input_ids != AutoTokenizer.from_pretrained(gpt2_folder)(SENTENCES[0]).input_ids
+        assert run_nlq("convert", gpt2_folder, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer") == 0
+        assert AutoTokenizer.from_pretrained(tmp_path / "target")(SENTENCES[0]).input_ids == other(SENTENCES[0]).input_ids
+
+    def test_without_tokenizer(self, source, tmp_path):
+        for path in source.glob("tokenizer*"):
+            path.unlink()
+        convert(str(source), tmp_path / "target")
+        check_folder(tmp_path / "target")
+        assert not list((tmp_path / "target").glob("tokenizer*"))
+
+    def test_there_and_back(self, gpt2_folder, gpt2_model, tmp_path):
+        assert run_nlq("convert", gpt2_folder, tmp_path / "nlq") == 0
+        assert run_nlq("convert", tmp_path / "nlq", tmp_path / "gpt2", "--to", "gpt2") == 0
+        check_folder(tmp_path / "gpt2", is_gpt2=True)
+        back = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
+        assert_same_state(back.state_dict(), gpt2_model.state_dict())
+        assert_same_gpt2_config(back.config, gpt2_model.config)
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")) is GPT2LMHeadModel
+        assert load_file(tmp_path / "gpt2/model.safetensors").keys() == load_file(gpt2_folder / "model.safetensors").keys()
+
+    @parametrize_cases("gpt2_class, nlq_class", HEADS)
+    def test_heads(self, tmp_path, gpt2_class, nlq_class):
+        labels = {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+        gpt2 = make_gpt2(gpt2_class, **(labels if "Classification" in gpt2_class.__name__ else {}))
+        gpt2.save_pretrained(tmp_path / "source")
+        convert(str(tmp_path / "source"), tmp_path / "target")
+        assert json.loads((tmp_path / "target/config.json").read_text())["architectures"] == [nlq_class.__name__]
+        assert_same_function(nlq_class.from_pretrained(tmp_path / "target"), gpt2)
+        if "SequenceClassification" in gpt2_class.__name__:
+            loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "target")
+            assert loaded.config.id2label == labels["id2label"]
+        convert(str(tmp_path / "target"), tmp_path / "back", to="gpt2")
+        assert_same_state(gpt2_class.from_pretrained(tmp_path / "back").state_dict(), gpt2.state_dict())
+
+    def test_names_of_the_first_release(self, source, gpt2_model, tmp_path):
+        """OpenAI's own weights have no prefix, no head, and masks as buffers; their configuration names the head."""
+        state = {name: tensor.clone() for name, tensor in gpt2_model.transformer.state_dict().items()}
+        state |= {f"h.{index}.attn.bias": torch.ones(24, 24).tril().view(1, 1, 24, 24) for index in range(2)}
+        save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+        convert(str(source), tmp_path / "target")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert type(loaded) is NLQForCausalLM
+        assert_same_function(loaded, gpt2_model)
+
+    def test_buffers_of_old_versions(self, source, gpt2_model, tmp_path):
+        """Transformers before 4.27 saved the masks and the value of what is hidden; neither is a weight."""
+
+        def add_buffers(state):
+            for index in range(2):
+                state[f"transformer.h.{index}.attn.bias"] = torch.ones(24, 24).tril().view(1, 1, 24, 24).bool()
+                state[f"transformer.h.{index}.attn.masked_bias"] = torch.tensor(-1e4)
+
+        edit_weights(source / "model.safetensors", add_buffers)
+        convert(str(source), tmp_path / "target")
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
+
+    def test_configuration_without_architectures(self, source, gpt2_model, tmp_path):
+        edit_json(source / "config.json", architectures=None)
+        convert(str(source), tmp_path / "target")
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+    def test_dtype(self, tmp_path, dtype):
+        gpt2 = make_gpt2(dtype=dtype)
+        gpt2.save_pretrained(tmp_path / "source")
+        convert(str(tmp_path / "source"), tmp_path / "nlq")
+        convert(str(tmp_path / "nlq"), tmp_path / "gpt2", to="gpt2")
+        assert {tensor.dtype for tensor in load_file(tmp_path / "nlq/model.safetensors").values()} == {dtype}
+        assert json.loads((tmp_path / "nlq/config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert_same_state(load_file(tmp_path / "gpt2/model.safetensors"), load_file(tmp_path / "source/model.safetensors"))
+
+    def test_shards(self, gpt2_model, tmp_path):
+        gpt2_model.save_pretrained(tmp_path / "source", max_shard_size="8KB")
+        assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+        convert(str(tmp_path / "source"), tmp_path / "target")
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
+
+    def test_pickled_weights(self, source, gpt2_model, tmp_path):
+        (source / "model.safetensors").unlink()
+        torch.save(gpt2_model.state_dict(), source / "pytorch_model.bin")
+        convert(str(source), tmp_path / "target")
+        check_folder(tmp_path / "target")
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
+
+    def test_upcycle(self, gpt2_folder, gpt2_model, tmp_path):
+        assert run_nlq("convert", gpt2_folder, tmp_path / "target", "--upcycle") == 0
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert loaded.config.query_projection == "upcycled"
+        assert_same_function(loaded, gpt2_model)
+
+    def test_upcycle_with_switches(self, gpt2_folder, gpt2_model, tmp_path):
+        switches = {
+            "head_projection": "true",
+            "attention_output_scaling": "5e-1",
+            "intermediate_size": "60",
+            "value_projection": "upcycled",
+            "per_layer_config": "{1: {attention_gate: headwise}}",
+        }
+        options = [text for name, value in switches.items() for text in ("--set", f"{name}={value}")]
+        assert run_nlq("convert", gpt2_folder, tmp_path / "target", "--upcycle", *options) == 0
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert loaded.config.intermediate_size == 60
+        first, second = layer_switches(loaded.config)
+        assert (first["attention_gate"], second["attention_gate"]) == (None, "headwise")
+        for layer in (first, second):
+            assert (layer["head_projection"], layer["attention_output_scaling"]) == (True, 0.5)
+            assert layer["value_projection"] == "upcycled"
+        assert_same_function(loaded, gpt2_model)
+
+    def test_upcycle_nlq(self, nlq_folder, tmp_path):
+        convert(str(nlq_folder), tmp_path / "target", upcycle=True, switches={"attention_gate": "headwise"})
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert loaded.config.attention_gate == "headwise"
+        assert_same_function(loaded, NLQForCausalLM.from_pretrained(nlq_folder))
+
+    def test_upcycle_is_reproducible(self, gpt2_folder, tmp_path):
+        states = []
+        for name in ("one", "two"):
+            torch.manual_seed(len(name))
+            assert run_nlq("convert", gpt2_folder, tmp_path / name, "--upcycle") == 0
+            states.append(load_file(tmp_path / name / "model.safetensors"))
+        assert_same_state(*states)
+
+    @pytest.mark.parametrize("target", ["made", "empty", "deep/er"])
+    def test_target_that_may_be_written(self, gpt2_folder, tmp_path, target):
+        if target == "empty":
+            (tmp_path / target).mkdir()
+        convert(str(gpt2_folder), str(tmp_path / target))
+        check_folder(tmp_path / target)
+
+    def test_relative_paths(self, source, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert run_nlq("convert", "source", "target") == 0
+        check_folder(tmp_path / "target")
+        assert run_nlq("convert", "./target/", "back/", "--to", "gpt2") == 0
+        check_folder(tmp_path / "back", is_gpt2=True)
+
+    def test_lossy(self, make_model, tmp_path, capsys):
+        make_model(query_projection="linear", attention_sink="learned").save_pretrained(tmp_path / "source")
+        message = nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2")
+        assert "attention_sink" in message
+        assert "--allow-lossy" in message
+        assert run_nlq("convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2", "--allow-lossy") == 0
+        check_folder(tmp_path / "target", is_gpt2=True)
+
+    def test_lossy_gpt2(self, tmp_path):
+        gpt2 = make_gpt2(GPT2DoubleHeadsModel)
+        gpt2.save_pretrained(tmp_path / "source")
+        with pytest.raises(ValueError, match="multiple_choice_head"):
+            convert(str(tmp_path / "source"), tmp_path / "target")
+        convert(str(tmp_path / "source"), tmp_path / "target", allow_lossy=True)
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2)
+
+    def test_lossy_cross_attention(self, tmp_path):
+        gpt2 = make_gpt2(add_cross_attention=True)
+        gpt2.save_pretrained(tmp_path / "source")
+        with pytest.raises(ValueError, match=r"(?i)cross.?attention"):
+            convert(str(tmp_path / "source"), tmp_path / "target")
+        convert(str(tmp_path / "source"), tmp_path / "target", allow_lossy=True)
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2)
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def edit_weights(path, change):
+    state = load_file(path)
+    change(state)
+    save_file(state, path, metadata={"format": "pt"})
+
+
+def write_empty_folder(path):
+    path.mkdir()
+
+
+def write_bert(path):
+    path.mkdir()
+    BertConfig().save_pretrained(path)
+
+
+def write_only_text(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("nothing here")
+
+
+def write_only_config(path):
+    path.mkdir()
+    GPT2Config(**GPT2_SIZES).save_pretrained(path)
+
+
+def write_broken_config(path):
+    path.mkdir()
+    (path / "config.json").write_text("{broken")
+
+
+def write_config_without_type(path):
+    path.mkdir()
+    (path / "config.json").write_text('{"n_embd": 12}')
+
+
+# (what writes the source, what the error names)
+NO_MODELS = {
+    "missing": (lambda path: None, "source"),
+    "empty_folder": (write_empty_folder, "source"),
+    "folder_of_text": (write_only_text, "source"),
+    "text_file": (write_text, "source"),
+    "bert": (write_bert, "bert"),
+    "configuration_only": (write_only_config, "source"),
+    "broken_configuration": (write_broken_config, "config"),
+    "configuration_without_type": (write_config_without_type, "source"),
+}
+
+
+def truncate(source):
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def weights_edit(change):
+    return lambda source: edit_weights(source / "model.safetensors", change)
+
+
+def rename(state):
+    state["transformer.h.0.attn.c_typo.weight"] = state.pop("transformer.h.0.attn.c_attn.weight")
+
+
+def lose_a_shard(source):
+    GPT2LMHeadModel.from_pretrained(source).save_pretrained(source, max_shard_size="8KB")
+    (source / "model.safetensors").unlink(missing_ok=True)
+    next(source.glob("model-00002*")).unlink()
+
+
+# (what damages the source, what the error names)
+DAMAGES = {
+    "truncated": (truncate, ""),
+    "missing_key": (weights_edit(lambda state: state.pop("transformer.h.1.mlp.c_fc.bias")), r"h\.1\.mlp\.c_fc\.bias"),
+    "extra_key": (weights_edit(lambda state: state.update(surplus=torch.zeros(3))), "surplus"),
+    "extra_layer": (
+        weights_edit(lambda state: state.update({"transformer.h.2.ln_1.weight": torch.zeros(12)})),
+        r"h\.2\.ln_1\.weight",
+    ),
+    "renamed": (weights_edit(rename), r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
+    "shape": (lambda source: edit_json(source / "config.json", n_positions=25), r"wpe\.weight"),
+    "fewer_layers_configured": (lambda source: edit_json(source / "config.json", n_layer=1), r"h\.1\."),
+    "more_layers_configured": (lambda source: edit_json(source / "config.json", n_layer=3), r"h\.2\."),
+    "shard_missing": (lose_a_shard, ""),
+    "configuration_of_a_wrong_type": (lambda source: edit_json(source / "config.json", n_layer="two"), "n_layer"),
+    "heads_that_do_not_fit": (lambda source: edit_json(source / "config.json", n_head=5), ""),
+}
+
+
+class TestConvertFaults:
+    @parametrize_cases("write, named", NO_MODELS)
+    def test_no_model(self, tmp_path, capsys, write, named):
+        write(tmp_path / "source")
+        before = snapshot(tmp_path)
+        assert named in nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target")
+        with pytest.raises((ValueError, OSError)):
+            convert(str(tmp_path / "source"), tmp_path / "target")
+        assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
+    def test_no_such_name(self, tmp_path, capsys, name):
+        assert name in nlq_fails(capsys, "convert", name, tmp_path / "target")
+        assert not list(tmp_path.iterdir())
+
+    @parametrize_cases("damage, named", DAMAGES)
+    def test_damaged_source(self, source, tmp_path, capsys, damage, named):
+        damage(source)
+        before = snapshot(tmp_path)
+        message = nlq_fails(capsys, "convert", source, tmp_path / "target")
+        assert re.search(named, message), message
+        assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("change", ["missing", "extra"])
+    def test_damaged_nlq(self, nlq_folder, tmp_path, capsys, change):
+        def damage(state):
+            if change == "missing":
+                del state["model.layers.1.mlp.fc1.weight"]
+            else:
+                state["model.layers.1.mlp.fc3.weight"] = torch.zeros(2)
+
+        edit_weights(nlq_folder / "model.safetensors", damage)
+        for options in ((), ("--to", "gpt2"), ("--upcycle",)):
+            message = nlq_fails(capsys, "convert", nlq_folder, tmp_path / "target", *options)
+            assert f"model.layers.1.mlp.fc{1 if change == 'missing' else 3}.weight" in message
+        assert not (tmp_path / "target").exists()
+
+    def test_head_that_differs_from_tied_embeddings(self, source, tmp_path):
+        """What Transformers makes of such a folder, or nothing."""
+        edit_weights(source / "model.safetensors", lambda state: state.update({"lm_head.weight": torch.randn(48, 12)}))
+        try:
+            convert(str(source), tmp_path / "target")
+        except ValueError:
+            assert not (tmp_path / "target").exists()
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+            assert_same_function(loaded, GPT2LMHeadModel.from_pretrained(source))
+
+    def test_pickled_exploit(self, source, gpt2_model, tmp_path, capsys):
+        (source / "model.safetensors").unlink()
+        state = {**gpt2_model.state_dict(), "extra": Exploit(tmp_path / "made")}
+        torch.save(state, source / "pytorch_model.bin")
+        before = snapshot(tmp_path)
+        nlq_fails(capsys, "convert", source, tmp_path / "target")
+        assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("options", [(), ("--to", "gpt2"), ("--upcycle",)], ids=["nlq", "gpt2", "upcycle"])
+    def test_code_of_the_source_is_not_run(self, nlq_folder, tmp_path, options):
+        """Nor carried on: the folder written holds the code that wrote it."""
+        code = f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n"
+        for name in ("modeling_nlq.py", "configuration_nlq.py", "custom_generate/generate.py"):
+            (nlq_folder / name).parent.mkdir(exist_ok=True)
+            (nlq_folder / name).write_text(code)
+        assert run_nlq("convert", nlq_folder, tmp_path / "target", *options) == 0
+        assert not (tmp_path / "made").exists()
+        check_folder(tmp_path / "target", is_gpt2="gpt2" in options)
+
+    def test_code_of_a_gpt2_is_not_run(self, source, gpt2_model, tmp_path):
+        (source / "modeling_own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n")
+        auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+        edit_json(source / "config.json", auto_map=auto_map)
+        convert(str(source), tmp_path / "target")
+        assert not (tmp_path / "made").exists()
+        check_folder(tmp_path / "target")
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
+
+    def test_target_with_content(self, gpt2_folder, tmp_path, capsys):
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target/notes.txt").write_text("mine")
+        before = snapshot(tmp_path)
+        assert "--overwrite" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target")
+        assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
+    def test_target_that_is_a_file(self, gpt2_folder, tmp_path, capsys, overwrite):
+        (tmp_path / "target").write_text("mine")
+        nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *(["--overwrite"] if overwrite else []))
+        assert (tmp_path / "target").read_text() == "mine"
+
+    @pytest.mark.parametrize("spelling", ["source", "source/", "./source", "other/../source", "link"])
+    def test_target_is_source(self, source, tmp_path, capsys, spelling, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "link").symlink_to(source)
+        before = snapshot(source)
+        for options in (["--overwrite"], []):
+            nlq_fails(capsys, "convert", source, spelling, *options)
+            assert snapshot(source) == before
+
+    def test_overwritten_pickle(self, source, nlq_folder):
+        """Weights in an old format are weights of the old model too."""
+        (nlq_folder / "pytorch_model.bin").write_bytes(b"old")
+        convert(str(source), nlq_folder, overwrite=True)
+        check_folder(nlq_folder)
+
+    def test_overwritten_shards(self, source, gpt2_model, make_model, tmp_path):
+        target = tmp_path / "target"
+        make_model().save_pretrained(target, max_shard_size="8KB")
+        (target / "notes.txt").write_text("mine")
+        (target / "runs").mkdir()
+        (target / "runs/log.txt").write_text("mine too")
+        assert len(list(target.glob("model-*.safetensors"))) > 1
+        assert run_nlq("convert", source, target, "--overwrite") == 0
+        check_folder(target)
+        assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
+        assert (target / "notes.txt").read_text() == "mine"
+        assert (target / "runs/log.txt").read_text() == "mine too"
+        assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
+
+    def test_overwritten_again(self, source, tmp_path):
+        """With all that a tokenizer can bring along, folders included."""
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
+        tokenizer.save_pretrained(source)
+        convert(str(source), tmp_path / "target")
+        before = snapshot(tmp_path / "target")
+        convert(str(source), tmp_path / "target", overwrite=True)
+        assert snapshot(tmp_path / "target") == before
+        assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
+
+    def test_overwritten_by_gpt2(self, source, gpt2_model, tmp_path):
+        convert(str(source), tmp_path / "nlq")
+        convert(str(source), tmp_path / "target")
+        convert(str(tmp_path / "nlq"), tmp_path / "target", to="gpt2", overwrite=True)
+        check_folder(tmp_path / "target", is_gpt2=True)
+        assert_same_state(GPT2LMHeadModel.from_pretrained(tmp_path / "target").state_dict(), gpt2_model.state_dict())
+
+    def test_overwritten_beside_the_checkpoint(self, tmp_path, capsys):
+        checkpoint = make_checkpoint()
+        torch.save(checkpoint, tmp_path / "ckpt.pt")
+        (tmp_path / "config.json").write_text("{}")  # without it, there is no model that could be replaced
+        before = snapshot(tmp_path)
+        nlq_fails(capsys, "convert", tmp_path / "ckpt.pt", tmp_path)
+        assert snapshot(tmp_path) == before
+        assert run_nlq("convert", tmp_path / "ckpt.pt", tmp_path, "--overwrite") == 0
+        assert_same_state(read_checkpoint(tmp_path / "ckpt.pt")["model"], checkpoint["model"])
+        assert_same_as_paper(AutoModelForCausalLM.from_pretrained(tmp_path), checkpoint)
+
+    @parametrize_cases(
+        "damage",
+        {
+            "truncated": truncate,
+            "missing_key": DAMAGES["missing_key"][0],
+            "tokenizer": lambda source: (source / "tokenizer.json").write_text("{broken"),
+        },
+    )
+    def test_existing_target_survives(self, source, nlq_folder, tmp_path, capsys, damage):
+        damage(source)
+        before = snapshot(tmp_path)
+        nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
+    @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("writer", [PreTrainedModel, PreTrainedTokenizerFast], ids=["weights", "tokenizer"])
+    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer):
+        target = nlq_folder if existing else tmp_path / "target"
+        save = writer.save_pretrained
+
+        def fail(self, folder, *arguments, **options):
+            if when == "after":
+                save(self, folder, *arguments, **options)
+            raise error
+
+        before = snapshot(tmp_path)
+        monkeypatch.setattr(writer, "save_pretrained", fail)
+        assert run_nlq("convert", source, target, "--overwrite") != 0
+        assert "Traceback" not in capsys.readouterr().err
+        assert snapshot(tmp_path) == before
+
+    def test_no_such_tokenizer(self, gpt2_folder, tmp_path, capsys):
+        assert "no-such-folder" in nlq_fails(
+            capsys, "convert", gpt2_folder, tmp_path / "target", "--tokenizer", tmp_path / "no-such-folder"
+        )
+        assert not list(tmp_path.iterdir())
+
+    def test_tokenizer_that_is_too_large(self, gpt2_folder, tmp_path, capsys):
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens([f"<new {index}>" for index in range(9)])
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        options = ("--tokenizer", tmp_path / "tokenizer")
+        assert "48" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *options)
+        assert not (tmp_path / "target").exists()
+
+    def test_upcycled_gpt2(self, gpt2_folder, tmp_path, capsys):
+        message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "gpt2", "--upcycle")
+        assert "gpt2" in message
+        with pytest.raises(ValueError, match="gpt2"):
+            convert(str(gpt2_folder), tmp_path / "target", to="gpt2", upcycle=True)
+        assert not list(tmp_path.iterdir())
+
+    def test_unknown_format(self, gpt2_folder, tmp_path, capsys):
+        assert "llama" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "llama")
+        with pytest.raises(ValueError, match="llama"):
+            convert(str(gpt2_folder), tmp_path / "target", to="llama")
+        assert not list(tmp_path.iterdir())
+
+    def test_switches_without_upcycling(self, gpt2_folder, tmp_path, capsys):
+        """Set, or refused; not passed over."""
+        try:
+            convert(str(gpt2_folder), tmp_path / "target", switches={"head_projection": True})
+        except ValueError as error:
+            assert "upcycle" in str(error)
+            assert "--upcycle" in nlq_fails(
+                capsys, "convert", gpt2_folder, tmp_path / "target", "--set", "head_projection=true"
+            )
+            assert not list(tmp_path.iterdir())
+        else:
+            assert AutoModelForCausalLM.from_pretrained(tmp_path / "target").config.head_projection
+
+    @pytest.mark.parametrize(
+        "setting, named",
+        [
+            ("head_projection", "head_projection"),
+            ("no_such_field=3", "no_such_field"),
+            ("query_projektion=upcycled", "query_projektion"),
+            ("attention_sink=learned", "attention_sink"),
+            ("intermediate_size=wide", "intermediate_size"),
+            ("attention_gate=[headwise", "headwise"),
+            ("=3", "=3"),
+        ],
+    )
+    def test_bad_setting(self, gpt2_folder, tmp_path, capsys, setting, named):
+        assert named in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--upcycle", "--set", setting)
+        assert not list(tmp_path.iterdir())
+
+    def test_unknown_option(self, gpt2_folder, tmp_path, capsys):
+        assert "--upcycled" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--upcycled")
+
+
+class TestTokenizerOfAnotherFolder:
+    """`--tokenizer` puts one beside any model, whatever its head."""
+
+    @pytest.mark.parametrize("model_class", [GPT2LMHeadModel, GPT2Model, GPT2ForSequenceClassification])
+    @pytest.mark.parametrize("to", ["nlq", "gpt2"])
+    def test_every_head(self, model_class, to, tmp_path):
+        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(tmp_path / "source")
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        convert(tmp_path / "source", tmp_path / "target", to=to, tokenizer=str(tmp_path / "tokenizer"))
+        assert AutoTokenizer.from_pretrained(tmp_path / "target").get_vocab() == tokenizer.get_vocab()
+        settings = json.loads((tmp_path / "target/config.json").read_text())
+        assert settings["eos_token_id"] == tokenizer.eos_token_id
+        if model_class is GPT2ForSequenceClassification:
+            assert settings["pad_token_id"] == 3, "the token that its answer is read off is another"
+
+
+class TestOtherFindings:
+    def test_training_run_is_not_replaced(self, run, tmp_path, capsys):
+        shutil.copytree(run[0], tmp_path / "run")
+        make_gpt2().save_pretrained(tmp_path / "source")
+        before = snapshot(tmp_path / "run")
+        assert run_nlq("convert", tmp_path / "source", tmp_path / "run", "--overwrite") == 1
+        assert "holds a training run" in capsys.readouterr().err and snapshot(tmp_path / "run") == before
+
+    def test_folder_of_a_checkpoint(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        torch.save(make_checkpoint(), tmp_path / "out/ckpt.pt")
+        done = convert(tmp_path / "out", tmp_path / "target", upcycle=False, switches={"head_projection": True})
+        assert (done.source, done.source_class, done.difference) == ("out", "checkpoint", None)
+
+    @pytest.mark.parametrize(
+        "words, said",
+        [
+            (["--upcycle", "--set", "query_projection=linear"], "contradict each other"),
+            (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
+            (["--set", "head_projection=False"], "head_projection=False already"),
+        ],
+        ids=["contradiction", "twice", "nothing new"],
+    )
+    def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
+        from_gpt2(make_gpt2()).save_pretrained(tmp_path / "source")
+        assert run_nlq("convert", tmp_path / "source", tmp_path / "target", *words) == 1
+        assert said in capsys.readouterr().err and not (tmp_path / "target").exists()
+
+    def test_rounding_of_low_precision(self, tmp_path):
+        from_gpt2(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+        convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
+
+    def test_layers_with_a_value_of_their_own_are_upcycled_too(self):
+        model = upcycle(from_gpt2(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
+        layers = upcycle(model).config.per_layer_config
+        assert [layer.query_projection for layer in layers] == ["upcycled"] * len(layers)

@@ -1,0 +1,333 @@
+"""The recorder of attention: its numbers against the formulas, and training that does not notice it."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.attention_cases import PHI
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.training.run import stability
+from modeling_nlq.training.run.stability import StabilityCallback, attention_statistics, loss_spikes, read_stability
+
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2]])
+# Documents of 4 and 5 tokens; of 1, 6 and 2
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+MODERN = {"position_embedding": "rope", "qk_norm": "rms", "num_key_value_heads": 2}
+CASES = {
+    "softmax": {},
+    "softmax_zero_sink": {"attention_sink": "zero"},
+    "softmax_learned_sink": {"attention_sink": "learned"},
+    "softmax_modern": {**MODERN, "attention_sink": "learned"},
+    "sigmoid": {"attention_activation": "sigmoid"},
+    "sigmoid_sum": {"attention_activation": "sigmoid", "attention_normalization": "sum"},
+    "relu": {"attention_activation": "relu"},
+    "relu_sum": {"attention_activation": "relu", "attention_normalization": "sum"},
+    "squared": {"attention_activation": "squared"},
+    "squared_modern": {**MODERN, "attention_activation": "squared"},
+    "squared_l2": {"attention_activation": "squared", "qk_norm": "l2", "position_embedding": "none"},
+    "tanh": {"attention_activation": "tanh"},
+    "by_layer": {
+        "attention_activation": "squared",
+        "per_layer_config": {0: {"attention_activation": "softmax", "attention_normalization": None}},
+    },
+}
+all_cases = pytest.mark.parametrize("switches", CASES.values(), ids=CASES)
+
+
+def rotate(heads, cosine, sine):
+    """Rotary positions written out: each pair of channels, half a head apart, turns by its angle."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    cosine, sine = cosine[:, None, :, :half], sine[:, None, :, :half]
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def capture_scores(model, position_ids):
+    """Scores by layer, `(batch, heads, query, key)`, from what each layer's last step before rotary positions gives."""
+    scores, heads_of, rotary, hooks = [], {}, {}, []
+
+    def keep(name):
+        return lambda module, inputs, output: heads_of.update({name: output})
+
+    for layer in model.model.layers:
+        for letter in "qk":
+            norm = getattr(layer.self_attn, f"{letter}_norm")
+            last = norm if norm is not None else getattr(layer.self_attn, f"{letter}_proj")
+            hooks.append(last.register_forward_hook(keep(letter)))
+
+        def combine(module, inputs, output):
+            query, key = (heads_of[letter].unflatten(-1, (-1, module.head_dim)) for letter in "qk")
+            query, key = (heads.reshape(*TOKENS.shape, -1, module.head_dim).transpose(1, 2) for heads in (query, key))
+            if rotary:
+                query, key = rotate(query, *rotary["angles"]), rotate(key, *rotary["angles"])
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            scores.append(module.scaling * torch.einsum("bhid,bhjd->bhij", query, key))
+
+        hooks.append(layer.self_attn.register_forward_hook(combine))
+    if model.model.rotary_emb is not None:
+        hooks.append(model.model.rotary_emb.register_forward_hook(lambda *call: rotary.update(angles=call[-1])))
+    weights = model(TOKENS, position_ids=position_ids, use_cache=False, output_attentions=True).attentions
+    for hook in hooks:
+        hook.remove()
+    return scores, weights
+
+
+def expected_statistics(layer, scores, weights, position_ids):
+    """The definitions, row by row."""
+    entropies, masses, normalizers, largest, seen, zero_rows = [], [], [], [], [], []
+    batch, heads, length, _ = scores.shape
+    for b, h, i in itertools.product(range(batch), range(heads), range(length)):
+        first = 0 if position_ids is None else i - position_ids[b, i].item()
+        row_scores, row = scores[b, h, i, first : i + 1], weights[b, h, i].abs()
+        assert row[:first].sum() == 0 and row[i + 1 :].sum() == 0
+        seen += row_scores.tolist()
+        if first == i:
+            continue
+        phi = row_scores.exp() if layer.activation.name == "softmax" else PHI[layer.activation.name](row_scores)
+        sink = 0.0 if layer.sink is None else layer.sink[h].exp().item()
+        normalizers.append(phi.sum().item() + sink)
+        largest.append(row.max().item())
+        zero_rows.append(float(row.sum() == 0))
+        if row.sum() > 0:
+            shares = [value / row.sum().item() for value in row[first : i + 1].tolist()]
+            entropies.append(-sum(share * math.log(share) for share in shares if share > 0))
+            masses.append(shares[0])
+    expected = {
+        "entropy": sum(entropies) / len(entropies),
+        "largest_weight": max(largest),
+        "first_token_mass": sum(masses) / len(masses),
+        "zero_rows": sum(zero_rows) / len(zero_rows),
+        "smallest_score": min(seen),
+        "largest_score": max(seen),
+    }
+    if layer.normalization == "sum":
+        # What `counts_as_zero` calls 0 in float64
+        expected["smallest_log_normalizer"] = math.log(max(min(normalizers), 2.0**-1022 / 2.0**-52))
+    return expected
+
+
+class TestStatistics:
+    @pytest.mark.parametrize("position_ids", [None, PACKED], ids=["one_document", "packed"])
+    @all_cases
+    def test_equal_the_definitions(self, switches, position_ids, make_model, monkeypatch):
+        monkeypatch.setattr(stability, "QUERY_CHUNK", 4)
+        model = make_model(torch.float64, **switches)
+        with torch.no_grad():
+            scores, weights = capture_scores(model, position_ids)
+        statistics = attention_statistics(model, TOKENS, position_ids)
+        assert len(statistics) == 2
+        for layer, actual, *tensors in zip(model.model.layers, statistics, scores, weights):
+            assert actual == pytest.approx(expected_statistics(layer.self_attn, *tensors, position_ids), rel=1e-9)
+        if "relu" in switches.values():
+            assert all(layer["zero_rows"] > 0 for layer in statistics)
+
+    @pytest.mark.parametrize(
+        "implementation, switches",
+        [
+            ("nlq", {}),
+            ("sdpa", {"attention_sink": "learned"}),
+            ("flex_attention", {}),
+            ("nlq", {"attention_activation": "squared"}),
+            ("nlq_tiled", {"attention_activation": "squared"}),
+            ("flex_attention", {"attention_activation": "squared"}),
+            (None, {"attention_activation": "relu"}),
+        ],
+        ids=str,
+    )
+    def test_same_for_every_backend(self, implementation, switches, make_model):
+        expected = attention_statistics(make_model(**switches), TOKENS, PACKED)
+        model = make_model(implementation=implementation, **switches)
+        before = model.config._attn_implementation
+        assert attention_statistics(model, TOKENS, PACKED) == expected
+        assert model.config._attn_implementation == before and before != "eager"
+
+    def test_rows_of_zeros(self, make_model):
+        for activation in ("relu", "squared"):
+            model = make_model(attention_activation=activation, attention_scaling=0.0)
+            statistics = attention_statistics(model, TOKENS)[0]
+            assert statistics.pop("smallest_log_normalizer", None) == (
+                pytest.approx(math.log(2.0**-126 / 2.0**-23)) if activation == "squared" else None
+            )
+            zero = {"largest_weight": 0.0, "zero_rows": 1.0, "smallest_score": 0.0, "largest_score": 0.0}
+            assert statistics == zero
+
+    def test_large_scores_do_not_overflow(self, make_model):
+        statistics = attention_statistics(make_model(attention_scaling=1e4), TOKENS)[0]
+        assert all(math.isfinite(value) for value in statistics.values())
+        assert statistics["largest_weight"] == 1.0 and abs(statistics["smallest_log_normalizer"]) > 100
+
+    def test_scores_of_a_model_in_half_precision_are_not_rounded(self, make_model):
+        model = make_model()
+        exact = attention_statistics(model, TOKENS)
+        with torch.autocast("cpu", torch.bfloat16):
+            statistics = attention_statistics(model, TOKENS)
+        for name in ("largest_score", "smallest_log_normalizer"):
+            values = torch.tensor([layer[name] for layer in statistics])
+            assert values.tolist() == pytest.approx([layer[name] for layer in exact], abs=0.1)
+            assert not torch.equal(values.bfloat16().float(), values)
+
+    def test_documents_of_one_token_have_scores_only(self, make_model):
+        statistics = attention_statistics(make_model(), TOKENS, torch.zeros_like(TOKENS))[0]
+        assert set(statistics) == {"smallest_score", "largest_score"}
+
+    def test_largest_weight_of_a_new_model_is_small(self):
+        """The first token's weight for itself is 1 in every model: no news."""
+        model = NLQForCausalLM(NLQConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+        assert attention_statistics(model, TOKENS)[0]["largest_weight"] < 0.6
+
+    def test_nothing_visible_hides_that_a_model_is_lost(self, make_model):
+        model = make_model()
+        model.model.embed_tokens.weight.data.fill_(math.nan)
+        assert all(math.isnan(attention_statistics(model, TOKENS)[1][name]) for name in ("entropy", "largest_score"))
+
+    @pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+    def test_leaves_the_model_alone(self, fails, make_model, monkeypatch):
+        model = make_model(implementation="nlq_tiled", attention_activation="squared", attention_dropout=0.5).train()
+        model.model.layers[0].mlp.eval()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        modes, random_state = [module.training for module in model.modules()], torch.get_rng_state()
+        if fails:
+            monkeypatch.setattr(stability, "_row_statistics", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                attention_statistics(model, TOKENS)
+        else:
+            attention_statistics(model, TOKENS)
+        assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), gradients))
+        assert [module.training for module in model.modules()] == modes
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert model.config._attn_implementation == "nlq_tiled"
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def make_trainer(model, folder, **arguments):
+    samples = torch.randint(13, (32, 9), generator=torch.Generator().manual_seed(1))
+    defaults = {
+        "max_steps": 7,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model=model,
+        args=TrainingArguments(str(folder), **{**defaults, **arguments}),
+        train_dataset=[{"input_ids": row, "labels": row} for row in samples],
+    )
+
+
+DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1}
+
+
+class TestCallback:
+    @pytest.fixture(scope="class")
+    def recorded(self, make_model, tmp_path_factory):
+        """A finished training run that was watched."""
+        folder = tmp_path_factory.mktemp("recorded")
+        model = make_model(implementation=None, attention_activation="squared", **DROPOUT)
+        trainer = make_trainer(model, folder, report_to="tensorboard")
+        trainer.add_callback(StabilityCallback(trainer, TOKENS, 2, PACKED))
+        trainer.train()
+        return trainer
+
+    def test_training_does_not_notice(self, recorded, make_model, tmp_path):
+        trainer = make_trainer(
+            make_model(implementation=None, attention_activation="squared", **DROPOUT), tmp_path, save_strategy="no"
+        )
+        trainer.train()
+        losses, watched = (
+            [{name: entry[name] for name in ("step", "loss", "grad_norm")} for entry in history if "loss" in entry]
+            for history in (trainer.state.log_history, recorded.state.log_history)
+        )
+        assert len(losses) == 7 and watched == losses
+        for (name, one), other in zip(trainer.model.state_dict().items(), recorded.model.state_dict().values()):
+            assert torch.equal(one, other), name
+
+    def test_records(self, recorded):
+        curves = read_stability(recorded.state.log_history)
+        assert list(curves) == [0, 1]
+        statistics = attention_statistics(recorded.model, TOKENS, PACKED)
+        for layer, expected in zip(curves.values(), statistics):
+            assert set(layer) == set(expected)
+            for name, points in layer.items():
+                assert [step for step, _ in points] == [1, 2, 4, 6, 7], name
+                assert points[-1][1] == expected[name]
+        assert curves[0]["entropy"][0][1] != curves[0]["entropy"][-1][1]
+
+    def test_reaches_tensorboard(self, recorded):
+        folder = next(path.parent for path in Path(recorded.args.output_dir).rglob("events.out.tfevents.*"))
+        events = EventAccumulator(str(folder)).Reload().Scalars("train/attention/layer_1/smallest_log_normalizer")
+        points = read_stability(recorded.state.log_history)[1]["smallest_log_normalizer"]
+        assert [event.step for event in events] == [step for step, _ in points]
+        assert [event.value for event in events] == pytest.approx([value for _, value in points])
+
+    def test_resumed_training_has_each_record_once(self, recorded, make_model, tmp_path):
+        trainer = make_trainer(make_model(implementation=None, attention_activation="squared", **DROPOUT), tmp_path)
+        trainer.add_callback(StabilityCallback(trainer, TOKENS, 2, PACKED))
+        trainer.train(resume_from_checkpoint=str(Path(recorded.args.output_dir) / "checkpoint-6"))
+        resumed, expected = (read_stability(one.state.log_history) for one in (trainer, recorded))
+        for layer, quantities in expected.items():
+            for name, points in quantities.items():
+                assert [step for step, _ in resumed[layer][name]] == [step for step, _ in points]
+                values = [value for _, value in resumed[layer][name]]
+                assert values == pytest.approx([value for _, value in points], rel=1e-4), name
+
+    def test_refuses_other_models(self, tmp_path):
+        gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=13, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+        with pytest.raises(ValueError, match="GPT2LMHeadModel has no NLQ attention layers"):
+            StabilityCallback(make_trainer(gpt2, tmp_path), TOKENS)
+
+    def test_refuses_an_interval_of_nothing(self, make_model, tmp_path):
+        with pytest.raises(ValueError, match="interval=0"):
+            StabilityCallback(make_trainer(make_model(), tmp_path), TOKENS, interval=0)
+
+
+class TestLossSpikes:
+    def curve(self, **changes):
+        """A noisy curve that falls from 9 to 4 nats, logged every 10 steps, with some values replaced."""
+        noise = 0.05 * torch.randn(60, generator=torch.Generator().manual_seed(0))
+        losses = [4 + 5 * math.exp(-index / 8) + noise[index].item() for index in range(60)]
+        for index, value in changes.items():
+            losses[int(index.removeprefix("at_"))] = value
+        return [(10 * (index + 1), loss) for index, loss in enumerate(losses)]
+
+    def test_none_in_a_noisy_curve(self):
+        assert loss_spikes(self.curve()) == []
+
+    def test_leaps(self):
+        assert loss_spikes(self.curve(at_30=5.5, at_50=4.8)) == [310, 510]
+
+    def test_none_before_there_is_enough_to_compare_with(self):
+        assert loss_spikes([(index, 4.0 + 2.0 * (index == 9)) for index in range(30)]) == []
+
+    def test_losses_that_are_not_finite(self):
+        assert loss_spikes(self.curve(at_2=math.nan, at_40=math.inf)) == [30, 410]
+        assert loss_spikes([(1, math.nan), (2, math.nan)]) == [1, 2]
+
+    def test_a_plateau_ends_when_the_median_has_followed(self):
+        steps = loss_spikes([(index, 4.0 if index < 20 else 6.0) for index in range(40)])
+        assert steps == [20, 21, 22, 23, 24]
+
+    def test_ripples_of_less_than_a_tenth_are_none(self):
+        assert loss_spikes([(index, 4.0 + 0.09 * (index == 20)) for index in range(30)]) == []
+
+
+class TestLayersWithoutScores:
+    def test_linear_layers_have_no_quantities(self, make_model):
+        layers = {1: {"attention_activation": "softmax", "linear_attention_decay": None}}
+        model = make_model(attention_activation="linear_attention", linear_attention_decay="fixed", per_layer_config=layers)
+        linear, softmax = attention_statistics(model, TOKENS)
+        assert linear == {} and "entropy" in softmax
+
+    def test_sparse_layers_have_no_normalizer(self, make_model):
+        layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)
+        assert all("entropy" in layer and "smallest_log_normalizer" not in layer for layer in layers)

@@ -1,0 +1,153 @@
+"""The results of a comparison: everything its runs measured, and what follows from it, as one JSON-able mapping."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import TrainerState
+
+from modeling_nlq.training.comparison.plan import Comparison, Run
+from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+from modeling_nlq.training.run.stability import loss_spikes, read_stability
+from modeling_nlq.training.run.trainer import METRICS_FILE
+from modeling_nlq.training.traces import without_folders
+
+
+RESULTS_FILE = "results.json"
+
+
+def run_folder(folder: Path, run: Run) -> Path:
+    """Where a run lies in the folder of its comparison."""
+    return folder / "runs" / run.name
+
+
+def read_metrics(folder: Path, run: Run) -> dict[str, Any] | None:
+    """What a finished run measured; `None` if it is not finished."""
+    file = run_folder(folder, run) / METRICS_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def best_learning_rate(comparison: Comparison, folder: Path, model: str) -> float | None:
+    """The rate with the lowest validation loss in the sweep, whose runs are finished; `None` if all of them diverged."""
+    runs = comparison.sweep(model)
+    if not runs:
+        return comparison.variants[model].learning_rates[0]
+    measured = [(read_metrics(folder, run), run.learning_rate) for run in runs]
+    losses = [(metrics["eval_loss"], rate) for metrics, rate in measured if not metrics["diverged"]]
+    return min(losses)[1] if losses else None
+
+
+def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """The content of `results.json`, from the finished runs of a comparison.
+
+    * `models`: by name, the sizes, the switches and the training arguments that differ, the chosen `learning_rate` (`None` if
+      every rate diverged), whether it `is_at_edge` of the rates tried, its `rate_gap` (how clearly it was the best, see the
+      function), and the runs of the sweep and those that are reported.
+    * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
+      seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
+      `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
+    * `tokens_per_run`: the most that a run saw to its end; the plan's number if every run was stopped. The plan counts the last
+      batch of an epoch as full, which it may not be.
+    * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in one order;
+      `None` if no run saw them to the end.
+    * `statistics`: what `analyse` makes of the test losses.
+    """
+    models = {}
+    for name, variant in comparison.variants.items():
+        rate = best_learning_rate(comparison, folder, name)
+        rates = variant.learning_rates
+        sweep = [_read_run(folder, run) for run in comparison.sweep(name)]
+        runs = [] if rate is None else [_read_run(folder, run) for run in comparison.reported(name, rate)]
+        models[name] = {
+            "given": without_folders(variant.given),
+            "parameters": variant.size.total,
+            "non_embedding_parameters": variant.size.non_embedding,
+            "flops_per_token": variant.size.flops_per_token,
+            "intermediate_size": variant.intermediate_size,
+            "learning_rates": rates,
+            "learning_rate": rate,
+            "is_at_edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
+            "rate_gap": rate_gap(_validation_losses(sweep), _validation_losses(runs)),
+            "sweep": sweep,
+            "runs": runs,
+        }
+    # A run that was stopped saw the beginning only
+    whole = [run for model in models.values() for run in [*model["sweep"], *model["runs"]] if run["diverged_at"] is None]
+    streams: dict[int, set[str]] = {}
+    for run in whole:
+        streams.setdefault(run["seed"], set()).add(run["token_stream"])
+    # A model none of whose rates can be trained has diverged on every seed
+    losses = {
+        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
+        for name, model in models.items()
+    }
+    runs = [run for name in models for run in _all_runs(comparison, folder, name)]
+    fingerprints = {read_metrics(folder, run)["dataset_fingerprint"] for run in runs}
+    sample = read_metrics(folder, runs[0])
+    return {
+        "name": comparison.name,
+        "baseline": comparison.baseline,
+        "seeds": comparison.seeds,
+        "sweep_seed": comparison.sweep_seed,
+        "command": comparison.command,
+        "tokens_per_run": max((run["tokens_seen"] for run in whole), default=comparison.tokens_per_run),
+        "dataset_fingerprint": sample["dataset_fingerprint"],
+        **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
+        "device": sample["device"],
+        "versions": sample["versions"],
+        "comparison": without_folders(comparison.given),
+        "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
+        "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
+        "models": models,
+        "statistics": dataclasses.asdict(analyse(losses, comparison.baseline)),
+    }
+
+
+def _all_runs(comparison: Comparison, folder: Path, model: str) -> list[Run]:
+    rate = best_learning_rate(comparison, folder, model)
+    return [*comparison.sweep(model), *([] if rate is None else comparison.reported(model, rate))]
+
+
+def _read_run(folder: Path, run: Run) -> dict[str, Any]:
+    path = run_folder(folder, run)
+    metrics = read_metrics(folder, run)
+    history = TrainerState.load_from_json(str(path / "trainer_state.json")).log_history
+    curves = {
+        name: [(entry["step"], entry[key]) for entry in history if key in entry]
+        for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
+    }
+    return {
+        "folder": path.relative_to(folder).as_posix(),
+        "seed": run.seed,
+        "learning_rate": run.learning_rate,
+        "diverged": metrics["diverged"],
+        "diverged_at": metrics["diverged_at"],
+        # The loss of a model that diverged is no result
+        "test_loss": None if metrics["diverged"] else metrics["test_loss"],
+        "validation_loss": metrics.get("eval_loss"),
+        "train_loss": metrics["train_loss"],
+        "bits_per_byte": metrics.get("test_bits_per_byte"),
+        "token_accuracy": metrics.get("test_token_accuracy"),
+        **{name: metrics[name] for name in ("steps", "tokens_seen", "token_stream", "train_seconds", "tokens_per_second")},
+        "peak_memory": metrics["peak_memory"],
+        "attn_implementation": metrics["attn_implementation"],
+        "history": {
+            **{name: _without_nan(curve) for name, curve in curves.items()},
+            "loss_spikes": loss_spikes(curves["train_loss"]),
+            "stability": {
+                layer: {quantity: _without_nan(curve) for quantity, curve in found.items()}
+                for layer, found in read_stability(history).items()
+            },
+        },
+    }
+
+
+def _validation_losses(runs: list[dict[str, Any]]) -> list[float | None]:
+    return [None if run["diverged"] else run["validation_loss"] for run in runs]
+
+
+def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """JSON knows neither NaN nor infinity."""
+    return [(step, value if math.isfinite(value) else None) for step, value in curve]

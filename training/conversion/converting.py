@@ -1,0 +1,283 @@
+"""`nlq convert`, folder to folder: GPT-2 and the paper's checkpoints to NLQ, NLQ to other switches or to GPT-2."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GPT2ForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from modeling_nlq import NLQForSequenceClassification
+from modeling_nlq.training.card import CARD_FILE, base_model_of, render
+from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
+from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
+from modeling_nlq.training.conversion.upcycling import largest_difference
+from modeling_nlq.training.conversion.upcycling import upcycle as upcycle_model
+from modeling_nlq.training.parameters import size_of
+from modeling_nlq.training.run.data import check_vocabulary
+from modeling_nlq.training.run.trainer import METRICS_FILE, RECIPE_FILE, is_taken, write_text
+from modeling_nlq.training.sharing.publishing import CONVERSION_FILE, VOCABULARIES, files_to_publish
+
+
+logger = logging.get_logger(__name__)
+
+PAPER_CHECKPOINT = "ckpt.pt"
+# Relative to the largest output, in float32: sums in another order, and nothing more
+_TOLERANCE = 1e-4
+
+
+@dataclass
+class Conversion:
+    """What was converted to what; `conversion.json` holds it.
+
+    Attributes:
+        source: a Hub name, or the last part of a path.
+        source_class, target_class: of the models.
+        base_model: the model on the Hub that the weights come from, if that is known.
+        switches: fields that were set anew.
+        lost: what the new model cannot do as the old one did; empty if both compute the same.
+        difference: of the outputs on random tokens, in float32, relative to the largest; `None` if there is no other model to
+            compare with, as of a checkpoint.
+        parameters: of the new model.
+        has_tokenizer: whether there is a tokenizer beside the weights.
+    """
+
+    source: str
+    source_class: str
+    target_class: str
+    base_model: str | None = None
+    switches: dict[str, Any] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    difference: float | None = None
+    parameters: int = 0
+    has_tokenizer: bool = False
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Literal["nlq", "gpt2"] = "nlq",
+    upcycle: bool = False,
+    switches: dict[str, Any] | None = None,
+    tokenizer: str | None = None,
+    allow_lossy: bool = False,
+    overwrite: bool = False,
+) -> Conversion:
+    """Writes a model in another form, ready to load, train and share.
+
+    Args:
+        source: folder or Hub name of a GPT-2 or NLQ model, or a checkpoint of the paper's code or of nanoGPT.
+        target: folder to write.
+        to: what to write, an NLQ model or a GPT-2 model of Transformers.
+        upcycle: whether to give it `upcycled` queries, which compute the same at first.
+        switches: other fields of `NLQConfig` to set without changing what the model computes.
+        tokenizer: folder or Hub name of a tokenizer to put beside the weights; by default the source's own.
+        allow_lossy: whether to go on where the new model cannot do what the old one did.
+        overwrite: whether to replace a model that is in the target; other files there are left alone.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: for a source that is none of these or is damaged, a target that is taken, or switches that would change what
+            the model computes. Nothing has been written then.
+        LossyConversion: where something would be lost, and that is not allowed.
+    """
+    source, target = str(source), Path(target)
+    switches = dict(switches or {})
+    if upcycle and "query_projection" in switches:
+        raise ValueError(f"--upcycle and --set query_projection={switches['query_projection']!r} contradict each other")
+    if upcycle:
+        switches["query_projection"] = "upcycled"
+    if to not in ("nlq", "gpt2"):
+        raise ValueError(f"to={to!r} must be 'nlq' or 'gpt2'")
+    if to == "gpt2" and switches:
+        raise ValueError(f"--to gpt2 takes no switches ({', '.join(switches)}): GPT-2 has none")
+    _check_target(source, target, overwrite)
+
+    old = load_source(source)
+    lost: list[str] = []
+    new = old
+    if old.config.model_type == "gpt2":
+        new, lost = _lossily(from_gpt2, old, allow_lossy)
+    if switches:
+        before, new = new, upcycle_model(new, switches)
+        if before.config.to_dict() == new.config.to_dict():
+            raise ValueError(f"{source} has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+    if to == "gpt2":
+        new, more = _lossily(to_gpt2, new, allow_lossy)
+        lost = [*lost, *more]
+    difference = None if new is old else largest_difference(old, new)
+    # A matrix that is computed anew, as W - I, is rounded to the weights' own precision
+    tolerance = max(_TOLERANCE, torch.finfo(new.dtype).eps)
+    if difference is not None and not lost and not difference <= tolerance:
+        raise ValueError(
+            f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
+        )
+    own_tokenizer = _load_tokenizer(source, tokenizer, new)
+
+    is_checkpoint = find_checkpoint(source) is not None
+    done = Conversion(
+        source=source if not Path(source).exists() else Path(source).resolve().name,
+        source_class="checkpoint" if is_checkpoint else type(old).__name__,
+        target_class=type(new).__name__,
+        base_model=base_model_of(source),
+        switches=switches,
+        lost=lost,
+        difference=None if is_checkpoint else difference,
+        parameters=new.num_parameters(),
+        has_tokenizer=own_tokenizer is not None,
+    )
+    _write(new, own_tokenizer, done, target)
+    return done
+
+
+def load_source(source: str) -> PreTrainedModel:
+    """The model in a folder, on the Hub, or in a checkpoint of the paper's code or of nanoGPT, in its own precision.
+
+    Raises:
+        ValueError: if it is no such model, naming what is missing, damaged or too much.
+    """
+    path = find_checkpoint(source)
+    if path is not None:
+        try:
+            return from_paper(read_checkpoint(path))
+        except ValueError as error:
+            text = str(error)
+            raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT}")
+    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin"))):
+        raise ValueError(f"there is no folder or file {source!r}")
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
+        raise ValueError(f"{source!r} is {place}no model that can be read: {str(error).splitlines()[0]}") from error
+    if config.model_type not in ("gpt2", "nlq"):
+        raise ValueError(f"{source!r} is a model of type {config.model_type!r}; only GPT-2 and NLQ models can be converted")
+    return _load_weights(source, config)
+
+
+def find_checkpoint(source: str) -> Path | None:
+    """The checkpoint file that a source names, itself or by its folder; `None` if it is no such file."""
+    path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
+        return path / PAPER_CHECKPOINT
+    return path if path.is_file() else None
+
+
+def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    classes = {
+        model_class.__name__: model_class for model_class in (GPT2_CLASSES if config.model_type == "gpt2" else NLQ_CLASSES)
+    }
+    default = "GPT2LMHeadModel" if config.model_type == "gpt2" else "NLQForCausalLM"
+    name = (config.architectures or [default])[0].removeprefix("FSDP")
+    if name not in classes:
+        raise ValueError(f"{source!r}: architectures names {name!r}, which is none of {', '.join(classes)}")
+    model_class = classes[name]
+    try:
+        model, found = model_class.from_pretrained(
+            source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{source!r}: the weights cannot be read: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        # Of a pickle that asks for more than tensors, torch says so at length
+        if "weights_only" not in str(error) and "Unsupported" not in str(error):
+            raise
+        raise ValueError(
+            f"{source!r}: the weights ask for more than tensors, which could run code; they were not read"
+        ) from None
+    if found["mismatched_keys"]:
+        name, there, expected = min(found["mismatched_keys"])
+        raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and config.json says {tuple(expected)}")
+    missing = set(found["missing_keys"])
+    # The value of hidden scores, which Transformers saved until 4.27, is no parameter
+    unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
+    try:
+        check_names(missing, unexpected)
+    except ValueError as error:
+        raise ValueError(f"{source!r}: {error}") from None
+    return model.eval()
+
+
+def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
+    """A conversion, and what it lost."""
+    try:
+        return conversion(model), []
+    except LossyConversion as error:
+        if not allow_lossy:
+            raise
+        return conversion(model, allow_lossy=True), error.lost
+
+
+def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, whose special tokens the model then knows, or that of the source, if there is one."""
+    if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if name is None and not Path(source).exists():
+            logger.warning(f"{source} has no tokenizer that can be read; give one by --tokenizer")
+            return None
+        raise ValueError(f"tokenizer {name or source!r} cannot be read: {str(error).splitlines()[0]}") from error
+    check_vocabulary(tokenizer, name or source, model.config)
+    # A classifier of sequences reads its answer off the last token that is not padding: its own stays
+    is_classifier = isinstance(model, NLQForSequenceClassification | GPT2ForSequenceClassification)
+    kinds = ("bos_token_id", "eos_token_id") if is_classifier else ("bos_token_id", "eos_token_id", "pad_token_id")
+    for kind in kinds if name is not None else ():
+        for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
+            setattr(settings, kind, getattr(tokenizer, kind))
+    return tokenizer
+
+
+def _check_target(source: str, target: Path, overwrite: bool) -> None:
+    if Path(source).exists() and target.exists() and os.path.samefile(source, target):
+        raise ValueError(f"{target} is the source itself; choose another target")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; choose another target")
+    if is_taken(target):
+        if not overwrite:
+            raise ValueError(
+                f"{target} exists and is not empty; choose another target, or replace the model in it by --overwrite"
+            )
+        if not (target / "config.json").is_file():
+            raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
+        if any((target / name).exists() for name in (METRICS_FILE, RECIPE_FILE)) or any(target.glob("checkpoint-*")):
+            raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, done: Conversion, target: Path) -> None:
+    """Writes all files beside the target, and moves them there once they are complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".unfinished", dir=target.parent) as unfinished:
+        folder = Path(unfinished)
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        record = asdict(done)
+        write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
+        card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
+        card.save(folder / CARD_FILE)
+        target.mkdir(exist_ok=True)
+        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        stale = {*files_to_publish(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
+        for path in stale - {target / name for name in written}:
+            path.unlink(missing_ok=True)
+        for name in sorted(written, key=lambda name: name.name == "config.json"):  # last: it makes a model of the folder
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).replace(target / name)

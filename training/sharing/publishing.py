@@ -1,0 +1,349 @@
+"""`nlq publish`: a folder to a repository on the Hub, in one commit of exactly the files that belong there.
+
+What is uploaded is chosen by a list of what may be, not of what may not: a run folder also holds optimizer states, pickles,
+logs with names of machines, and whatever else somebody put there.
+"""
+
+import fnmatch
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+
+import modeling_nlq
+from modeling_nlq import NLQConfig
+from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.card import CARD_FILE, render
+from modeling_nlq.training.comparison.report import verdicts
+from modeling_nlq.training.comparison.results import RESULTS_FILE
+from modeling_nlq.training.conversion.gpt2 import check_parameters
+from modeling_nlq.training.parameters import size_of
+from modeling_nlq.training.run.recipe import read_yaml
+from modeling_nlq.training.run.trainer import METRICS_FILE, RECIPE_FILE
+from modeling_nlq.training.traces import check_for_traces, without_folders
+
+
+CONVERSION_FILE = "conversion.json"
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+_SETTINGS = ("config.json", "generation_config.json")
+_TOKENIZER = (
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+# One of these makes a tokenizer of a folder
+VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_RESULTS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, "loss.png")
+_COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
+# Fields in which a tokenizer or a configuration remembers where it was loaded from
+_PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
+_STATUS = {
+    401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
+    403: "this token may not write there; is the owner right, and may the token write?",
+    404: "there is no such owner, repository or revision, or this token may not see it",
+    409: "somebody else changed the repository at the same time; run the same command again",
+    412: "somebody else changed the repository at the same time; run the same command again",
+    413: "the Hub takes no file as large as one of these; save the model in smaller shards (max_shard_size)",
+    429: "the Hub has had too many requests; run the same command again a little later",
+}
+
+
+class PublishingError(OSError):
+    """The Hub, or the way to it, failed. A commit is made whole or not at all."""
+
+
+@dataclass
+class Publication:
+    """What is, or would be, in the repository.
+
+    Attributes:
+        files: size in bytes by name.
+        url: of the commit; `None` if it was a dry run.
+        commit: its id.
+    """
+
+    files: dict[str, int]
+    url: str | None = None
+    commit: str | None = None
+
+
+def files_to_publish(folder: Path) -> list[Path]:
+    """The files of a saved model that are its own: weights, settings, code, tokenizer, results. The card is no part of them."""
+    names = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS)
+    files = {path for name in names for path in folder.glob(name) if path.is_file()}
+    try:
+        return sorted({*files, *_code(folder)})
+    except FileNotFoundError:  # half of the code of somebody's model
+        return sorted(files)
+
+
+def _code(folder: Path) -> set[Path]:
+    """The files that the Auto classes load from the folder.
+
+    Raises:
+        FileNotFoundError: if one imports another that is not there.
+    """
+    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
+    there = {path for path in entries if path.is_file()}
+    return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    private: bool | None = None,
+    revision: str | None = None,
+    comparison: str | Path | None = None,
+    card: str | Path | None = None,
+    license: str | None = None,
+    dry_run: bool = False,
+) -> Publication:
+    """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
+
+    The repository is made if there is none. Files of an earlier publication that this one does not have are deleted in the same
+    commit; other files there are left alone.
+
+    Args:
+        folder: of a run, a conversion, or any saved NLQ model.
+        repo_id: `owner/name`.
+        private: whether a new repository is private; by default as its owner has set.
+        revision: branch to publish to, made if there is none; by default the main one.
+        comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
+        card: a card of one's own; by default it is written anew.
+        license: of the weights, for the card.
+        dry_run: whether to stop before anything is sent.
+
+    Raises:
+        ValueError: if the folder holds no complete model, or the name of the repository is not valid.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository then holds what it held before; only where the
+            connection broke while the commit was on its way, it may have arrived all the same.
+    """
+    folder = Path(folder)
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
+    if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
+        raise ValueError(f"revision {revision!r} must be the name of a branch, of letters, digits and _ . / -")
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    contents = _collect(folder, repo_id, comparison, card, license)
+    sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
+    if dry_run:
+        return Publication(sizes)
+
+    token = get_token()
+    if token is None:
+        raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        before = api.model_info(repo_id, revision=revision)
+        if private and not before.private:
+            raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
+        there = {file.rfilename for file in before.siblings or []}
+        stale = sorted(name for name in there - contents.keys() if _may_be_ours(name))
+        operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        operations += [CommitOperationDelete(name) for name in stale]
+        commit = api.create_commit(
+            repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
+        )
+    except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
+    return Publication(sizes, commit.commit_url, commit.oid)
+
+
+def _collect(
+    folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
+) -> dict[str, Path | bytes]:
+    """What is uploaded, by name: files as they are, and those that might tell of this machine rewritten."""
+    records = {name: _read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
+    settings = _read_json(folder / "config.json")
+    if settings.get("model_type") != NLQConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {settings.get('model_type')!r}; `hf upload` shares what is no NLQ model"
+        )
+    model, weights = _check_weights(folder, settings)
+    try:
+        code = _code(folder)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
+        ) from None
+    if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
+        raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
+
+    others = {path for name in (*_SETTINGS, *_TOKENIZER, *_RESULTS) for path in folder.glob(name) if path.is_file()}
+    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in {*weights, *code, *others}}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if name in contents:
+            kept = {key: value for key, value in _read_json(folder / name).items() if key not in _PLACES}
+            contents[name] = _json(without_folders(kept))
+    contents["config.json"] = _json({**json.loads(contents["config.json"]), "auto_map": AUTO_MAP})
+    given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
+    for name, record in records.items():
+        contents[name] = _json(without_folders(record))
+    if given is not None:
+        contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
+
+    text = None
+    comparison_folder = _find_comparison(folder, comparison)
+    if comparison_folder is not None:
+        variant = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
+        try:
+            text = verdicts(_read_json(comparison_folder / RESULTS_FILE), variant)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
+        text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
+        report = comparison_folder / "results.md"
+        if report.is_file():
+            contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
+        for path in filter(Path.is_file, sorted((comparison_folder / "figures").glob("*.png"))):
+            contents[f"comparison/figures/{path.name}"] = path
+    if card is not None:
+        contents[CARD_FILE] = _read_card(Path(card))
+    else:
+        contents[CARD_FILE] = str(
+            render(
+                repo_id,
+                model.config,
+                size_of(model),
+                given=given,
+                metrics=records.get(METRICS_FILE),
+                conversion=records.get(CONVERSION_FILE),
+                comparison=text,
+                license=license,
+                has_plot="loss.png" in contents,
+                has_tokenizer=any(name in contents for name in VOCABULARIES),
+            )
+        ).encode()
+    check_for_traces(folder, contents)
+    return dict(sorted(contents.items()))
+
+
+def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
+    """The model without its weights, and the files that hold them.
+
+    Raises:
+        ValueError: unless these are whole, and hold just what the model has.
+    """
+    class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
+    models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
+    if class_name not in models:
+        raise ValueError(f"{folder}: architectures names {class_name!r}, which is none of {', '.join(sorted(models))}")
+    with torch.device("meta"):
+        model = getattr(modeling_nlq, class_name)(NLQConfig.from_pretrained(folder))
+    model.config.architectures = [class_name]
+    # As Transformers looks for them
+    index = folder / "model.safetensors.index.json"
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file() and index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} is damaged: it has no 'weight_map'")
+        files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no {path.name}: its training did not finish, or it was saved as something else")
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes.update({key: file.get_slice(key).get_shape() for key in file.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    try:
+        check_parameters(model, shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return model, files if files[0].name == "model.safetensors" else [index, *files]
+
+
+def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
+    """The folder of the comparison to report: that given, or the one that holds `runs/MODEL/RUN`."""
+    if given is not None:
+        if not (Path(given) / RESULTS_FILE).is_file():
+            raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
+        return Path(given).resolve()
+    parents = folder.resolve().parents
+    is_run = len(parents) > 2 and parents[1].name == "runs" and (parents[2] / RESULTS_FILE).is_file()
+    return parents[2] if is_run else None
+
+
+def _read_card(path: Path) -> bytes:
+    try:
+        license = ModelCard.load(path).data.license
+        if not isinstance(license, str | None):
+            raise ValueError(f"license: {license!r} must be a name that the Hub knows")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"card {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    return path.read_bytes()
+
+
+def _may_be_ours(name: str) -> bool:
+    patterns = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS, *_COMPARISON, "*_nlq.py")
+    return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _explain(error: BaseException) -> str:
+    """What the Hub or the connection said, in a line."""
+    if isinstance(error, KeyError):
+        return f"the Hub's answer makes no sense, it lacks {error}"
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
+        error = error.__cause__  # of a large file
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, LocalTokenNotFoundError):
+        return _STATUS[401]
+    if isinstance(error, RepositoryNotFoundError) and error.response.status_code == 401:
+        return _STATUS[401]
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        said = f" ({' '.join(error.server_message.split())})" if error.server_message else ""
+        known = _STATUS.get(status) or (
+            "the Hub has a problem of its own; run the same command again" if status >= 500 else "the Hub refused"
+        )
+        return f"{status}: {known}{said}"
+    if isinstance(error, HTTPError):
+        kind = type(error).__name__
+        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _json(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()
