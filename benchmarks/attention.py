@@ -23,7 +23,7 @@ import torch
 from measure import attention_layer, quartiles
 
 import modeling_nlq
-from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 
 

@@ -35,8 +35,9 @@ from measure import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from modeling_nlq.attention_nlq import Visibility, get_attention_activation, make_visibility
+from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.masking_nlq import Visibility, make_visibility
 
 
 Candidate = tuple[str, str]  # backend, activation

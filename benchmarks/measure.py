@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 import modeling_nlq
-from modeling_nlq.attention_nlq import get_attention_activation
+from modeling_nlq.activations_nlq import get_attention_activation
 
 
 # One turn of a candidate lasts about so long, and takes at most so many repeats: in short ones the clock's own noise shows

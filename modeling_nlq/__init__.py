@@ -9,7 +9,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .attention_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
+from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
 from .configuration_nlq import NLQConfig, __version__
 from .modeling_nlq import (
     NLQForCausalLM,

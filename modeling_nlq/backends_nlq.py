@@ -1,48 +1,49 @@
-"""Who computes attention: the table of backends, what each can do, and the automatic choice among them.
+"""The table of backends, and the choice of the backend that computes a layer.
 
-`attention_activation` says what the weights are, `attn_implementation` how they are computed. No backend may compute anything
-else than it was asked for: what it cannot do is an error, never softmax in silence.
+`attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot compute the
+activation of a layer is an error. It never computes softmax instead.
+
+All decisions about backends are in this file: `choose_implementation` when a model is built or its backend is set,
+`find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.integrations.flex_attention import (
-    compile_friendly_flex_attention,
-    flex_attention_forward,
-    get_flex_attention_lse_kwargs,
-)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    BlockMask,
+    create_causal_mask,
+    sdpa_mask,
+)
+from transformers.masking_utils import (
+    create_masks_for_generate as transformers_masks_for_generate,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
-from transformers.utils import logging
+from transformers.utils.generic import is_flash_attention_requested
 
-from .attention_nlq import (
-    AUTOMATIC,
-    AttentionActivation,
-    Visibility,
-    counts_as_zero,
-    eager_attention_forward,
-    keep_from_overflow,
-)
-from .linear_nlq import linear_attention
+from .activations_nlq import AttentionActivation
+from .attention_nlq import eager_attention_forward
+from .configuration_nlq import AUTOMATIC, NLQConfig
+from .flex_nlq import FlexMask, flex_attention_with_log_forward
+from .masking_nlq import Sequences, Visibility, boolean_mask
 from .tiled_nlq import tiled_attention_forward
-from .triton_nlq import refusal, triton_attention_forward
+from .triton_activations_nlq import triton_body
+from .triton_nlq import triton_attention_forward
 
 
 try:
     import adasplash
 except ImportError:
     adasplash = None
-
-
-logger = logging.get_logger(__name__)
 
 
 def sdpa_with_sink_forward(
@@ -55,28 +56,28 @@ def sdpa_with_sink_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Softmax by PyTorch's fused kernels, with the layer's sink if it has one.
+    """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
-    The sink is one more key before all others, whose value is 0. A learned logit `b` needs one more column: 1 in the sink's
-    key, 0 in the other keys, `b` in every query; more columns of 0 keep the head's width a multiple of 8, which CUDA's kernels
-    want. Exact, for a term `exp(b)` in the denominator is all that this adds.
+    The sink is another key before all others, whose value is 0. A learned logit `b` needs another column: 1 in the sink's key,
+    0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8, which CUDA's kernels
+    need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
     Args:
         module: the attention layer.
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`: then several queries see the keys up to their own
-            place, counted from the first key, and a single query sees all keys.
+        attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`. Without a mask, several queries see the keys up
+            to their own index, counted from the first key, and a single query sees all keys.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    if query.shape[0] == 0:  # Transformers' own leaves a size open there
+    if query.shape[0] == 0:  # Transformers' function cannot infer a size there
         return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)[0], None
     if scaling <= 0.0:
-        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel hides keys before it scales: NaN from 0 times infinity
+        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
     if module.attention_sink is None:
         inputs = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
@@ -86,126 +87,17 @@ def sdpa_with_sink_forward(
     columns = 8 - head_dim % 8 if is_learned else 0
     key, value = pad(key, (0, columns, 1, 0)), pad(value, (0, columns, 1, 0))
     if is_learned:
-        # The scaling moves into the query, which the logit joins unscaled
+        # The query is scaled here, because the logit must not be
         logit = module.sink.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
         query, scaling = pad(torch.cat([query * scaling, logit], dim=-1), (0, columns - 1)), 1.0
         key[:, :, 0, head_dim] = 1.0
     is_aligned = attention_mask is None and query.shape[2] > 1
     if is_aligned:
-        query = pad(query, (0, 0, 1, 0))  # a query in the sink's place, so that each still sees the keys up to its own
+        query = pad(query, (0, 0, 1, 0))  # a query at the index of the sink: each query still sees the keys up to its own
     elif attention_mask is not None:
         attention_mask = pad(attention_mask, (1, 0), value=True)
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
-
-
-def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
-    """`log phi(scores)`, minus infinity where `phi` counts as 0, with a gradient of 0 there instead of none."""
-    weights = activation.function(scores)
-    is_zero = counts_as_zero(weights)
-    return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1.0, weights).log())
-
-
-def flex_attention_with_log_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask,
-    scaling: float,
-    dropout: float = 0.0,
-    visible_count: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softmax, and every activation that is never negative, by PyTorch's FlexAttention.
-
-    FlexAttention normalises `exp` of its scores. Given `log phi(s)` for a score it returns the mean of the values weighted with
-    `phi`, and the logarithm of the sum of `phi`, which takes the normaliser out again where another one is asked for (the idea
-    is that of https://github.com/meta-pytorch/attention-gym).
-
-    Args:
-        module: the attention layer.
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: Transformers' `BlockMask`.
-        scaling: factor of the scores.
-        dropout: must be 0.
-        visible_count: `(batch or 1, query)`, how many keys each query sees.
-
-    Returns:
-        The output `(batch, query, heads, head_dim)`, and nothing of use.
-
-    Raises:
-        ValueError: on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and for a caller's own block
-            mask where the number of visible keys is needed.
-    """
-    activation, normalization = module.activation, module.normalization
-    _check_flex_attention_on_cpu(module, query, key, value)
-    if activation.name == "softmax" and module.sink is None:
-        inputs = (module, query, key, value, attention_mask)
-        output, _ = flex_attention_forward(*inputs, scaling=scaling, **kwargs)
-        return output, None
-    needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
-    if needs_count and visible_count is None:
-        raise ValueError(
-            f"attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which attention_activation="
-            f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
-        )
-    log_count = None
-    if needs_count:
-        visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
-        log_count = visible_count.log() if normalization == "none" else None
-
-    def score_mod(score, batch, head, query_index, key_index):
-        if log_count is not None:
-            score = score - log_count[batch, query_index]
-        return score if activation.name == "softmax" else log_function(activation, score)
-
-    query = keep_from_overflow(query, key, scaling, activation, normalization)
-    needs_sum = normalization != "sum" or module.sink is not None
-    result = compile_friendly_flex_attention(
-        query,
-        key,
-        value,
-        training=module.training,
-        score_mod=score_mod,
-        block_mask=attention_mask,
-        enable_gqa=key.shape[1] != query.shape[1],
-        scale=scaling,
-        **get_flex_attention_lse_kwargs(needs_sum),
-    )
-    if not needs_sum:
-        return result.transpose(1, 2).contiguous(), None
-    output, auxiliary = result
-    if activation.name == "softmax":
-        factor = torch.sigmoid(auxiliary.lse - module.sink.float()[:, None])  # sum / (sum + exp(sink))
-    elif normalization == "length":
-        factor = auxiliary.lse.exp() / visible_count[:, None]
-    else:
-        factor = auxiliary.lse.exp()
-    output = (output * factor[..., None]).to(query.dtype)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
-    """PyTorch's FlexAttention has no gradients on the CPU, and its compiled kernel returns no log-sum-exp there."""
-    if inputs[0].device.type != "cpu":
-        return
-    refused = None
-    if module.attention_sink is not None:
-        refused = f"attention_sink={module.attention_sink!r}"
-    elif module.normalization != "sum":
-        refused = f"attention_activation={module.activation.name!r} normalised by {module.normalization!r}"
-    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        refused = "gradients"
-    if refused is not None:
-        asked = (module.activation, module.attention_sink)
-        elsewhere = ("flex_attention", "nlq_triton")
-        able = [name for name, row in ATTENTION_BACKENDS.items() if name not in elsewhere and row.computes(*asked)]
-        raise ValueError(
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); use one of "
-            f"{', '.join((AUTOMATIC, *able))}"
-        )
 
 
 def sparse_attention_forward(
@@ -218,11 +110,11 @@ def sparse_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Projections onto the simplex: entmax15 by the kernel of `adasplash` where that can do it, the rest as `eager` does.
+    """Computes projections onto the simplex: entmax15 by the kernel of `adasplash` where it can, the rest as `eager` does.
 
-    The kernel needs CUDA and takes causal texts without padding, packing or a cache, of a length that is a power of 2 and at
-    least 64, and heads of some widths; its memory is linear in the length. Arguments and the first result are those of
-    `eager_attention_forward`; there are no weights.
+    The kernel needs CUDA, no padding, packing or cache, a length that is a power of 2 and at least 64, and certain widths of
+    the head. Its memory is linear in the length. Arguments and output are those of `eager_attention_forward`; there are no
+    weights.
     """
     is_plain = attention_mask is None or (
         isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.document_start is None
@@ -245,12 +137,12 @@ class AttentionBackend:
     """One row of the table of backends.
 
     Attributes:
-        function: the attention function, with the arguments of Transformers' own.
+        function: the attention function, with the arguments of Transformers' attention functions.
         computes: whether it computes an activation with an `attention_sink`.
         has_dropout: whether it drops weights in training.
-        weights: what comes of `output_attentions=True`: the weights are `"returned"`; `None` in their place, with a warning, as
-            everywhere in Transformers (`"omitted"`); or an error (`"refused"`).
-        takes_visibility: whether its mask is a `Visibility`, and not a tensor or block mask as Transformers makes it.
+        weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
+            instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
+        takes_visibility: whether its mask is a `Visibility`, and not a mask that Transformers makes.
     """
 
     function: Callable
@@ -260,7 +152,7 @@ class AttentionBackend:
     takes_visibility: bool = False
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
-        """Whether it does all that a layer asks for in one call."""
+        """True if it can do everything that a layer needs in one call."""
         if not self.computes(activation, sink) or (needs_weights and self.weights == "refused"):
             return False
         return self.has_dropout or dropout == 0.0
@@ -274,11 +166,7 @@ _flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_si
 _other = AttentionBackend(sdpa_attention_forward, _softmax_without_sink, weights="omitted")
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(
-        # Of linear layers it takes the parallel form, which has no weights to return
-        eager_attention_forward,
-        lambda activation, sink: True,
-        weights="returned",
-        takes_visibility=True,
+        eager_attention_forward, lambda activation, sink: True, weights="returned", takes_visibility=True
     ),
     "sdpa": AttentionBackend(sdpa_with_sink_forward, lambda activation, sink: activation.name == "softmax", weights="omitted"),
     "flash_attention_2": _flash_attention,
@@ -294,20 +182,43 @@ ATTENTION_BACKENDS = {
     ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
-        lambda activation, sink: activation.is_elementwise and activation.triton_body is not None,
+        lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
         takes_visibility=True,
     ),
     "nlq_sparse": AttentionBackend(
         sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", takes_visibility=True
     ),
-    # Linear layers keep a state instead of keys and values, so they call `linear_attention` themselves
-    "nlq_linear": AttentionBackend(
-        linear_attention, lambda activation, sink: activation.kind == "linear", has_dropout=False, takes_visibility=True
-    ),
 }
-# The backends that the automatic choice tries, in this order. The last one computes everything. On CUDA `use_fused_kernels`
-# takes `nlq_triton` in the place of `nlq_tiled`.
-PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "nlq_linear", "eager")
+# The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
+# until its tests have passed on a GPU.
+PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "eager")
+# Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
+LINEAR_ATTENTION = "linear_attention"
+
+
+def choose_implementation(config: NLQConfig, requested: str | None) -> str | None:
+    """Returns the value of `attn_implementation` for a model; `None` leaves the choice to Transformers.
+
+    Args:
+        config: the model's configuration.
+        requested: the value that the user asked for, or `None`.
+
+    Raises:
+        ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some layer.
+    """
+    layers = [(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
+    if requested is None:
+        if config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
+            return AUTOMATIC
+        return None
+    known = ("eager", *ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if requested not in known:
+        choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
+        raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported; use one of {choices}')
+    for layer in layers:
+        if layer[0].kind != "linear":
+            find_backend(requested, [index for index, other in enumerate(layers) if other == layer], *layer)
+    return requested
 
 
 def find_backend(
@@ -318,10 +229,10 @@ def find_backend(
     dropout: float = 0.0,
     needs_weights: bool = False,
 ) -> str:
-    """The name of the backend that computes layers in one call: the guard against a softmax nobody asked for.
+    """Returns the name of the backend that computes layers in one call.
 
-    A name that is not in the table, as that of a kernel on the Hub, stands for softmax without sinks: all such functions return
-    that, whatever they are asked for.
+    A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
+    functions compute nothing else.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -332,13 +243,8 @@ def find_backend(
         needs_weights: whether this call returns the weights.
 
     Raises:
-        ValueError: if the implementation cannot do what is asked; names what can.
+        ValueError: if the implementation cannot do this. The message names those that can.
     """
-    if activation.kind == "linear" and needs_weights:
-        raise ValueError(
-            f"output_attentions=True: attention_activation='linear_attention' (layer {', '.join(map(str, layers))}) has no "
-            "weights to show, for it never forms them; leave output_attentions out, or use another activation there"
-        )
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
     if name == AUTOMATIC:
@@ -359,30 +265,94 @@ def find_backend(
     )
 
 
-def use_fused_kernels(name: str, activation: AttentionActivation, query: torch.Tensor) -> str:
-    """The automatic choice once the query is there: `nlq_triton` for `nlq_tiled` on CUDA, where it can; else a warning, once.
+def make_mask(
+    backend: str, config: NLQConfig, sequences: Sequences, inputs_embeds: torch.Tensor, past_key_values: Cache | None
+) -> Any:
+    """Makes the mask that a backend takes.
 
     Args:
-        name: what `find_backend` chose.
-        activation: the layer's activation.
-        query: `(batch, heads, query, head_dim)`.
+        backend: a result of `find_backend`, or `LINEAR_ATTENTION`.
+        config: the model's configuration.
+        sequences: padding, packed documents and positions of this call.
+        inputs_embeds: `(batch, query, hidden)`.
+        past_key_values: the cache, before the tokens of this call.
+
+    Raises:
+        ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
-    if name != "nlq_tiled" or query.device.type != "cuda":
-        return name
-    reason = refusal(activation, query.device, query.dtype, query.shape[-1])
-    if reason is None:
-        return "nlq_triton"
-    if not torch.compiler.is_compiling():
-        logger.warning_once(f"attn_implementation='nlq' uses nlq_tiled, which is slower: nlq_triton {reason}")
-    return name
+    mask = sequences.attention_mask
+    is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
+    if backend == LINEAR_ATTENTION:
+        if is_dense or isinstance(mask, BlockMask):
+            raise ValueError(
+                "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
+                "weights to hide; give a padding mask (batch, key), or use another activation"
+            )
+        return sequences.visibility
+    takes_visibility = backend in ATTENTION_BACKENDS and ATTENTION_BACKENDS[backend].takes_visibility
+    if is_dense:
+        if not takes_visibility and backend != "sdpa":
+            raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
+        return boolean_mask(mask)
+    if isinstance(mask, BlockMask) and backend != "flex_attention":
+        raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
+    if takes_visibility:
+        return sequences.visibility
+    positions = sequences.packed_position_ids
+    if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} takes packed documents in a batch of 1, not "
+            f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
+        )
+    _check_cache(backend, past_key_values)
+    causal_mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=mask,
+        past_key_values=past_key_values,
+        position_ids=positions,
+    )
+    if backend == "flex_attention":
+        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else sequences.visibility.visible_count)
+    return causal_mask
+
+
+def create_masks_for_generate(
+    config: NLQConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> Any:
+    """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
+
+    NLQ's own backends take the padding mask, not a dense mask. It is as long as a static cache, so its shape stays the same
+    from token to token.
+    """
+    implementation = config._attn_implementation
+    _check_cache(implementation, past_key_values)
+    is_own = implementation in ATTENTION_BACKENDS and ATTENTION_BACKENDS[implementation].takes_visibility
+    if implementation != AUTOMATIC and not is_own:
+        return transformers_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+    if attention_mask is None:
+        return None
+    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+    return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
+
+
+def _check_cache(backend: str, past_key_values: Cache | None) -> None:
+    if backend == "flex_attention" and getattr(past_key_values, "is_compileable", False):
+        # The block mask would read the length of the cache when the kernel runs, after the cache has grown
+        raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
 
 
 def _of_nlq_models_only(*args, **kwargs):
-    raise ValueError("the attention implementations 'nlq' and 'nlq_...' are those of NLQ models: other models cannot use them")
+    raise ValueError("the attention implementations 'nlq' and 'nlq_...' work in NLQ models only")
 
 
-# Transformers accepts the names it finds in these two tables. They belong to the whole process, where several revisions of this
-# code may be loaded, so nothing is looked up there: NLQ's layers ask the table above.
+# Transformers accepts names that are in these two tables. The tables belong to the whole process, where several revisions of
+# this code may be loaded, so NLQ's layers never read them: they use the table above.
 for _name in (AUTOMATIC, *(name for name in ATTENTION_BACKENDS if name.startswith(AUTOMATIC))):
     ALL_ATTENTION_FUNCTIONS.register(_name, _of_nlq_models_only)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA

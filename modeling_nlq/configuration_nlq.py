@@ -7,7 +7,6 @@ from transformers.utils.versions import require_version
 MINIMUM_TRANSFORMERS = "5.23.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
-import difflib
 import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal
@@ -17,19 +16,22 @@ from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from .attention_nlq import AUTOMATIC, FUNCTIONS, AttentionActivation, get_attention_activation
-from .linear_nlq import LAYER_TYPE
+from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
+from .cache_nlq import LAYER_TYPE
 from .projections_nlq import PROJECTIONS
 
 
 if TYPE_CHECKING:
-    # Transformers ships the files it finds in import lines: this one makes every saved configuration carry the model.
+    # Transformers copies the files that it finds in import lines. With this line it copies the model with any configuration.
     from .modeling_nlq import NLQModel  # noqa: F401
 
 
 __version__ = "0.1.0"
 
 logger = logging.get_logger(__name__)
+
+# The value of `attn_implementation` that leaves the choice of a backend to each layer and call.
+AUTOMATIC = "nlq"
 
 AUTO_MAP = {
     "AutoConfig": "configuration_nlq.NLQConfig",
@@ -40,7 +42,7 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
 }
 
-# The switches a layer may have for itself, through Transformers' `per_layer_config`.
+# The switches that may differ between layers, through Transformers' `per_layer_config`.
 PER_LAYER_SWITCHES = (
     "query_projection",
     "key_projection",
@@ -59,10 +61,10 @@ PER_LAYER_SWITCHES = (
     "linear_attention_decay",
 )
 
-# Angles that depend on the current length would change what is already cached.
+# Not the types whose angles depend on the current length: cached keys would become wrong.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
-# Keys without a field here that Transformers writes into config.json or reads from a configuration.
+# Keys that Transformers writes into config.json or reads from a configuration, and that are no field of `NLQConfig`.
 LIBRARY_KEYS = {
     "attn_implementation",
     "auto_map",
@@ -122,24 +124,24 @@ class NLQConfig(PreTrainedConfig):
         residual_activation (`str`, *optional*): the function `r`, after each residual connection.
         query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`;
             `"nonlinear"`, `X + f(X)`; `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
-        key_projection (`str`, defaults to `"linear"`): likewise for the keys.
-        value_projection (`str`, defaults to `"linear"`): likewise for the values.
+        key_projection (`str`, defaults to `"linear"`): the same for the keys.
+        value_projection (`str`, defaults to `"linear"`): the same for the values.
         projection_bottleneck_size (`int`, *optional*): inner width of `f`; by default `hidden_size // 2`.
         projection_activation (`str`, defaults to `"gelu"`): activation inside `f`.
         attention_activation (`str`, defaults to `"softmax"`): the function `phi` of the scores; see `docs/attention.md`.
-        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; by default the activation's own.
+        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; the default depends on the activation.
         attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of that for
             queries with an identity term.
-        linear_attention_decay (`str`, *optional*): how linear attention forgets: `"fixed"`, by RetNet's rate for each key and
-            value head, or `"learned"`, by one that is trained.
-        attention_sink (`str`, *optional*): `"zero"` or `"learned"`, one more term `exp(b)` in softmax's denominator.
+        linear_attention_decay (`str`, *optional*): the decay of linear attention: `"fixed"`, RetNet's rate for each key and
+            value head, or `"learned"`, a trained rate.
+        attention_sink (`str`, *optional*): `"zero"` or `"learned"`, another term `exp(b)` in softmax's denominator.
         qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys, or `"l2"`, cosine similarities times a
             learned scale per query head that replaces the default scaling.
         attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
             ([2505.06708](https://huggingface.co/papers/2505.06708)).
         attention_output_activation (`str`, *optional*): function of the concatenated heads.
         attention_output_scaling (`float`, *optional*): factor of each head's output.
-        head_projection (`bool`, defaults to `False`): a matrix of its own (`head_dim x head_dim`) for each head's output.
+        head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's output.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
         use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids.
@@ -214,27 +216,27 @@ class NLQConfig(PreTrainedConfig):
             if self.projection_bottleneck_size is None:
                 self.projection_bottleneck_size = self.hidden_size // 2
         super().__post_init__(**kwargs)
-        # Not what the caller or an old file says: whoever saves this configuration ships this code beside it.
+        # Always this code, whatever an old file says: saving this configuration copies this code beside it.
         self.auto_map = dict(AUTO_MAP)
         self.nlq_version = __version__
 
     def _check_unknown_keys(self, keys, is_saved: bool) -> None:
-        """Raises for a key that looks like a misspelt field, and warns of any other that nothing reads.
+        """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.
 
-        What a model saved must load again, also where newer code wrote a field that this code lacks: then it warns only.
+        For a saved configuration it only warns, because newer code may have fields that this code lacks.
         """
         names = [field.name for field in fields(self)]
         known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
         for key in keys:
             if key in known or key.startswith("_"):
                 continue
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-            if near and not is_saved:
-                raise ValueError(f"NLQConfig has no field {key!r}; did you mean {near[0]!r}?")
+            suggestion = did_you_mean(key, names, cutoff=0.8).strip()
+            if suggestion and not is_saved:
+                raise ValueError(f"NLQConfig has no field {key!r}; {suggestion}")
             logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
 
     def validate_output_attentions(self):
-        """`output_attentions` needs a backend that returns the weights."""
+        """Checks that the backend returns the weights if `output_attentions` is set."""
         if self._attn_implementation != AUTOMATIC:
             super().validate_output_attentions()
 
@@ -244,44 +246,44 @@ class NLQConfig(PreTrainedConfig):
         else:
             PreTrainedConfig.output_attentions.fset(self, value)
 
-    # diff with PreTrainedConfig: not only "eager" returns the weights, the automatic choice does too, when it is asked
+    # diff with PreTrainedConfig: besides "eager", the automatic choice returns the weights too
     output_attentions = property(PreTrainedConfig.output_attentions.fget, _set_output_attentions)
 
     def to_dict(self) -> dict:
-        # diff with PreTrainedConfig: saving a model writes the class at hand into `auto_map`, which under FSDP2 is a class
-        # that no file defines. All six Auto classes are always right.
+        # diff with PreTrainedConfig: saving a model writes its class into `auto_map`, but under FSDP2 that is a class that no
+        # file defines. The six Auto classes are always correct.
         return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
 
     @property
     def activation(self) -> AttentionActivation:
-        """The table's row of `attention_activation` (of one layer)."""
+        """The row of `attention_activation` in the table (of one layer)."""
         return get_attention_activation(self.attention_activation)
 
     @property
     def layer_types(self) -> list[str]:
-        """What each layer keeps in the cache, for Transformers; not there if all keep keys and values."""
+        """The kind of cache of each layer, for Transformers. Does not exist if all layers store keys and values."""
         try:
             kinds = [layer.activation.kind for layer in self.per_layer_config]
         except ValueError:
-            kinds = []  # of an unknown activation, which the validation is about to name
+            kinds = []  # an unknown activation; the validation reports it
         if "linear" not in kinds:
             raise AttributeError("layer_types")  # Transformers asks by `hasattr`
         return [LAYER_TYPE if kind == "linear" else "full_attention" for kind in kinds]
 
     def validate_layer_type(self):
-        """Nothing to validate: the types of the layers are no field, they follow from the activations."""
+        """Validates nothing: the types of the layers are not a field, they follow from the activations."""
 
     @property
     def score_scaling(self) -> float:
-        """The factor of the scores (of one layer), `attention_scaling` or its default."""
+        """The factor of the scores (of one layer): `attention_scaling` or its default."""
         if self.attention_scaling is not None:
             return float(self.attention_scaling)
         if self.qk_norm == "l2":
-            return 1.0  # the learned scale takes its place
+            return 1.0  # a learned scale replaces it
         return PROJECTIONS[self.query_projection].default_attention_scaling(self.head_dim)
 
     def validate_architecture(self):
-        """Which fields may differ between layers, sizes, and what a rotary embedding needs."""
+        """Checks the fields that differ between layers, sizes, and rotary positions."""
         if self.is_heterogeneous:  # first: what differs between layers cannot be read below
             overrides = self._heterogeneity_spec.per_layer_overrides.values()
             _check_per_layer_switches({name for switches in overrides for name in switches})
@@ -300,7 +302,7 @@ class NLQConfig(PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if not getattr(self, "is_causal", True):
-            raise ValueError("is_causal=False is not supported: NLQ models see the past only")
+            raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
         if self.position_embedding == "rope":
             rope_type = (self.rope_parameters or {}).get("rope_type")
             if rope_type not in ROPE_TYPES:
@@ -311,7 +313,7 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError(f"head_dim={self.head_dim} must be even with position_embedding='rope'")
 
     def validate_rope(self):
-        """Transformers' own check, whose error for a missing parameter is no `ValueError`, where there are rotary positions."""
+        """Applies Transformers' check if there are rotary positions, and turns its `KeyError` into a `ValueError`."""
         if self.position_embedding != "rope":
             return
         try:
@@ -320,7 +322,7 @@ class NLQConfig(PreTrainedConfig):
             raise ValueError(error.args[0]) from None
 
     def validate_numbers(self):
-        """Ranges of the floating-point fields."""
+        """Checks the ranges of floating-point fields."""
         for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
@@ -329,14 +331,14 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0 and at most 1")
 
     def validate_functions(self):
-        """Names of functions outside the layers' own switches."""
+        """Checks the names of functions that are the same in all layers."""
         for name in ("hidden_act", "sublayer_activation", "residual_activation"):
             _check_function(self, name)
         if self.hidden_act is None:
             raise ValueError(f"hidden_act=None must be one of {', '.join(FUNCTIONS)}")
 
     def validate_layers(self):
-        """The switches of every layer, each on its own configuration."""
+        """Checks the switches of each layer."""
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             try:
                 _check_layer(layer)
@@ -359,21 +361,22 @@ def _check_positive(config: NLQConfig, name: str) -> None:
 def _check_function(config: NLQConfig, name: str) -> None:
     value = getattr(config, name)
     if value is not None and value not in FUNCTIONS:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(FUNCTIONS)}")
+        raise ValueError(f"{name}={value!r} is unknown; {did_you_mean(value, FUNCTIONS)}choose one of {', '.join(FUNCTIONS)}")
 
 
 def _check_layer(layer: NLQConfig) -> None:
-    """The rules for the switches of one layer."""
+    """Checks the switches of one layer."""
     for kind in ("query", "key", "value"):
         name = f"{kind}_projection"
         if (value := getattr(layer, name)) not in PROJECTIONS:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(PROJECTIONS)}")
+            suggestion = did_you_mean(value, PROJECTIONS)
+            raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(PROJECTIONS)}")
         heads = layer.num_attention_heads if kind == "query" else layer.num_key_value_heads
         if PROJECTIONS[value].identity and heads * layer.head_dim != layer.hidden_size:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             raise ValueError(
-                f"{name}={value!r} adds the input itself, so its output must be as wide as hidden_size={layer.hidden_size}, "
-                f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or as many heads as fill the width"
+                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={layer.hidden_size}, "
+                f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
     _check_positive(layer, "projection_bottleneck_size")
     if layer.projection_activation is None:
@@ -388,7 +391,7 @@ def _check_layer(layer: NLQConfig) -> None:
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
             f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
-            f"{activation.name!r}; a key's weight does not fade there"
+            f"{activation.name!r}; other activations have no decay"
         )
     if activation.kind == "linear" and layer.attention_dropout > 0.0:
         raise ValueError(
@@ -397,8 +400,8 @@ def _check_layer(layer: NLQConfig) -> None:
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
-            f"attention_normalization='sum' needs weights that are never negative, which attention_activation="
-            f"{activation.name!r} does not promise; use 'length' or 'none'"
+            f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
+            f"{activation.name!r} can be; use 'length' or 'none'"
         )
     if layer.attention_sink is not None and activation.name != "softmax":
         raise ValueError(

@@ -1,31 +1,30 @@
-"""Linear attention: weights `psi(c q) . psi(k)` that need no score for each pair, so that attention is a recurrent network.
+"""Linear attention: weights `psi(c q) . psi(k)`, which need no score per pair of tokens, so attention is a recurrent network.
 
 `psi(x) = elu(x) + 1` (Katharopoulos et al. 2020, arXiv 2006.16236), `c = attention_scaling * sqrt(head_dim)`. The output is
 
     o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
 
-over the keys that query `i` sees, where `t` counts the tokens that are not padding, `R` are rotary positions, in the numerator
-only (Su et al. 2021, arXiv 2104.09864, section 3.3), and `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621).
-All that later tokens need of earlier ones are two sums, the state. There are three ways to the same numbers: `parallel_form`,
-quadratic in the length, for readers and tests; `chunked_form`, linear, for training and prompts; and `recurrent_form`, token by
+over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the numerator only
+(Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later
+tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers: `parallel_form`, quadratic in
+the length, is the readable reference; `chunked_form`, linear, is for training and prompts; `recurrent_form` goes token by
 token.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
 
-import hashlib
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import is_flash_linear_attention_available
 from transformers.utils.generic import maybe_autocast
 
-from .attention_nlq import Visibility, counts_as_zero, make_visibility
+from .attention_nlq import counts_as_zero
+from .cache_nlq import LinearState
+from .masking_nlq import Visibility, make_visibility
 
 
 if is_flash_linear_attention_available():
@@ -34,39 +33,25 @@ else:
     chunk_simple_gla = None
 
 
-# Transformers' table of cache layers belongs to the process, where other revisions of this file may be loaded
-LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
-# With heads of 64, so many tokens cost about as much among themselves as reading the state costs
+# With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
 CHUNK_SIZE = 64
-# So many tokens are computed at once: enough to keep a device busy, and few enough that memory is used again
+# Tokens computed at once: enough to use a whole device, and few enough to reuse memory between segments
 SEGMENT_SIZE = 2048
-# The narrowest value that a kernel takes
+# The smallest width of values that the kernel accepts
 _COLUMNS = 16
 
 
-class LinearState(NamedTuple):
-    """What later tokens need of earlier ones, in float32 or more.
-
-    Attributes:
-        numerator: `(b, g, d, d)`, the sum of keys times values, decayed up to the last token.
-        denominator: `(b, g, d)`, the sum of keys.
-    """
-
-    numerator: torch.Tensor
-    denominator: torch.Tensor
-
-
 class LinearInputs(NamedTuple):
-    """What all forms compute on, in float32 or more.
+    """The inputs of all forms, in at least float32.
 
     Attributes:
         query: `(b, g, r, n, d)`, `psi(c q)`.
         key: `(b, g, n, d)`, `psi(k)`, 0 for padding.
-        rotated_query, rotated_key: of the same shapes, what the numerator is made of.
+        rotated_query, rotated_key: the same with rotary positions, for the numerator.
         value: `(b, g, n, d)`.
-        count: `(b, n)`, how many tokens up to each one are not padding, those of the state included.
+        count: `(b, n)`, the number of tokens up to each one that are not padding, including those of the state.
         is_valid: `(b, n)` booleans, false for padding.
-        document_start: `(b, n)`, the first token of each one's packed document, or `None`.
+        document_start: `(b, n)`, the first token of each token's packed document, or `None`.
         log_decay: `(g,)`, or `None` if nothing decays.
     """
 
@@ -82,24 +67,24 @@ class LinearInputs(NamedTuple):
 
 
 def fixed_log_decay(num_heads: int) -> torch.Tensor:
-    """`(heads,)`: the logarithms of RetNet's rates, `1 - 2^(-5 - head)`."""
+    """Returns `(heads,)`, the logarithms of RetNet's rates `1 - 2^(-5 - head)`."""
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(num_heads, dtype=torch.float64)))
 
 
 def initial_decay_bias(num_heads: int) -> torch.Tensor:
-    """`(heads,)`: the numbers whose sigmoids are RetNet's rates."""
+    """Returns `(heads,)`, the numbers whose sigmoids are RetNet's rates."""
     exponent = 5.0 + torch.arange(num_heads, dtype=torch.float64)
     return exponent * math.log(2.0) + fixed_log_decay(num_heads)
 
 
 class _FeatureMap(torch.autograd.Function):
-    """`psi`, of which backward needs nothing but the result: its derivative is `min(psi, 1)`."""
+    """`psi`. Its derivative is `min(psi, 1)`, so backward needs only the result."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(states: torch.Tensor) -> torch.Tensor:
-        # `elu(x) + 1` as it is written would be 0 below -17, and coarse before that
+        # `elu(x) + 1` computed literally would be 0 below -17, and inaccurate above
         return torch.exp(states.clamp(max=0.0)).add_(states.clamp(min=0.0))
 
     @staticmethod
@@ -113,12 +98,12 @@ class _FeatureMap(torch.autograd.Function):
 
 
 def feature_map(states: torch.Tensor) -> torch.Tensor:
-    """`psi`, which is positive, so that the normaliser is."""
+    """Computes `psi`. It is positive, so the normaliser is positive too."""
     return _FeatureMap.apply(states)
 
 
 def parallel_form(inputs: LinearInputs) -> torch.Tensor:
-    """`(b, g, r, n, d)`, from a weight for each pair of tokens."""
+    """Returns `(b, g, r, n, d)`, computed from a weight for each pair of tokens."""
     pairs = _pairs(inputs)
     weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
     rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * pairs
@@ -128,13 +113,13 @@ def parallel_form(inputs: LinearInputs) -> torch.Tensor:
 def chunked_form(
     inputs: LinearInputs, state: LinearState | None = None, chunk_size: int = CHUNK_SIZE
 ) -> tuple[torch.Tensor, LinearState]:
-    """`(b, g, r, n, d)` and the state after the last token: pairs within a chunk, the state for what came before it.
+    """Returns `(b, g, r, n, d)` and the state after the last token: pairs within a chunk, and the state before it.
 
-    No factor is above 1, whatever the length: decay is counted from where a chunk, or the state, ends.
+    Decay is counted from the end of a chunk or of the state, so no factor is above 1, whatever the length.
 
     Args:
-        inputs: with `query` of n tokens.
-        state: of all tokens before them.
+        inputs: the inputs of n tokens.
+        state: the state of all tokens before them.
         chunk_size: c, in tokens.
     """
     length = inputs.query.shape[-2]
@@ -143,29 +128,29 @@ def chunked_form(
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
 
-    # What each chunk adds to the state, and how much of the state before it outlives it
+    # What each chunk adds to the state, and how much of the state before it chunk_decay it
     from_end = _decay(inputs.log_decay, after[..., None] - inputs.count)  # (b, g, chunks, c)
-    outlives = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
+    chunk_decay = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
     if inputs.document_start is not None:
         last_start = inputs.document_start[..., -1]
         places = first[:, None] + torch.arange(chunk_size, device=first.device)
         from_end = from_end * (places >= last_start[..., None])[:, None]
-        outlives = outlives * (last_start < first)[:, None]
+        chunk_decay = chunk_decay * (last_start < first)[:, None]
     added = LinearState(
         (inputs.rotated_key * from_end[..., None]).mT @ inputs.value, (inputs.key * from_end[..., None]).sum(dim=-2)
     )
     if state is None:
         state = LinearState(*(torch.zeros_like(part[:, :, 0]) for part in added))
     states = []
-    # Unbound, not indexed: the gradient of an index is as large as all chunks, which would make this quadratic
-    for kept, numerator, denominator in zip(*(part.unbind(dim=2) for part in (outlives, *added))):
+    # Unbound, not indexed: the gradient of an index has the size of all chunks, which would make this quadratic
+    for decay, numerator, denominator in zip(*(part.unbind(dim=2) for part in (chunk_decay, *added))):
         states.append(state)
         state = LinearState(
-            state.numerator * kept[..., None, None] + numerator, state.denominator * kept[..., None] + denominator
+            state.numerator * decay[..., None, None] + numerator, state.denominator * decay[..., None] + denominator
         )
     numerators, denominators = (torch.stack(parts, dim=2) for parts in zip(*states))  # (b, g, chunks, ...)
 
-    # (b, g, chunks, c): how much of the state before its chunk a query still sees
+    # (b, g, chunks, c): the decay of the state before the chunk, up to each query
     seen = _decay(inputs.log_decay, inputs.count - before[..., None])
     if inputs.document_start is not None:
         seen = seen * (inputs.document_start < first[:, None])[:, None]
@@ -182,19 +167,19 @@ def chunked_form(
 
 
 def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
-    """`(b, g, r, n, d)` and the state after the last token: `S_i = decay S_(i-1) + k_i v_i^T`, token by token."""
+    """Returns `(b, g, r, n, d)` and the state after the last token, by `S_i = decay S_(i-1) + k_i v_i^T` for each token."""
     if state is None:
         numerator = inputs.value.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1], inputs.value.shape[-1])
         state = LinearState(numerator, inputs.key.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1]))
     outputs = []
     for index in range(inputs.query.shape[-2]):
-        kept = _decay(inputs.log_decay, inputs.is_valid[:, index].to(inputs.count.dtype))  # (b, g): padding decays nothing
+        decay = _decay(inputs.log_decay, inputs.is_valid[:, index].to(inputs.count.dtype))  # (b, g): padding decays nothing
         if inputs.document_start is not None:
-            kept = kept * (inputs.document_start[:, index] < index)[:, None]
+            decay = decay * (inputs.document_start[:, index] < index)[:, None]
         key, rotated_key = inputs.key[:, :, index], inputs.rotated_key[:, :, index]
         state = LinearState(
-            state.numerator * kept[..., None, None] + rotated_key[..., :, None] * inputs.value[:, :, index][..., None, :],
-            state.denominator * kept[..., None] + key,
+            state.numerator * decay[..., None, None] + rotated_key[..., :, None] * inputs.value[:, :, index][..., None, :],
+            state.denominator * decay[..., None] + key,
         )
         numerator = inputs.rotated_query[..., index, :] @ state.numerator
         denominator = (inputs.query[..., index, :] @ state.denominator[..., None]).squeeze(-1)
@@ -203,7 +188,7 @@ def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tu
 
 
 def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
-    """The chunked form by the kernels of flash-linear-attention, on CUDA, for anything but packed documents."""
+    """Computes the chunked form by the kernels of flash-linear-attention, on CUDA, without packed documents."""
     groups = inputs.query.shape[2]
     gates = None
     if inputs.log_decay is not None:  # (b, n, heads): padding decays nothing
@@ -217,7 +202,7 @@ def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple
         output, after = chunk_simple_gla(query, key, value, g=gates, scale=1.0, initial_state=before, output_final_state=True)
         return output.transpose(1, 2).unflatten(1, (-1, groups)), after[:, ::groups]
 
-    # Kernels multiply no single column: the sum of the keys is that of the first of these
+    # The kernel accepts no single column; the sum of the keys is the first of these columns
     ones = nn.functional.pad(torch.ones_like(inputs.value[..., :1]), (0, _COLUMNS - 1))
     before = None if state is None else nn.functional.pad(state.denominator[..., None], (0, _COLUMNS - 1))
     numerator, numerator_state = attend(
@@ -228,13 +213,13 @@ def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple
 
 
 def _divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """The mean, and 0 for a query that sees no key."""
+    """Divides; a query that sees no key gets 0."""
     is_zero = counts_as_zero(denominator)[..., None]
     return (numerator / denominator[..., None].masked_fill(is_zero, 1.0)).masked_fill(is_zero, 0.0)
 
 
 def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """`decay^tokens`: `(b, ...)` -> `(b, g or 1, ...)`; a negative number of tokens, of a pair that is hidden, counts as 0."""
+    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number of tokens, of a hidden pair, counts as 0."""
     if log_decay is None:
         return torch.ones_like(tokens, dtype=torch.float32)[:, None]
     rate = log_decay.view(-1, *[1] * (tokens.ndim - 1))
@@ -242,7 +227,7 @@ def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor
 
 
 def _pairs(inputs: LinearInputs) -> torch.Tensor:
-    """The factor of each pair's weight, `(b, g or 1, 1, ..., c, c)`: decay, and 0 where the query does not see the key."""
+    """Returns the factor of each pair's weight, `(b, g or 1, 1, ..., c, c)`: the decay, and 0 where the key is hidden."""
     length = inputs.query.shape[-2]
     visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device).tril()
     visible = visible & inputs.is_valid[..., None, :]
@@ -254,14 +239,14 @@ def _pairs(inputs: LinearInputs) -> torch.Tensor:
 
 
 def _chunked(inputs: LinearInputs, chunk_size: int) -> LinearInputs:
-    """The inputs with their length cut into chunks, `(..., n, d)` -> `(..., chunks, c, d)`; the last is filled with padding."""
+    """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills the last one with padding."""
     missing = -inputs.query.shape[-2] % chunk_size
 
     def cut(states: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
 
     def cut_row(row: torch.Tensor) -> torch.Tensor:
-        # The last token's number again: padding counts nothing, and belongs to the last document
+        # Repeat the last token's number: padding is not counted, and belongs to the last document
         row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
         return row.unflatten(-1, (-1, chunk_size))
 
@@ -291,17 +276,18 @@ def linear_attention(
     state: LinearState | None = None,
     form: str = "chunked",
 ) -> tuple[torch.Tensor, LinearState | None]:
-    """Linear attention of the tokens of one call.
+    """Computes linear attention of the tokens of one call.
 
     Args:
         query: `(batch, heads, query, head_dim)`, before rotary positions.
         key, value: `(batch, key_value_heads, query, head_dim)`, of the same tokens.
-        visibility: which of them are padding, and where packed documents begin; `None` if all are one text.
+        visibility: padding and packed documents; `None` if each row is one text.
         scaling: `attention_scaling`.
         log_decay: `(key_value_heads,)`, or `None`.
         position_embeddings: cosines and sines of rotary positions, or `None`.
-        state: of the tokens before these.
-        form: `"chunked"`, which takes single tokens one by one, or `"parallel"`, which takes and gives no state.
+        state: the state of the tokens before these.
+        form: `"chunked"`, which uses `recurrent_form` for a single token, or `"parallel"`, which neither takes nor returns a
+            state.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
@@ -314,23 +300,23 @@ def linear_attention(
     if visibility.key_is_valid is not None:
         is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
     count, start = visibility.visible_count.expand(batch, -1), visibility.document_start
-    if start is not None:  # pairs across documents are hidden, so only differences within one matter
+    if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
     has_kernel = chunk_simple_gla is not None and query.is_cuda and start is None
     size = length if form == "parallel" or has_kernel else SEGMENT_SIZE
 
-    # Split, not sliced: the gradient of a slice is as large as the whole, which would make this quadratic
+    # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
     splits = [states.split(size, dim=2) for states in (query, key, value)]
     splits += [row.split(size, dim=1) for row in (count, is_valid)]
     positions = () if position_embeddings is None else [part.split(size, dim=1) for part in position_embeddings]
     outputs = []
-    # Sums over thousands of tokens: in float32 also where autocast would have products in less
+    # Sums over thousands of tokens need float32, also where autocast would use less
     with maybe_autocast(query.device.type, enabled=False):
         for index, part in enumerate(zip(*splits)):
             inputs = _make_inputs(
                 *part,
                 scale=scaling * math.sqrt(head_dim),
-                # A document that began before these tokens begins at a negative place
+                # A document that began before these tokens begins at a negative index
                 document_start=None if start is None else start.split(size, dim=1)[index] - index * size,
                 log_decay=log_decay,
                 position_embeddings=tuple(split[index] for split in positions),
@@ -358,7 +344,7 @@ def _make_inputs(
     log_decay: torch.Tensor | None,
     position_embeddings: tuple[torch.Tensor, ...],
 ) -> LinearInputs:
-    """Features, rotations and groups of heads."""
+    """Applies the feature map and rotary positions, and groups the heads."""
     query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
     query, key = feature_map(query * scale), feature_map(key) * is_valid[:, None, :, None]
     groups = (key.shape[1], query.shape[1] // key.shape[1])
@@ -377,108 +363,3 @@ def _make_inputs(
         document_start=document_start,
         log_decay=None if log_decay is None else log_decay.to(query.dtype),
     )
-
-
-class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
-    """The state of one linear layer in Transformers' cache.
-
-    Transformers' own layer cannot stand in a cache without attention layers, for it counts no tokens; this one does.
-
-    Args:
-        max_cache_len: of a static cache, whose masks are so long; the state itself has no limit.
-    """
-
-    _layer_type = LAYER_TYPE
-
-    def __init__(self, max_cache_len: int | None = None, **kwargs):
-        LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields))
-        CacheLayerMixin.__init__(self)
-        self.max_cache_len = max_cache_len
-        self.cumulative_length: int | torch.Tensor = 0
-
-    @property
-    def is_compileable(self) -> bool:
-        """A number of tokens that is no tensor would be compiled in."""
-        return self.max_cache_len is not None
-
-    @property
-    def is_croppable(self) -> bool:
-        """A state does not remember what it was."""
-        return False
-
-    def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
-        """Makes room for a state of the given shape."""
-        super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
-        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
-        if self.max_cache_len is not None and isinstance(self.cumulative_length, int):
-            self.cumulative_length = torch.tensor([self.cumulative_length], device=self.device)
-        self.is_initialized = True
-
-    def get_state(self) -> LinearState | None:
-        """The state of the tokens so far; `None` before the first."""
-        return LinearState(*self.recurrent_states.values()) if all(self.has_previous_state.values()) else None
-
-    def set_state(self, state: LinearState, length: int) -> None:
-        """Takes the state after `length` more tokens."""
-        for index, part in enumerate(state):
-            if not self.is_recurrent_states_initialized[index]:
-                self.lazy_initialization(recurrent_states=part, state_idx=index)
-            if self.max_cache_len is None:
-                self.recurrent_states[index] = part  # not in place: a gradient may need what was there
-            else:
-                self.update_recurrent_state(part, index)
-            self.has_previous_state[index] = True
-        self.cumulative_length += length
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Keys and values are no part of this cache."""
-        raise RuntimeError("a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values")
-
-    def get_seq_length(self) -> int | torch.Tensor:
-        """How many tokens have been seen."""
-        return self.cumulative_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length of a mask over all tokens, and 0."""
-        return (self.cumulative_length + query_length if self.max_cache_len is None else self.max_cache_len), 0
-
-    def get_max_length(self) -> int:
-        """That of a static cache; -1 for no limit."""
-        return -1 if self.max_cache_len is None else self.max_cache_len
-
-    def activate_past_recording(self) -> None:
-        """Called before tokens are tried that may be taken back."""
-        self.crop(-1)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises `RuntimeError`, unless nothing is to be removed."""
-        if tokens_to_remove != 0:
-            raise RuntimeError(
-                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, which "
-                "assisted decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
-            )
-
-    def reset(self) -> None:
-        """Forgets all tokens."""
-        if self.max_cache_len is None:
-            self._map(torch.zeros_like)  # not in place: a gradient may need what was there
-        LinearAttentionLayer.reset(self)
-        if isinstance(self.cumulative_length, int):
-            self.cumulative_length = 0
-        else:
-            self.cumulative_length.zero_()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row of the batch."""
-        self._map(lambda part: part.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some rows of the batch."""
-        self._map(lambda part: part[indices])
-
-    def _map(self, function) -> None:
-        if self.is_initialized:
-            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items()}
-
-
-STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer

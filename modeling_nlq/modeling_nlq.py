@@ -1,4 +1,4 @@
-"""NLQ models: GPT-style decoders whose query projection, attention activation and block are configuration."""
+"""NLQ models: GPT-style decoders whose query projection, attention activation and block are configured."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import BlockMask, create_causal_mask, create_masks_for_generate, find_packed_sequence_indices
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -20,132 +19,44 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
-from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_nlq import (
-    AUTOMATIC,
-    AttentionActivation,
-    Visibility,
-    boolean_mask,
-    eager_attention_forward,
-    get_attention_activation,
-    make_visibility,
+from .attention_nlq import eager_attention_forward
+from .attention_projections_nlq import NLQAttentionProjections, NLQHeadProjection, NLQL2Norm
+from .backends_nlq import (
+    ATTENTION_BACKENDS,
+    LINEAR_ATTENTION,
+    choose_implementation,
+    create_masks_for_generate,
+    find_backend,
+    make_mask,
 )
-from .backends_nlq import ATTENTION_BACKENDS, find_backend, use_fused_kernels
-from .configuration_nlq import NLQConfig
+from .configuration_nlq import AUTOMATIC, NLQConfig
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
-from .projections_nlq import make_projection
+from .masking_nlq import Sequences, Visibility, read_sequences
 
 
 logger = logging.get_logger(__name__)
 
-# Its block mask would count with the cache's own length, which has moved on by the time the kernel runs.
-NO_STATIC_CACHE = "attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'"
 
-
-class NLQL2Norm(nn.Module):
-    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
-
-    def __init__(self, head_dim: int, num_heads: int | None = None):
-        super().__init__()
-        self.head_dim = head_dim
-        self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
-
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`(batch, length, heads, head_dim)` -> the same shape."""
-        # In float32: float16 has no number as small as the epsilon that keeps a zero vector at zero
-        dtype = torch.promote_types(heads.dtype, torch.float32)
-        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
-        return heads if self.scale is None else heads * self.scale[:, None]
-
-
-class NLQHeadProjection(nn.Module):
-    """A square matrix for each head's output, the fourth matrix beside query, key and value; the identity at first."""
-
-    def __init__(self, num_heads: int, head_dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
-
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`(batch, query, heads, head_dim)` -> the same shape."""
-        return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
-
-
-class NLQAttention(nn.Module):
-    """Multi-head attention: project, score, weigh by any activation, and shape what comes out.
-
-    What comes out of each head passes, in this order and where switched on, through `head_projection`,
-    `attention_output_scaling`, `attention_output_activation`, the gate, and the output projection.
-    """
+class NLQAttention(NLQAttentionProjections):
+    """Multi-head attention with any activation of the scores, computed by any backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
-        super().__init__()
-        # The global configuration: only it knows the attention implementation of the moment. The layer's own copy gives the
-        # switches, read here once.
-        self.config = config
+        super().__init__(config, layer_idx)
         layer = config.per_layer_config[layer_idx]
-        self.layer_idx = layer_idx
-        self.num_heads = config.num_attention_heads
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.scaling = layer.score_scaling
-        self.attention_activation = layer.attention_activation
         self.attention_normalization = layer.attention_normalization
-        self.output_scaling = layer.attention_output_scaling
-
-        query_size = config.num_attention_heads * self.head_dim
-        key_value_size = config.num_key_value_heads * self.head_dim
-        options = {
-            "use_bias": config.use_bias,
-            "bottleneck_size": layer.projection_bottleneck_size,
-            "activation": layer.projection_activation,
-            "eps": config.layer_norm_eps,
-        }
-        self.q_proj = make_projection(layer.query_projection, config.hidden_size, query_size, **options)
-        self.k_proj = make_projection(layer.key_projection, config.hidden_size, key_value_size, **options)
-        self.v_proj = make_projection(layer.value_projection, config.hidden_size, key_value_size, **options)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
-        self.o_proj.ends_sublayer = True
-
-        self.q_norm = self.k_norm = None
-        if layer.qk_norm == "rms":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
-        elif layer.qk_norm == "l2":
-            self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
-            self.k_norm = NLQL2Norm(self.head_dim)
-
         self.attention_sink = layer.attention_sink
         if layer.attention_sink == "learned":
             # `bias` in its name keeps it out of Trainer's weight decay
             self.sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
-
-        self.linear_attention_decay = layer.linear_attention_decay
-        if layer.linear_attention_decay == "learned":
-            # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
-            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).float())
-
-        self.head_proj = NLQHeadProjection(config.num_attention_heads, self.head_dim) if layer.head_projection else None
-        self.output_activation = None
-        if layer.attention_output_activation is not None:
-            self.output_activation = ACT2FN[layer.attention_output_activation]
-        self.gate_proj = None
-        if layer.attention_gate is not None:
-            gate_size = query_size if layer.attention_gate == "elementwise" else config.num_attention_heads
-            self.gate_proj = nn.Linear(config.hidden_size, gate_size, bias=config.use_bias)
-
-    @property
-    def activation(self) -> AttentionActivation:
-        """The table's row, looked up by name: a registered function may be replaced, and few functions can be pickled."""
-        return get_attention_activation(self.attention_activation)
 
     @property
     def normalization(self) -> str:
@@ -154,29 +65,17 @@ class NLQAttention(nn.Module):
 
     @property
     def sink(self) -> torch.Tensor | None:
-        """`(heads,)`: the logit of each head's sink, or `None`."""
+        """`(heads,)`, the logit of each head's sink, or `None`."""
         if self.attention_sink == "zero":
             return torch.zeros(self.config.num_attention_heads, device=self.o_proj.weight.device)
         return self.sink_bias if self.attention_sink == "learned" else None
 
-    @property
-    def log_decay(self) -> torch.Tensor | None:
-        """`(key_value_heads,)`: the logarithm of what a linear layer keeps from token to token, or `None` if it keeps all."""
-        if self.linear_attention_decay == "learned":
-            return nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
-        if self.linear_attention_decay == "fixed":
-            weight = self.o_proj.weight
-            log_decay = fixed_log_decay(self.config.num_key_value_heads)
-            return log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
-        return None
-
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
-        """The name of the backend that computes this layer in this call.
+        """Returns the name of the backend that computes this layer in this call.
 
         Raises:
-            ValueError: if `attn_implementation` names one that cannot.
+            ValueError: if `attn_implementation` names a backend that cannot compute it.
         """
-        # diff with Llama: a function that would return softmax whatever it is asked for must not run for anything else
         return find_backend(
             self.config._attn_implementation,
             [self.layer_idx],
@@ -185,31 +84,6 @@ class NLQAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             needs_weights=self.config.output_attentions if output_attentions is None else output_attentions,
         )
-
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(batch, length, hidden)` -> query, key and value, `(batch, heads, length, head_dim)` each, as they are scored.
-
-        Args:
-            hidden_states: what the layer is given.
-            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
-        """
-        # No -1: its size is ambiguous for an empty batch
-        query_shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
-        key_value_shape = (*hidden_states.shape[:-1], self.num_heads // self.num_key_value_groups, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(query_shape)
-        key_states = self.k_proj(hidden_states).view(key_value_shape)
-        value_states = self.v_proj(hidden_states).view(key_value_shape)
-        if self.q_norm is not None:
-            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
-        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
-        value_states = value_states.transpose(1, 2)
-        if position_embeddings is not None:
-            cos, sin = position_embeddings
-            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        return query_states, key_states, value_states
 
     def forward(
         self,
@@ -221,15 +95,11 @@ class NLQAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
         name = self.find_backend(**kwargs)
-        if self.activation.kind == "linear":
-            attn_output = self._attend_linearly(hidden_states, position_embeddings, attention_mask, past_key_values, name)
-            return self._shape_output(hidden_states, attn_output), None
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
 
-        if self.config._attn_implementation == AUTOMATIC:
-            name = use_fused_kernels(name, self.activation, query_states)
+        # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
         else:
@@ -245,62 +115,79 @@ class NLQAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
+        return self.project_output(hidden_states, attn_output), attn_weights
 
-        return self._shape_output(hidden_states, attn_output), attn_weights
 
-    def _attend_linearly(
+class NLQLinearAttention(NLQAttentionProjections):
+    """Linear attention, which stores a state instead of keys and values."""
+
+    def __init__(self, config: NLQConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.linear_attention_decay = config.per_layer_config[layer_idx].linear_attention_decay
+        if self.linear_attention_decay == "learned":
+            # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
+            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).float())
+
+    @property
+    def log_decay(self) -> torch.Tensor | None:
+        """`(key_value_heads,)`, the logarithm of the decay per token, or `None` without decay."""
+        if self.linear_attention_decay == "learned":
+            return nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
+        if self.linear_attention_decay == "fixed":
+            weight = self.o_proj.weight
+            log_decay = fixed_log_decay(self.config.num_key_value_heads)
+            return log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
+        return None
+
+    def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
+        """Returns `LINEAR_ATTENTION`, whatever `attn_implementation` is.
+
+        Raises:
+            ValueError: for `output_attentions=True`.
+        """
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError(
+                f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
+                "weights; leave output_attentions out, or use another activation there"
+            )
+        return LINEAR_ATTENTION
+
+    def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-        visibility: Visibility | torch.Tensor | None,
-        past_key_values: Cache | None,
-        backend: str,
-    ) -> torch.Tensor:
-        """`(batch, query, hidden)` -> `(batch, query, heads, head_dim)`, with a state in the place of keys and values."""
-        if isinstance(visibility, torch.Tensor):
-            raise ValueError(
-                f"attention_activation='linear_attention' (layer {self.layer_idx}) takes no 4-D attention_mask, "
-                "for it forms no weights that it could hide; give a padding mask (batch, key), or use another activation there"
-            )
-        query_states, key_states, value_states = self.project(hidden_states)
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: Visibility | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, None]:
+        """`(batch, query, hidden)` -> the same shape, and no weights."""
+        self.find_backend(**kwargs)
+        query_states, key_states, value_states = self.project(hidden_states)  # rotary positions come after the feature map
         cache = state = None
         if past_key_values is not None:
             cache = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
             if not hasattr(cache, "get_state"):
                 raise ValueError(
-                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that knows it: make it by "
-                    "DynamicCache(config=model.config)"
+                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
+                    "state: make it by DynamicCache(config=model.config)"
                 )
             state = cache.get_state()
-        elif visibility is not None:
-            visibility.check(hidden_states.shape[1], hidden_states.shape[1])
+        elif attention_mask is not None:
+            attention_mask.check(hidden_states.shape[1], hidden_states.shape[1])
         attn_output, state = linear_attention(
             query_states,
             key_states,
             value_states,
-            visibility,
+            attention_mask,
             scaling=self.scaling,
             log_decay=self.log_decay,
             position_embeddings=position_embeddings,
             state=state,
-            form="parallel" if backend == "eager" and cache is None else "chunked",
+            form="parallel" if self.config._attn_implementation == "eager" and cache is None else "chunked",
         )
         if cache is not None:
             cache.set_state(state, hidden_states.shape[1])
-        return attn_output
-
-    def _shape_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
-        """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`: all that comes after the weights."""
-        if self.head_proj is not None:
-            attn_output = self.head_proj(attn_output)
-        if self.output_scaling is not None:
-            attn_output = attn_output * self.output_scaling
-        if self.output_activation is not None:
-            attn_output = self.output_activation(attn_output)
-        if self.gate_proj is not None:
-            gate = torch.sigmoid(self.gate_proj(hidden_states))
-            attn_output = attn_output * gate.view(*attn_output.shape[:3], gate.shape[-1] // self.num_heads)
-        return self.o_proj(attn_output.flatten(2))
+        return self.project_output(hidden_states, attn_output), None
 
 
 class NLQMLP(nn.Module):
@@ -318,15 +205,18 @@ class NLQMLP(nn.Module):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, then MLP. For each of them, `F`, with the functions `a` and `r` (nothing by default):
+    """Attention, then MLP.
 
-    `norm_position="pre"`: `x = r(x + F(a(norm(x))))`; `"post"`: `x = r(norm(x + F(a(x))))`.
+    Each of them is an `F` in `x = r(x + F(a(norm(x))))` with `norm_position="pre"`, or in `x = r(norm(x + F(a(x))))` with
+    `"post"`. The functions `a` and `r` are `sublayer_activation` and `residual_activation`, the identity by default.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
         self.is_pre_norm = config.norm_position == "pre"
-        self.self_attn = NLQAttention(config, layer_idx)
+        # diff with Llama: the activation decides the class
+        is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
+        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.mlp = NLQMLP(config)
         self.self_attn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
@@ -380,28 +270,27 @@ class NLQPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": NLQDecoderLayer, "attentions": NLQAttention}
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
-        # The generic heads build their body by `AutoModel.from_config`, which must know this very configuration class: that
-        # of a downloaded folder is not the one imported above. A subclass with a name of its own registers itself.
+        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration class. That
+        # of a downloaded folder is not the class imported above. A subclass with another name registers itself.
         if type(config).__name__ == NLQConfig.__name__:
             AutoModel.register(type(config), NLQModel, exist_ok=True)
-        config.validate()  # keyword overrides of `from_pretrained` are set after the configuration checked itself
+        config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing for the classes of this file: `NLQConfig` carries the code and all six Auto classes everywhere.
+        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all six Auto classes.
 
-        A model class registered on its own would write its name at the time of saving over that, and the file that defines
-        it; under FSDP2 both are PyTorch's.
+        A registered model class would overwrite these with its own name and file, which under FSDP2 are PyTorch's.
         """
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
-        # Marks on the modules that own the parameters: of custom code, Transformers passes no others in here
+        # The marks are attributes of modules, because Transformers calls this for modules only
         if getattr(module, "ends_sublayer", False):
-            # Radford et al. 2019, section 2.3: the residual stream's variance does not grow with depth
+            # Radford et al. 2019, section 2.3: the variance of the residual stream does not grow with depth
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
@@ -410,29 +299,16 @@ class NLQPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
         elif isinstance(module, NLQL2Norm) and module.scale is not None:
             init.constant_(module.scale, math.sqrt(module.head_dim))
-        elif isinstance(module, NLQAttention):
-            if module.attention_sink == "learned":
-                init.zeros_(module.sink_bias)
-            if module.linear_attention_decay == "learned":
-                init.copy_(module.decay_bias, initial_decay_bias(len(module.decay_bias)))
+        elif isinstance(module, NLQAttention) and module.attention_sink == "learned":
+            init.zeros_(module.sink_bias)
+        elif isinstance(module, NLQLinearAttention) and module.linear_attention_decay == "learned":
+            init.copy_(module.decay_bias, initial_decay_bias(len(module.decay_bias)))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The backend to use: Transformers' choice if it can compute every layer's activation, else one that can.
-
-        Raises:
-            ValueError: if the backend asked for cannot compute the activation of some layer.
-        """
-        layers = [(layer.activation, layer.attention_sink) for layer in self.config.per_layer_config]
-        if requested_attention is None:
-            if self.config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
-                return AUTOMATIC
-            return super().get_correct_attn_implementation(None, is_init_check)
-        known = ("eager", *ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
-        if requested_attention not in known:
-            choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
-            raise ValueError(f'Specified `attn_implementation="{requested_attention}"` is not supported; use one of {choices}')
-        for layer in layers:
-            find_backend(requested_attention, [index for index, other in enumerate(layers) if other == layer], *layer)
+        # diff with Llama: a backend that cannot compute the activation of some layer is an error
+        requested_attention = choose_implementation(self.config, requested_attention)
+        if requested_attention == AUTOMATIC:
+            return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
 
@@ -471,11 +347,11 @@ class NLQModel(NLQPreTrainedModel):
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
-            position_ids: `(batch or 1, query)`. By default a token's place among the tokens that are not padding. Where they do
-                not rise by one, a new packed document begins, which sees nothing of those before it; but an `attention_mask`
-                that is given, even one of all ones, says that each row is one text, and so does a cache.
+            position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding. Where
+                they do not rise by one, a new packed document begins, which sees nothing of the documents before it. With an
+                `attention_mask`, even of all ones, or with a cache, each row is one text.
             past_key_values: the cache; also returned.
-            inputs_embeds: `(batch, query, hidden)`, in place of `input_ids`.
+            inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`.
             cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
                 or beside them.
@@ -484,233 +360,75 @@ class NLQModel(NLQPreTrainedModel):
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
                 beyond the learned ones, for a cache under gradient checkpointing, and for `is_causal=False`.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if (inputs := input_ids if inputs_embeds is None else inputs_embeds).shape[1] == 0:
-            raise ValueError(
-                f"{'input_ids' if inputs_embeds is None else 'inputs_embeds'}={tuple(inputs.shape)} holds no tokens"
-            )
         if not kwargs.pop("is_causal", True):
-            raise ValueError("is_causal=False is not supported: NLQ models see the past only")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        self._check_position_shape(position_ids, inputs_embeds.shape[:2])
-        if position_ids is not None:
-            position_ids = position_ids.expand(inputs_embeds.shape[0], -1)
-        if self.training and any(layer.gradient_checkpointing for layer in self.layers):
-            # Transformers drops the cache at each layer's call, after everything here was counted from it
-            if past_key_values is not None:
-                raise ValueError(
-                    "past_key_values cannot be used with gradient checkpointing in training, which drops the cache; call "
-                    "gradient_checkpointing_disable(), or eval()"
-                )
-            if use_cache:
-                logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
-            use_cache = False
-
-        if isinstance(attention_mask, dict):
-            attention_mask = self._read_masks(attention_mask)
-        padding_mask = self._find_padding_mask(attention_mask)
-        query_length = key_length = inputs_embeds.shape[1]
-        query_offset = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if padding_mask is not None and isinstance(query_offset, int):
-            self._check_padding_mask(padding_mask, inputs_embeds.shape[0], query_offset + query_length)
-        is_packable = attention_mask is None
-        boundaries = self._find_boundaries(position_ids, **kwargs)
-        if boundaries is not None:
-            position_ids = self._read_boundaries(boundaries, inputs_embeds.shape[:2], attention_mask, position_ids)
-        segments = self._find_packed_documents(position_ids, past_key_values, use_cache) if is_packable else None
-        if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-            attention_mask = padding_mask = None  # a mask that hides nothing is dropped, to save its cost
+            raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        use_cache = self._check_use_cache(use_cache, past_key_values)
+        sequences = read_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, **kwargs)
         wants_cache = self.config.use_cache if use_cache is None else use_cache
-        if past_key_values is None and segments is None and wants_cache:
+        if wants_cache and past_key_values is None and sequences.packed_position_ids is None:
             past_key_values = DynamicCache(config=self.config)
 
-        if past_key_values is not None:
-            key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
-            if isinstance(query_offset, torch.Tensor):
-                query_offset = query_offset.to(inputs_embeds.device)
-        visibility = make_visibility(query_length, key_length, query_offset, inputs_embeds.device, padding_mask, segments)
-
-        is_plain = position_ids is None and padding_mask is None and isinstance(query_offset, int)
-        # Transformers' masks and flash attention look for packed documents in the positions they are given
-        mask_position_ids = None if segments is None else position_ids
-        if position_ids is None:
-            position_ids = visibility.query_index[None]
-            if padding_mask is not None:
-                position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            self._check_positions(query_offset + query_length - 1 if is_plain else position_ids)
-            hidden_states = hidden_states + self.embed_positions(position_ids)
-        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+            self._check_last_position(sequences)
+            hidden_states = hidden_states + self.embed_positions(sequences.position_ids)
+        position_embeddings = None
+        if self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        # Fewer than there are where assisted decoding lets the first layers draft
+        # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = self.layers[: self.config.num_hidden_layers]
-        # One mask for each backend, all of them before the first layer advances the cache they are counted from
+        # One mask for each backend, made before the first layer advances the cache
         backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
-        mask_inputs = (visibility, inputs_embeds, attention_mask, past_key_values, mask_position_ids)
-        masks = {backend: self._make_mask(backend, *mask_inputs) for backend in dict.fromkeys(backends)}
-        visible_count = None if isinstance(attention_mask, BlockMask) else visibility.visible_count
-
+        masks = {
+            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values)
+            for backend in dict.fromkeys(backends)
+        }
         for layer, backend in zip(layers, backends):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[backend],
                 position_embeddings=position_embeddings,
-                position_ids=mask_position_ids,
+                position_ids=sequences.packed_position_ids,
                 past_key_values=past_key_values,
-                **({"visible_count": visible_count} if backend == "flex_attention" else {}),
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    @staticmethod
-    def _read_masks(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | BlockMask | None:
-        """The one mask all layers are to have, of those that generation makes for each type of layer."""
-        given = [mask for mask in masks.values() if mask is not None]
-        padding = [mask for mask in given if isinstance(mask, torch.Tensor) and mask.ndim == 2]
-        return next(iter(padding or given), None)
+    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Returns the token embeddings `(batch, query, hidden)`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if inputs.shape[1] == 0:
+            raise ValueError(f"{name}={tuple(inputs.shape)} contains no tokens")
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    @staticmethod
-    def _find_padding_mask(attention_mask: torch.Tensor | BlockMask | None) -> torch.Tensor | None:
-        """The attention mask if it is one of padding, `(batch, key)`; any other shape than that and 4-D is an error."""
-        if isinstance(attention_mask, torch.Tensor):
-            if attention_mask.ndim not in (2, 4):
-                shape = tuple(attention_mask.shape)
-                raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
-            return attention_mask if attention_mask.ndim == 2 else None
-        if attention_mask is not None and not isinstance(attention_mask, BlockMask):
-            raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
-        return None
-
-    @staticmethod
-    def _check_padding_mask(padding_mask: torch.Tensor, batch: int, seen: int) -> None:
-        if padding_mask.shape[0] != batch or padding_mask.shape[1] < seen:
-            shape = tuple(padding_mask.shape)
-            raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
-
-    @staticmethod
-    def _check_position_shape(position_ids: torch.Tensor | None, shape: tuple[int, int]) -> None:
-        if position_ids is None:
-            return
-        batch, length = shape
-        if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
-            allowed = " or ".join(str((rows, length)) for rows in dict.fromkeys((batch, 1)))
-            raise ValueError(f"position_ids={tuple(position_ids.shape)} must be (batch or 1, query)={allowed}")
-
-    @staticmethod
-    def _find_boundaries(
-        position_ids: torch.Tensor | None,
-        cu_seq_lens_q: torch.Tensor | None = None,
-        cu_seq_lens_k: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        **kwargs,
-    ) -> torch.Tensor | None:
-        """`cu_seq_lens_q`, checked; other ways to say where packed documents begin are no substitute for it or positions."""
-        if cu_seq_lens_q is None:
-            if cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
-                raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
-            return None
-        if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.ndim != 1 or cu_seq_lens_q.is_floating_point():
-            raise ValueError(f"cu_seq_lens_q={cu_seq_lens_q!r} must be a tensor (documents + 1,) of integers")
-        if cu_seq_lens_k is not None and not is_tracing(cu_seq_lens_q) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
-            raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
-        return cu_seq_lens_q
-
-    @staticmethod
-    def _read_boundaries(
-        boundaries: torch.Tensor,
-        shape: tuple[int, int],
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The positions `(1, query)` that restart at each of `boundaries`, `cu_seq_lens_q` as padding-free collators pass them.
-
-        Raises:
-            ValueError: if the boundaries do not fit the other inputs.
-        """
-        batch, length = shape
-        if batch != 1 or attention_mask is not None:
-            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
-        index = torch.arange(length, device=boundaries.device)
-        document = torch.bucketize(index, boundaries, right=True) - 1
-        positions = (index - boundaries[document])[None]
-        if is_tracing(boundaries):
-            return positions if position_ids is None else position_ids
-        if boundaries[0] != 0 or boundaries[-1] != length or (boundaries.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} must rise from 0 to the number of tokens, {length}")
-        if position_ids is None:
-            return positions
-        if ((position_ids.diff() == 1) != (document.diff() == 0)).any():
-            raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} does not agree with position_ids, which restart elsewhere")
-        return position_ids
-
-    def _find_packed_documents(
-        self,
-        position_ids: torch.Tensor | None,
-        past_key_values: Cache | None,
-        use_cache: bool | None,
-    ) -> torch.Tensor | None:
-        """The number `(batch, query)` of each token's packed document, or `None` if there is one document per row.
-
-        As in Transformers, there is one where a cache is given: `generate` leaves out a mask of ones.
-        """
-        if position_ids is None or position_ids.shape[-1] <= 1 or past_key_values is not None:
-            return None
-        segments = find_packed_sequence_indices(position_ids)
-        if segments is None:
-            return None
-        if use_cache and not is_tracing(position_ids):
+    def _check_use_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> bool | None:
+        """Returns `use_cache`, or `False` under gradient checkpointing, where Transformers drops the cache in each layer."""
+        if not (self.training and any(layer.gradient_checkpointing for layer in self.layers)):
+            return use_cache
+        if past_key_values is not None:
             raise ValueError(
-                "packed documents (position_ids that restart, without an attention_mask) cannot be cached; set "
-                "use_cache=False, or give a mask if each row is one text"
+                "past_key_values cannot be used with gradient checkpointing in training, which drops the cache; call "
+                "gradient_checkpointing_disable(), or eval()"
             )
-        if position_ids.shape[0] > 1 and is_flash_attention_requested(self.config):
-            raise ValueError(
-                f"attn_implementation={self.config._attn_implementation!r} takes packed documents in a batch of 1, not "
-                f"{position_ids.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
-            )
-        return segments
+        if use_cache:
+            logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
+        return False
 
-    def _make_mask(
-        self,
-        backend: str,
-        visibility: Visibility,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | BlockMask | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None,
-    ):
-        """The mask in the form that a backend takes."""
-        takes_visibility = backend in ATTENTION_BACKENDS and ATTENTION_BACKENDS[backend].takes_visibility
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-            if not takes_visibility and backend != "sdpa":
-                raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
-            return boolean_mask(attention_mask)
-        if not isinstance(attention_mask, torch.Tensor | None) and backend != "flex_attention":
-            raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
-        if backend == "flex_attention" and getattr(past_key_values, "is_compileable", False):
-            raise ValueError(NO_STATIC_CACHE)
-        if takes_visibility:
-            return visibility
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-
-    def _check_positions(self, positions: int | torch.Tensor) -> None:
-        if isinstance(positions, torch.Tensor):
-            if is_tracing(positions):
+    def _check_last_position(self, sequences: Sequences) -> None:
+        """Raises `ValueError` if a position is beyond the learned ones."""
+        last_position = sequences.last_position
+        if last_position is None:
+            if is_tracing(sequences.position_ids):
                 return
-            positions = int(positions.max())
-        if positions >= self.config.max_position_embeddings:
+            last_position = int(sequences.position_ids.max())
+        if last_position >= self.config.max_position_embeddings:
             raise ValueError(
-                f"position {positions} is beyond the learned ones: max_position_embeddings="
+                f"position {last_position} is beyond the learned ones: max_position_embeddings="
                 f"{self.config.max_position_embeddings} allows sequences of at most that many tokens"
             )
 
@@ -724,13 +442,13 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss_type = "ForCausalLM"  # Transformers reads it off the class's name, which a subclass may change
+        self.loss_type = "ForCausalLM"  # Transformers derives it from the name of the class, which a subclass may change
         self.loss_function = causal_lm_loss
         self.post_init()
 
     def _get_name(self) -> str:
-        # The name that Transformers knows this class by (see the end of this file), also where FSDP2 or a user derived
-        # another; `repr` prints it too
+        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives. `repr`
+        # prints it too
         return NLQForCausalLM.__name__
 
     @can_return_tuple
@@ -776,31 +494,12 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    @staticmethod
-    def create_masks_for_generate(
-        config: NLQConfig,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs,
-    ):
-        # diff with Transformers: our backends take the padding, not a dense mask; as long as the static cache, so that its
-        # shape stays the same from token to token
-        implementation = config._attn_implementation
-        if implementation == "flex_attention" and getattr(past_key_values, "is_compileable", False):
-            raise ValueError(NO_STATIC_CACHE)
-        is_own = implementation in ATTENTION_BACKENDS and ATTENTION_BACKENDS[implementation].takes_visibility
-        if implementation != AUTOMATIC and not is_own:
-            return create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
-        if attention_mask is None:
-            return None
-        key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
-        return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
+    # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
+    create_masks_for_generate = staticmethod(create_masks_for_generate)
 
 
-# The losses of the three heads below average over their own batch, so Trainer must do the averaging under gradient
-# accumulation: it does where the model says that it takes no `num_items_in_batch`.
+# The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,
+# which it does for models that say that they take no `num_items_in_batch`.
 
 
 class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
@@ -815,8 +514,8 @@ class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
 
-# Trainer's label smoothing shifts the labels of models whose class names it finds here, and of no others; the pipelines
-# complain of the others.
+# Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines warn
+# about models that are not in them.
 for _names, _class in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
     (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, NLQForSequenceClassification),

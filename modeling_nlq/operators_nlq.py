@@ -1,7 +1,8 @@
-"""PyTorch operators of attention whose weights are never in memory: what `nlq_tiled` and `nlq_triton` share.
+"""PyTorch operators of attention in linear memory, shared by `nlq_tiled` and `nlq_triton`.
 
 Each pass is one operator of `torch.library`, which `torch.compile` and export keep as one node. Both passes take the query, key
-and value, how many keys each query sees, the fields of a `Visibility` or a boolean mask, a seed for dropout, and the options.
+and value, the number of keys that each query sees, the fields of a `Visibility` or a boolean mask, a seed for dropout, and the
+options.
 """
 
 import hashlib
@@ -12,23 +13,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .attention_nlq import Visibility, read_mask
+from .masking_nlq import Visibility, read_mask
 
 
 class AttentionOperators:
-    """Both passes of one backend as one differentiable function.
+    """The forward and backward operator of one backend, as one differentiable function.
 
     Args:
-        name: that of the forward operator; the backward one's ends in `_backward`.
+        name: name of the forward operator. The name of the backward operator ends in `_backward`.
         forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
             document_start, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
             head_dim)` and other tensors for backward.
-        backward: that of the backward operator: the gradient of the output, query, key, value, all results of `forward`, and
-            the rest of its arguments, to the gradients of query, key and value.
+        backward: the function of the backward operator: the gradient of the output, query, key, value, all results of
+            `forward`, and the rest of its arguments, to the gradients of query, key and value.
         new_results: makes the results of `forward`, empty, from its arguments.
         new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
-        modules: names of the modules that the operators run. The operators' names are known to the whole process, where other
-            revisions of this code may be loaded too: a hash of these files tells them apart, and the same code shares them.
+        modules: names of the modules that the operators run. Operators belong to the whole process, where other revisions of
+            this code may be loaded too. Their namespace contains a hash of these files, so only equal code shares operators.
         tags: PyTorch's tags of both operators.
         seed_device: where the operators read the seed: `"cpu"`, or that of the query if `None`.
     """
@@ -62,8 +63,7 @@ class AttentionOperators:
         backward_operator = self.backward = getattr(operators, f"{name}_backward").default
 
         class Attention(torch.autograd.Function):
-            # Given to the operator itself, the formula would be skipped in silence by forward-mode differentiation, which
-            # this refuses
+            # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses this class
             @staticmethod
             def forward(*inputs):
                 return forward_operator(*inputs)
@@ -90,7 +90,7 @@ class AttentionOperators:
         scaling: float,
         dropout: float,
     ) -> torch.Tensor:
-        """The output `(batch, query, heads, head_dim)`; arguments as in the backends' functions."""
+        """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
         mask, visible_count = read_mask(attention_mask, query, key)
         if isinstance(mask, Visibility):
             masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
@@ -99,7 +99,7 @@ class AttentionOperators:
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
-        # Dynamo (torch 2.13) fails on a function with a context where no gradient is wanted, and there it needs none
+        # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
         has_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
         is_plain = torch.compiler.is_compiling() and not has_gradient
         function = self.forward if is_plain else self.function.apply
@@ -108,7 +108,7 @@ class AttentionOperators:
 
 
 def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in the precision that autocast asks for, if it is on, for it does not know our operators."""
+    """Casts the tensors as autocast would, if it is on. It does not know our operators."""
     device_type = states[0].device.type
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in states]

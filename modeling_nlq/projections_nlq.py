@@ -1,4 +1,4 @@
-"""Query, key and value projections: one table, one module.
+"""Query, key and value projections: their table and their modules.
 
 Shapes: d is `hidden_size`, r is `projection_bottleneck_size`.
 
@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 
 @dataclass(frozen=True)
 class Projection:
-    """One row of the table of projections: the terms that are added up.
+    """One row of the table of projections: the terms of the sum.
 
     Attributes:
         identity: adds the input `X` itself, so the output is as wide as the input.
@@ -31,9 +31,10 @@ class Projection:
     starts_at_zero: bool = False
 
     def default_attention_scaling(self, head_dim: int) -> float:
-        """The factor of the scores when this projection makes the queries.
+        """Returns the factor of the scores when this projection computes the queries.
 
-        With an identity term it is half the usual one: the paper's `Q(X) = (X + f(X)) / 2`, the halving moved into the scale.
+        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of the
+        scores contains the 1/2, and `Q(X) = X + f(X)`.
         """
         return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
 
@@ -48,40 +49,61 @@ PROJECTIONS = {
 }
 
 
-class NLQProjection(nn.Module):
-    """The sum of two or more terms of a `Projection`, or `f` alone.
+class NLQBottleneck(nn.Module):
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`.
 
     Args:
-        projection: a row of the table.
         input_size: d.
-        output_size: width of the output; equal to `input_size` if there is an identity term.
+        output_size: width of the output.
         bottleneck_size: r.
         activation: a name in Transformers' `ACT2FN`.
-        use_bias: whether `W`, `W1`, `W2` and the output LayerNorm have biases.
+        use_bias: whether `W1`, `W2` and the output LayerNorm have biases.
         eps: of both norms.
+        starts_at_zero: whether the output LayerNorm starts with gain and bias 0.
     """
 
     def __init__(
         self,
-        projection: Projection,
         input_size: int,
         output_size: int,
         bottleneck_size: int,
         activation: str,
         use_bias: bool,
         eps: float,
+        starts_at_zero: bool = False,
     ):
+        super().__init__()
+        self.input_norm = nn.RMSNorm(input_size, eps=eps)
+        self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
+        self.activation = ACT2FN[activation]
+        self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
+        self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
+        self.output_norm.starts_at_zero = starts_at_zero  # read by `_init_weights`
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, input)` -> `(batch, length, output)`."""
+        return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
+
+
+class NLQProjection(nn.Module):
+    """The sum of the terms of a `Projection`.
+
+    Args:
+        projection: a row of the table.
+        input_size: d.
+        output_size: width of the output; equal to `input_size` if there is an identity term.
+        use_bias: whether linear layers and the output LayerNorm have biases.
+        options: the other arguments of `NLQBottleneck`.
+    """
+
+    def __init__(self, projection: Projection, input_size: int, output_size: int, use_bias: bool, **options):
         super().__init__()
         self.projection = projection
         if projection.linear:
             self.linear = nn.Linear(input_size, output_size, bias=use_bias)
         if projection.bottleneck:
-            self.input_norm = nn.RMSNorm(input_size, eps=eps)
-            self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
-            self.activation = ACT2FN[activation]
-            self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
-            self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
-            self.output_norm.starts_at_zero = projection.starts_at_zero  # read by `_init_weights`
+            options["starts_at_zero"] = projection.starts_at_zero
+            self.bottleneck = NLQBottleneck(input_size, output_size, use_bias=use_bias, **options)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, input)` -> `(batch, length, output)`."""
@@ -91,17 +113,17 @@ class NLQProjection(nn.Module):
         if self.projection.linear:
             terms.append(self.linear(hidden_states))
         if self.projection.bottleneck:
-            terms.append(self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states))))))
+            terms.append(self.bottleneck(hidden_states))
         return sum(terms[1:], start=terms[0])
 
 
 def make_projection(name: str, input_size: int, output_size: int, use_bias: bool, **options) -> nn.Module:
-    """The module of a projection by its name in the table.
+    """Makes the module of a projection by its name in the table.
 
-    `"linear"` is a plain `nn.Linear` and `"identity"` a plain `nn.Identity`, so that quantizers and PEFT know what they see.
+    `"linear"` is a plain `nn.Linear` and `"identity"` a plain `nn.Identity`, which quantizers and PEFT know.
     """
     if name == "linear":
         return nn.Linear(input_size, output_size, bias=use_bias)
     if name == "identity":
         return nn.Identity()
-    return NLQProjection(PROJECTIONS[name], input_size, output_size, use_bias=use_bias, **options)
+    return NLQProjection(PROJECTIONS[name], input_size, output_size, use_bias, **options)

@@ -1,9 +1,9 @@
 """`nlq_tiled`: attention for every elementwise activation in memory linear in the length, in plain PyTorch.
 
-Forward and backward visit pairs of a tile of queries and a tile of keys, compute the scores of the pair, and keep only sums
-over it; backward computes the scores again. Pairs that the mask hides altogether are skipped, those above the causal diagonal
-and those of other packed documents among them. Unlike softmax, an elementwise `phi` needs no maximum over the row, so nothing
-has to be rescaled between tiles (compare Dao et al. 2022, arXiv 2205.14135).
+Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
+over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
+diagonal or in other packed documents. Unlike softmax, an elementwise `phi` needs no maximum over the row, so nothing is
+rescaled between tiles (compare Dao et al. 2022, arXiv 2205.14135).
 
 With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G = dO / Z`,
 
@@ -20,13 +20,15 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_tracing
 
-from .attention_nlq import AttentionActivation, Visibility, counts_as_zero, get_attention_activation, keep_from_overflow
+from .activations_nlq import AttentionActivation, get_attention_activation
+from .attention_nlq import counts_as_zero, keep_from_overflow
+from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
 
 
-# Queries and keys of a tile. Its scores should stay in a CPU's cache: smaller tiles where many heads share it.
+# Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
-# Larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
+# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
 
 
@@ -35,7 +37,7 @@ def _cut(length: int, size: int) -> list[tuple[int, int]]:
 
 
 class _Masks:
-    """Which keys are hidden, pair by pair of tiles: `query_tiles[i]` and `key_tiles[j]` are half-open ranges."""
+    """The hidden keys of each pair of tiles. `query_tiles[i]` and `key_tiles[j]` are half-open ranges."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class _Masks:
         self.query_tiles, self.key_tiles = query_tiles, key_tiles
         self.query_index, self.key_is_valid, self.document_start = query_index, key_is_valid, document_start
         self.visible = visible
-        # What all tiles need to know is read from the device at once: each reading makes a GPU wait
+        # Read from the device once for all tiles, because each read makes a GPU wait
         if query_index is not None:
             self.first_query = int(query_index[0])
             self.key_index = torch.arange(key_tiles[-1][1], device=query_index.device)
@@ -64,7 +66,7 @@ class _Masks:
             self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
 
     def hide_all(self, i: int, j: int) -> bool:
-        """Whether no query of a pair sees any key of it."""
+        """True if no query of a pair sees any of its keys."""
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         if self.visible is not None:
             return not self.visible[:, :, start:end, key_start:key_end].any()
@@ -74,7 +76,7 @@ class _Masks:
         return is_future or is_padding or is_of_earlier_documents
 
     def hidden(self, i: int, j: int) -> torch.Tensor | None:
-        """`(batch or 1, 1 or heads, query tile, key tile)`, true where a query does not see a key; `None` if all is seen."""
+        """Returns `(batch or 1, 1 or heads, query tile, key tile)`, true where a key is hidden; `None` if no key is."""
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         if self.visible is not None:
             return ~self.visible[:, :, start:end, key_start:key_end]
@@ -88,10 +90,10 @@ class _Masks:
         return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
 
 
-class _Problem:
-    """One call: its tiles, and its tensors with the key-value heads folded into the batch.
+class _TiledCall:
+    """One call of attention: its tiles, and its tensors with the key-value heads folded into the batch.
 
-    The forward and the backward pass build the same one, so that they agree on the tiles and on the dropped weights.
+    The forward and the backward pass build the same object, so they use the same tiles and drop the same weights.
     """
 
     def __init__(
@@ -139,17 +141,17 @@ class _Problem:
         return tensor.unflatten(1, self.shape[1:]).flatten(0, 1)
 
     def rows(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """The rows of a query tile, the group's under each other: `(batch * key_value_heads, group * query tile, ...)`."""
+        """Returns the rows of a query tile for all heads of a group: `(batch * key_value_heads, group * query tile, ...)`."""
         start, end = self.query_tiles[i]
         return tensor[:, :, start:end].flatten(1, 2)
 
     def columns(self, tensor: torch.Tensor, j: int) -> torch.Tensor:
-        """The keys or values of a key tile: `(batch * key_value_heads, key tile, head_dim)`."""
+        """Returns the keys or values of a key tile: `(batch * key_value_heads, key tile, head_dim)`."""
         start, end = self.key_tiles[j]
         return tensor[:, start:end]
 
     def hide(self, i: int, j: int, *tiles: torch.Tensor) -> list[torch.Tensor]:
-        """Tiles `(batch * key_value_heads, group * query tile, key tile)` with 0 where nothing is seen."""
+        """Returns tiles `(batch * key_value_heads, group * query tile, key tile)` with 0 for hidden keys."""
         hidden = self.masks.hidden(i, j)
         if hidden is None:
             return list(tiles)
@@ -158,12 +160,12 @@ class _Problem:
         return [tile.masked_fill(self._by_head(hidden), 0.0).flatten(0, 1).flatten(1, 2) for tile in by_head]
 
     def scores(self, i: int, j: int) -> torch.Tensor:
-        """The scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
+        """Returns the scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
         rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
         start, end = self.query_tiles[i]
         has_bias = self.log_count is not None
         if self.dtype == self.sum_dtype:
-            # Bias and scaling ride along with the product, which saves two passes over the scores
+            # The product adds the bias and scales, which saves two passes over the scores
             scores = rows.new_empty(*rows.shape[:2], keys.shape[2])
             if has_bias:
                 scores.view(*self.shape, end - start, scores.shape[-1]).copy_(-self.log_count[..., start:end, None])
@@ -174,44 +176,46 @@ class _Problem:
         return scores
 
     def weights(self, i: int, j: int) -> torch.Tensor:
-        """`P` of a pair."""
+        """Returns `P` of a pair."""
         return self.hide(i, j, self.activation.function(self.scores(i, j)))[0]
 
-    def weights_gradient(self, rows: torch.Tensor, j: int, kept: torch.Tensor | None) -> torch.Tensor:
-        """`G V^T` of a pair, 0 where dropout drops the weight."""
+    def weights_gradient(self, rows: torch.Tensor, j: int, factors: torch.Tensor | None) -> torch.Tensor:
+        """Returns `G V^T` of a pair, 0 where dropout drops the weight."""
         gradient = torch.bmm(rows, self.columns(self.value, j).transpose(1, 2)).to(self.sum_dtype)
-        return gradient if kept is None else gradient.mul_(kept)
+        return gradient if factors is None else gradient.mul_(factors)
 
-    def kept(self, i: int, j: int) -> torch.Tensor | None:
-        """What dropout multiplies the weights of a pair with: each pair has a seed of its own, so every pass draws the same."""
+    def dropout_factors(self, i: int, j: int) -> torch.Tensor | None:
+        """Returns dropout's factors of a pair's weights. Each pair has its own seed, so every pass draws the same factors."""
         if self.dropout == 0.0:
             return None
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         shape = (self.key.shape[0], self.shape[2] * (end - start), key_end - key_start)
         generator = torch.Generator(self.key.device).manual_seed(self.seed + i * len(self.key_tiles) + j)
-        kept = torch.empty(shape, dtype=self.sum_dtype, device=self.key.device)
-        return kept.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
+        factors = torch.empty(shape, dtype=self.sum_dtype, device=self.key.device)
+        return factors.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
 
-    def mean_gradient(self, scaled: torch.Tensor, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """`rowsum(G * O)`, which is the mean of `G V^T` weighted with `P / Z`: `(batch * key_value_heads, group, query, 1)`.
+    def delta(self, scaled: torch.Tensor, output: torch.Tensor, inverse_normalizer: torch.Tensor) -> torch.Tensor:
+        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`: `(batch * key_value_heads, group, query, 1)`.
+
+        FlashAttention calls it delta.
 
         Args:
             scaled: `G`, `(batch * key_value_heads, group, query, head_dim)`.
             output: `O`, `(batch, query, heads, head_dim)`.
-            scale: `1 / Z`, `(batch, heads, query)`.
+            inverse_normalizer: `1 / Z`, `(batch, heads, query)`.
         """
         if output.dtype == self.sum_dtype:
             return (scaled * self.by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
-        # The rounding of `G V^T` must cancel, or what is left of it is multiplied with `phi' / Z`, which has no bound: so the
-        # mean is taken of the very numbers it is subtracted from
-        mean = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
+        # The rounding of `G V^T` must cancel, because `phi' / Z`, the next factor, has no bound. So this is the mean of exactly
+        # the numbers that it is subtracted from
+        delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
             for j in range(len(self.key_tiles)):
                 if not self.masks.hide_all(i, j):
-                    total = (self.weights(i, j) * self.weights_gradient(rows, j, self.kept(i, j))).sum(dim=-1)
-                    mean[:, :, start:end, 0] += total.view(*mean.shape[:2], end - start)
-        return mean * self.by_group(scale[..., None])
+                    total = (self.weights(i, j) * self.weights_gradient(rows, j, self.dropout_factors(i, j))).sum(dim=-1)
+                    delta[:, :, start:end, 0] += total.view(*delta.shape[:2], end - start)
+        return delta * self.by_group(inverse_normalizer[..., None])
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds `left @ right`, multiplied in the inputs' precision, to a sum in float32 or more."""
@@ -239,34 +243,34 @@ def _tiled_attention(
     """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
     masks = (query_index, key_is_valid, document_start, visible)
     with torch.autocast(query.device.type, enabled=False):
-        problem = _Problem(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
-        output, scale = _new_results(query)
-        for i, (start, end) in enumerate(problem.query_tiles):
-            weighted = torch.zeros_like(problem.rows(problem.query, i), dtype=problem.sum_dtype)
+        call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
+        output, inverse_normalizer = _new_results(query)
+        for i, (start, end) in enumerate(call.query_tiles):
+            weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
-            for j in range(len(problem.key_tiles)):
-                if problem.masks.hide_all(i, j):
+            for j in range(len(call.key_tiles)):
+                if call.masks.hide_all(i, j):
                     continue
-                weights = problem.weights(i, j)
+                weights = call.weights(i, j)
                 if normalization == "sum":
                     total += weights.sum(dim=-1)
-                if (kept := problem.kept(i, j)) is not None:
-                    weights = weights * kept
-                problem.add_product(weighted, weights, problem.columns(problem.value, j))
-            total = total.view(*problem.shape, end - start)
+                if (factors := call.dropout_factors(i, j)) is not None:
+                    weights = weights * factors
+                call.add_product(weighted, weights, call.columns(call.value, j))
+            total = total.view(*call.shape, end - start)
             if normalization == "sum":
-                # A gradient divided by a larger sum would be 0 in silence, and a row divided by an infinite one
-                tile_scale = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
-                if problem.activation.is_homogeneous:
-                    tile_scale.masked_fill_(total > LARGEST_SUM, torch.nan)
+                # A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
+                tile_inverse = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
+                if call.activation.is_homogeneous:
+                    tile_inverse.masked_fill_(total > LARGEST_SUM, torch.nan)
             elif normalization == "length":
-                tile_scale = (1.0 / problem.count[..., start:end]).expand_as(total)
+                tile_inverse = (1.0 / call.count[..., start:end]).expand_as(total)
             else:
-                tile_scale = torch.ones_like(total)
-            scale[..., start:end] = tile_scale.flatten(1, 2)
-            weighted = weighted.view(*total.shape, weighted.shape[-1]) * tile_scale[..., None]
+                tile_inverse = torch.ones_like(total)
+            inverse_normalizer[..., start:end] = tile_inverse.flatten(1, 2)
+            weighted = weighted.view(*total.shape, weighted.shape[-1]) * tile_inverse[..., None]
             output[:, start:end] = weighted.flatten(1, 2).transpose(1, 2)
-    return output, scale
+    return output, inverse_normalizer
 
 
 def _tiled_attention_backward(
@@ -275,7 +279,7 @@ def _tiled_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
-    scale: torch.Tensor,
+    inverse_normalizer: torch.Tensor,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
@@ -290,30 +294,30 @@ def _tiled_attention_backward(
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, document_start, visible)
     with torch.autocast(query.device.type, enabled=False):
-        problem = _Problem(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
-        scaled = problem.by_group(gradient.transpose(1, 2).to(problem.sum_dtype) * scale[..., None]).to(problem.dtype)
-        mean = problem.mean_gradient(scaled, output, scale) if normalization == "sum" else None
+        call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
+        scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
+        delta = call.delta(scaled, output, inverse_normalizer) if normalization == "sum" else None
 
-        query_gradient = torch.zeros_like(problem.query, dtype=problem.sum_dtype)
-        key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (problem.key, problem.value))
-        for j, (key_start, key_end) in enumerate(problem.key_tiles):
-            keys = problem.columns(problem.key, j)
-            key_sum, value_sum = (torch.zeros_like(keys, dtype=problem.sum_dtype) for _ in range(2))
-            for i, (start, end) in enumerate(problem.query_tiles):
-                if problem.masks.hide_all(i, j):
+        query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
+        key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (call.key, call.value))
+        for j, (key_start, key_end) in enumerate(call.key_tiles):
+            keys = call.columns(call.key, j)
+            key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))
+            for i, (start, end) in enumerate(call.query_tiles):
+                if call.masks.hide_all(i, j):
                     continue
-                rows, kept = problem.rows(scaled, i), problem.kept(i, j)
-                weights_gradient = problem.weights_gradient(rows, j, kept)
-                if mean is not None:
-                    weights_gradient -= problem.rows(mean, i)
-                weights, scores_gradient = problem.activation.weights_and_gradient(problem.scores(i, j), weights_gradient)
-                weights, scores_gradient = problem.hide(i, j, weights, scores_gradient)
-                if kept is not None:
-                    weights = weights * kept
-                problem.add_product(value_sum, weights.transpose(1, 2), rows)
-                problem.add_product(key_sum, scores_gradient.transpose(1, 2), problem.rows(problem.query, i))
-                query_sum = torch.zeros_like(rows, dtype=problem.sum_dtype)
-                problem.add_product(query_sum, scores_gradient, keys)
+                rows, factors = call.rows(scaled, i), call.dropout_factors(i, j)
+                weights_gradient = call.weights_gradient(rows, j, factors)
+                if delta is not None:
+                    weights_gradient -= call.rows(delta, i)
+                weights, scores_gradient = call.activation.weights_and_gradient(call.scores(i, j), weights_gradient)
+                weights, scores_gradient = call.hide(i, j, weights, scores_gradient)
+                if factors is not None:
+                    weights = weights * factors
+                call.add_product(value_sum, weights.transpose(1, 2), rows)
+                call.add_product(key_sum, scores_gradient.transpose(1, 2), call.rows(call.query, i))
+                query_sum = torch.zeros_like(rows, dtype=call.sum_dtype)
+                call.add_product(query_sum, scores_gradient, keys)
                 query_gradient[:, :, start:end] += query_sum.view(*query_gradient.shape[:2], end - start, query_sum.shape[-1])
             key_gradient[:, key_start:key_end] = key_sum * scaling
             value_gradient[:, key_start:key_end] = value_sum
@@ -323,8 +327,8 @@ def _tiled_attention_backward(
 
 def _new_results(query: torch.Tensor, *inputs) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, query_length, head_dim = query.shape
-    scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
-    return query.new_empty(batch, query_length, heads, head_dim), scale
+    inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+    return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
 _operators = AttentionOperators(
@@ -334,7 +338,7 @@ _operators = AttentionOperators(
     new_results=_new_results,
     new_gradient=lambda states: states.new_empty(states.shape),
     modules=(__name__, AttentionActivation.__module__),
-    tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device, which a recorded CUDA graph cannot
+    tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
     seed_device="cpu",
 )
 
@@ -357,7 +361,7 @@ def tiled_attention_forward(
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
         scaling: factor of the scores.
-        dropout: probability of dropping a weight; which ones, PyTorch's random number generator decides.
+        dropout: probability of dropping a weight, drawn from PyTorch's random number generator.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -370,6 +374,6 @@ def tiled_attention_forward(
     rescaled = functools.partial(keep_from_overflow, query, key, scaling, module.activation, module.normalization)
     if is_tracing(query) or query.is_meta:
         return _operators.attend(module, rescaled(), *inputs), None
-    # Reading all keys once more would cost a third of decoding, and a sum that overflows is rare
+    # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
     output = _operators.attend(module, query, *inputs)
     return output if output.isfinite().all() else _operators.attend(module, rescaled(), *inputs), None

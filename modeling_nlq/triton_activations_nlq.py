@@ -1,17 +1,19 @@
 """The elementwise attention activations in Triton's language, for kernels that compute scores tile by tile.
 
-Every function takes a tile of scores, of any shape, float32 (or float64 under Triton's interpreter), and returns the pair
-`phi(scores)`, `phi'(scores)`. A caller drops the half it does not need, and the compiler removes what only that half needs.
+Every function takes a tile of scores of any shape in float32 (or float64 under Triton's interpreter) and returns the pair
+`phi(scores)`, `phi'(scores)`. If a caller ignores one of the two, the compiler removes its computation.
 
-A multiprocessor computes 16 exponentials, logarithms, reciprocals or square roots per clock, but 128 multiply-adds, so the
-functions below spend as few of the former as they can, and polynomials instead. The polynomials have the least largest
-relative error of their degree (Remez exchange); the words beside each say on which interval and how large it is. Rounding
-to float32 alone costs up to 6e-8.
+A multiprocessor computes 16 exponentials, logarithms, reciprocals or square roots per clock, but 128 multiply-adds. So the
+functions below use few of the former, and polynomials where they can. Each polynomial minimises the largest relative error for
+its degree (Remez exchange); the comment beside it gives the interval and the error. Rounding to float32 alone costs up to 6e-8.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
+
+from .activations_nlq import AttentionActivation
 
 
 try:
@@ -21,13 +23,13 @@ except ImportError:
     triton = None
 
     class tl:
-        """What the signatures of kernels need in order to be read."""
+        """Lets Python read the signatures of kernels without Triton."""
 
         constexpr = object
 
 
 def jit(function):
-    """`triton.jit` where Triton is installed; a function that nobody can call elsewhere."""
+    """Applies `triton.jit`; without Triton, returns a function that raises `ImportError`."""
     if triton is not None:
         return triton.jit(function)
 
@@ -49,8 +51,8 @@ INTERPRETED = None if triton is None else tl.constexpr(IS_INTERPRETED)
 HAS_PTX = None if triton is None else tl.constexpr(not IS_INTERPRETED and torch.version.hip is None)
 
 
-# Triton's own exponential and division take care of subnormal numbers, at nine instructions for each sigmoid. These make them
-# 0; their relative errors are below 2e-7 and 1e-7.
+# Triton's exponential and division handle subnormal numbers, which costs nine instructions per sigmoid. These two round
+# subnormal numbers to 0; their relative errors are below 2e-7 and 1e-7.
 @jit
 def _exp2(x):
     if HAS_PTX and x.dtype == tl.float32:
@@ -248,7 +250,7 @@ def triton_mish(scores):
     return scores * gate, gate + scores * gate_slope
 
 
-# Names that share a function: Transformers has several ways to compute one formula
+# Some names share a function, because Transformers has several implementations of one formula
 TRITON_BODIES = {
     "gelu": triton_gelu,
     "gelu_10": triton_gelu_10,
@@ -276,3 +278,8 @@ TRITON_BODIES = {
     "swish": triton_silu,
     "tanh": triton_tanh,
 }
+
+
+def triton_body(activation: AttentionActivation) -> Callable | None:
+    """Returns the Triton function of an activation, the user's own or the one in the table above; `None` if there is none."""
+    return activation.triton_body or TRITON_BODIES.get(activation.name)

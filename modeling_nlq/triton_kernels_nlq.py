@@ -1,15 +1,15 @@
 """The Triton kernels of `nlq_triton`: attention for every elementwise activation that has a body in Triton's language.
 
 A program owns a tile of queries (or, for the gradients of keys and values, of keys) and walks along the other axis. With
-`P = phi(S)`, normaliser `Z` and `O = P V / Z` no maximum is kept and nothing is rescaled on the way (compare Dao et al. 2022,
-arXiv 2205.14135): sums are taken in float32, and `1 / Z` waits until the end. Backward computes the scores again, once for the
-queries and once for the keys and values, so that every sum has one owner and one order, and gradients are the same each time:
+`P = phi(S)`, normaliser `Z` and `O = P V / Z`, a kernel needs no running maximum and rescales nothing (compare Dao et al. 2022,
+arXiv 2205.14135). It sums in float32 and multiplies with `1 / Z` at the end. Backward computes the scores again, once for the
+queries and once for the keys and values. Every sum then has one owner and one order, so gradients are deterministic:
 
     dV = (P / Z)^T dO,    dP = dO V^T,    dS = phi'(S) * dP / Z,    dQ = scaling * dS K,    dK = scaling * dS^T Q,
 
 where under the normaliser `"sum"`, which depends on every weight, `dP = dO V^T - rowsum(dO * O)`.
 
-Four flags say what may hide a key, with `index` a query's own place on the key axis:
+Four flags say what can hide a key. `index` is a query's own index among the keys:
 
     CAUSAL      key <= index, where index = query_index[0] + row
     PACKED      key >= document_start[batch, row], which never falls from row to row
@@ -17,16 +17,16 @@ Four flags say what may hide a key, with `index` a query's own place on the key 
                 between them are valid
     MASKED      visible[batch, head, row, key], a mask of the caller's own
 
-Tiles that are hidden altogether are passed by, but for holes in padding and in a caller's mask. Tiles of which everybody sees
-everything are computed without asking.
+A program skips tiles that are hidden completely, except tiles inside the holes of padding or of a caller's mask. It computes
+tiles that are visible completely without a mask.
 
 Shapes: query, key and value `(batch, heads, length, head_dim)` in any strides but a last one of 1; all else contiguous: the
-output, its gradient and those of query, key and value `(batch, length, heads, head_dim)`; `scale`, which is `1 / Z`, and
-`mean_gradient`, which is `rowsum(dO * O)`, `(batch, heads, query)`. WIDTH is head_dim rounded up to a power of 2.
+output, its gradient and those of query, key and value `(batch, length, heads, head_dim)`; `inverse_normalizer`, which is `1 /
+Z`, and `delta`, which is `rowsum(dO * O)`, `(batch, heads, query)`. WIDTH is head_dim rounded up to a power of 2.
 
-`rowsum(dO * O)` must be the mean of the very numbers it is subtracted from, or what is left of their rounding is multiplied
-with `phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weights as they are multiplied, after rounding, and
-`remainder` keeps what rounding took from the output.
+`rowsum(dO * O)` must be the mean of exactly the numbers that it is subtracted from. Otherwise the rest of their rounding is
+multiplied with `phi' / Z`, which has no bound. So under `"sum"` `Z` is the sum of the weights after rounding, and `remainder`
+keeps the part of the output that rounding removes.
 """
 
 import functools
@@ -35,7 +35,7 @@ from typing import NamedTuple
 from .triton_activations_nlq import INTERPRETED, jit, tl, triton
 
 
-# Numbers that change from call to call, and that no kernel is faster for knowing
+# Numbers that change from call to call; specialising a kernel on them would not make it faster
 CHANGING = ("query_length", "key_length", "keys_per_split", "splits", "scaling", "dropout")
 kernel = jit if triton is None else functools.partial(triton.jit, do_not_specialize=CHANGING)
 
@@ -60,7 +60,7 @@ def _load_rows(
 
 @jit
 def _store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Stores what `_load_rows` loads."""
+    """Stores rows `start` to `start + SIZE`, the counterpart of `_load_rows`."""
     row = tl.arange(0, SIZE)
     column = tl.arange(0, WIDTH)
     pointers = pointer + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -70,7 +70,7 @@ def _store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDT
 
 @jit
 def _remainder(states, pointer):
-    """What rounding to the precision of `pointer` takes from `states`."""
+    """Returns the part of `states` that rounding to the precision of `pointer` removes."""
     return states - states.to(pointer.dtype.element_ty).to(states.dtype)
 
 
@@ -99,8 +99,8 @@ def _add_product(total, computed, states, PRECISION: tl.constexpr):
 
 
 @jit
-def _kept(seed, row, key, key_length, dropout):
-    """What dropout multiplies weights with: a number per pair of row and key, whatever the tiles. `seed` is the head's own."""
+def _dropout_factors(seed, row, key, key_length, dropout):
+    """Returns dropout's factors of the weights. They depend on row and key, not on the tiles. `seed` is that of the head."""
     number = tl.rand(seed, row.to(tl.uint32) * key_length.to(tl.uint32) + key.to(tl.uint32))
     return tl.where(number >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
@@ -115,13 +115,13 @@ def _is_visible(
     key, key_length, is_row, index, document, visible_row, key_is_valid,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Whether a query sees a key; `key` is `(1, key)` and what belongs to queries `(query, 1)`, or all the other way round.
+    """True where a query sees a key. `key` is `(1, key)` and the queries' arguments are `(query, 1)`, or all transposed.
 
     Args:
-        key: places on the key axis.
-        is_row, index, document: whether the query exists, its own place, the first key of its document.
+        key: indices of the keys.
+        is_row, index, document: whether the query exists, its own index, the first key of its document.
         visible_row: pointers to the queries' rows of the caller's mask.
-        key_is_valid: pointer to the batch's row of it.
+        key_is_valid: pointer to the row of this batch element.
     """
     is_visible = (key <= tl.minimum(index, key_length - 1)) if CAUSAL else (key < key_length) & (index >= 0)
     if PACKED:
@@ -140,11 +140,11 @@ def _bounds(
     TILE: tl.constexpr, STEP: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of `TILE` queries from `start` on sees of the keys, which it visits in steps of `STEP`.
+    """Finds the keys that a tile of `TILE` queries from `start` on sees, in steps of `STEP`.
 
     Returns:
-        `first <= full_first <= full_last`, and `last`: every query sees all keys from `full_first` to `full_last`, and none
-        sees any before `first` or from `last` on. Then `index` and `document` of each query.
+        `first <= full_first <= full_last`, and `last`. Every query sees all keys from `full_first` to `full_last`; no query
+        sees keys before `first` or from `last` on. Then the `index` and `document` of each query.
     """
     first = start * 0
     full_first = first
@@ -169,8 +169,8 @@ def _bounds(
         last = tl.minimum(last, last_valid)
         full_last = tl.where(tl.load(valid_range + 2) != 0, tl.minimum(full_last, last_valid // STEP * STEP), 0)
     if MASKED:
-        full_last = first  # nothing is known to be seen without asking
-    # A document that begins in the last tile it sees has no tile in full
+        full_last = first  # any key may be hidden
+    # A document that begins in its last tile has no tile that is visible completely
     full_first = tl.minimum(full_first, tl.maximum(last, first))
     full_last = tl.maximum(full_last, full_first)
     return first, full_first, full_last, last, index, document
@@ -204,28 +204,28 @@ def _attend(
                 weights = weights.to(tl.bfloat16).to(tl.float32)
             total += tl.sum(weights, 1)
         if HAS_DROPOUT:
-            weights *= _kept(seed, row[:, None], place[None, :], key_length, dropout)
+            weights *= _dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
         values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
         weighted = _add_product(weighted, weights, values, PRECISION)
     return weighted, total
 
 
 @jit
-def _scale(total, count, LIMIT: tl.constexpr, NORMALIZATION: tl.constexpr):
+def _inverse_normalizer(total, count, LIMIT: tl.constexpr, NORMALIZATION: tl.constexpr):
     """`1 / Z`; 0 where the sum is below LIMIT, which counts as 0."""
     if NORMALIZATION == "sum":
         is_zero = total < LIMIT
-        scale = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, total))
+        inverse_normalizer = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, total))
     elif NORMALIZATION == "length":
-        scale = 1.0 / count
+        inverse_normalizer = 1.0 / count
     else:
-        scale = count * 0.0 + 1.0
-    return scale
+        inverse_normalizer = count * 0.0 + 1.0
+    return inverse_normalizer
 
 
 @kernel
 def forward_kernel(
-    query, key, value, output, remainder, scale,
+    query, key, value, output, remainder, inverse_normalizer,
     query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -238,7 +238,7 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`output` and `scale` of a tile of queries of one head. One program per tile, those with the most keys first."""
+    """Computes `output` and `inverse_normalizer` of a tile of queries of one head. Tiles with the most keys start first."""
     tiles = tl.cdiv(query_length, TILE)
     batch_head = tl.program_id(0) // tiles
     start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
@@ -285,9 +285,9 @@ def forward_kernel(
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
         CAUSAL, PACKED, PADDED, MASKED,
     )  # fmt: skip
-    scales = _scale(total, count, LIMIT, NORMALIZATION)
-    tl.store(scale + batch_head.to(tl.int64) * query_length + row, scales, mask=is_row)
-    weighted *= scales[:, None]
+    inverse_normalizers = _inverse_normalizer(total, count, LIMIT, NORMALIZATION)
+    tl.store(inverse_normalizer + batch_head.to(tl.int64) * query_length + row, inverse_normalizers, mask=is_row)
+    weighted *= inverse_normalizers[:, None]
     of_head = (batch * query_length * heads + head) * HEAD_DIM
     _store_rows(output + of_head, start, query_length, heads * HEAD_DIM, weighted, TILE, WIDTH, HEAD_DIM)
     if HAS_REMAINDER:
@@ -359,12 +359,12 @@ def split_kernel(
 
 @kernel
 def combine_kernel(
-    weighted_sums, totals, output, remainder, scale, visible_count, count_batch_stride, count_head_stride,
+    weighted_sums, totals, output, remainder, inverse_normalizer, visible_count, count_batch_stride, count_head_stride,
     heads, query_length, splits,
     WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
     HAS_REMAINDER: tl.constexpr,
 ):  # fmt: skip
-    """`output` and `scale` of one query of one head from the parts that `split_kernel` stored."""
+    """`output` and `inverse_normalizer` of one query of one head from the parts that `split_kernel` stored."""
     part = tl.program_id(0).to(tl.int64)
     parts = tl.num_programs(0).to(tl.int64)
     row = part % query_length
@@ -378,9 +378,9 @@ def combine_kernel(
         total += tl.load(totals + place)
         weighted += tl.load(weighted_sums + place * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
     count = tl.load(visible_count + batch * count_batch_stride + head * count_head_stride + row)
-    scales = _scale(total, tl.maximum(count, 1).to(SUM), LIMIT, NORMALIZATION)
-    tl.store(scale + part, scales)
-    weighted *= scales
+    inverse_normalizers = _inverse_normalizer(total, tl.maximum(count, 1).to(SUM), LIMIT, NORMALIZATION)
+    tl.store(inverse_normalizer + part, inverse_normalizers)
+    weighted *= inverse_normalizers
     place = ((batch * query_length + row) * heads + head) * HEAD_DIM + column
     tl.store(output + place, weighted.to(output.dtype.element_ty), mask=column < HEAD_DIM)
     if HAS_REMAINDER:
@@ -427,7 +427,7 @@ def _query_gradient(
         if HAS_BIAS:
             scores -= bias[:, None]
         if HAS_DROPOUT:
-            slope *= _kept(seed, row[:, None], place[None, :], key_length, dropout)
+            slope *= _dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
         if NORMALIZATION == "sum":
             slope -= mean[:, None]
         _, derivative = BODY(scores)
@@ -444,7 +444,7 @@ def _query_gradient(
 
 @kernel
 def query_gradient_kernel(
-    gradient, query, key, value, output, remainder, scale, mean_gradient, log_count, query_gradient,
+    gradient, query, key, value, output, remainder, inverse_normalizer, delta, log_count, query_gradient,
     query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -457,7 +457,7 @@ def query_gradient_kernel(
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`dQ` of a tile of queries of one head; and `mean_gradient` and `log_count`, for `key_value_gradient_kernel`."""
+    """`dQ` of a tile of queries of one head; and `delta` and `log_count`, for `key_value_gradient_kernel`."""
     tiles = tl.cdiv(query_length, TILE)
     batch_head = tl.program_id(0) // tiles
     start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
@@ -482,7 +482,7 @@ def query_gradient_kernel(
     stride = heads * HEAD_DIM
     queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
     gradients = _load_rows(gradient + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
-    kept = batch_head.to(tl.int64) * query_length + row
+    rows_of_head = batch_head.to(tl.int64) * query_length + row
     mean = tl.zeros((TILE,), SUM)
     if NORMALIZATION == "sum":
         outputs = _load_rows(output + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
@@ -490,11 +490,11 @@ def query_gradient_kernel(
         if HAS_REMAINDER:
             outputs += _load_rows(remainder + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False).to(SUM)
         mean = tl.sum(gradients.to(SUM) * outputs, 1)
-        tl.store(mean_gradient + kept, mean, mask=is_row)
+        tl.store(delta + rows_of_head, mean, mask=is_row)
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
     if HAS_BIAS:
-        tl.store(log_count + kept, bias, mask=is_row)
+        tl.store(log_count + rows_of_head, bias, mask=is_row)
     gradient_sum = tl.zeros((TILE, WIDTH), SUM)
     if PACKED or PADDED:
         gradient_sum = _query_gradient(
@@ -516,16 +516,23 @@ def query_gradient_kernel(
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
         CAUSAL, PACKED, PADDED, MASKED,
     )  # fmt: skip
-    scales = tl.load(scale + kept, mask=is_row, other=0.0)
+    inverse_normalizers = tl.load(inverse_normalizer + rows_of_head, mask=is_row, other=0.0)
     _store_rows(
-        query_gradient + of_head, start, query_length, stride, gradient_sum * (scales * scaling)[:, None], TILE, WIDTH, HEAD_DIM
+        query_gradient + of_head,
+        start,
+        query_length,
+        stride,
+        gradient_sum * (inverse_normalizers * scaling)[:, None],
+        TILE,
+        WIDTH,
+        HEAD_DIM,
     )
 
 
 @jit
 def _key_value_gradients(
     key_sum, value_sum, begin, end, keys, values, place,
-    query, gradient, query_stride, gradient_stride, scale, mean_gradient, log_count, query_index, document_start, visible,
+    query, gradient, query_stride, gradient_stride, inverse_normalizer, delta, log_count, query_index, document_start, visible,
     visible_stride, query_length, key_length, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALL_SEEN: tl.constexpr,
@@ -548,16 +555,16 @@ def _key_value_gradients(
             scores -= tl.load(log_count + row, mask=is_row, other=0.0)[None, :]
         weights, derivative = BODY(scores)
         if HAS_DROPOUT:
-            kept = _kept(seed, row[None, :], place[:, None], key_length, dropout)
-            weights *= kept
-            slope *= kept
+            factors = _dropout_factors(seed, row[None, :], place[:, None], key_length, dropout)
+            weights *= factors
+            slope *= factors
         if NORMALIZATION == "sum":
-            slope -= tl.load(mean_gradient + row, mask=is_row, other=0.0)[None, :]
+            slope -= tl.load(delta + row, mask=is_row, other=0.0)[None, :]
         slope *= derivative
         if NORMALIZATION != "none":
-            scales = tl.load(scale + row, mask=is_row, other=0.0)[None, :]
-            weights *= scales
-            slope *= scales
+            inverse_normalizers = tl.load(inverse_normalizer + row, mask=is_row, other=0.0)[None, :]
+            weights *= inverse_normalizers
+            slope *= inverse_normalizers
         if not ALL_SEEN:
             index = row
             document = row
@@ -579,7 +586,7 @@ def _key_value_gradients(
 
 @kernel
 def key_value_gradient_kernel(
-    gradient, query, key, value, scale, mean_gradient, log_count, key_gradient, value_gradient,
+    gradient, query, key, value, inverse_normalizer, delta, log_count, key_gradient, value_gradient,
     query_index, key_is_valid, document_start, document_end, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
@@ -621,7 +628,7 @@ def key_value_gradient_kernel(
         last = tl.load(document_end + batch * key_length + last_key).to(tl.int32)
         full_last = tl.minimum(full_last, tl.load(document_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
     if PADDED:
-        # Invalid keys have a gradient of 0 in the end. Until then nobody asks, and where there are no others, nobody computes
+        # The gradients of invalid keys are set to 0 at the end; a tile of invalid keys only is skipped
         is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
         last = tl.where(tl.max(is_valid.to(tl.int32), 0) != 0, last, first)
     if MASKED:
@@ -640,15 +647,15 @@ def key_value_gradient_kernel(
         head_gradient = gradient + (batch * query_length * heads + head) * HEAD_DIM
         head_log_count = log_count + of_head * query_length
         head_visible = visible + batch * visible_batch_stride + head * visible_head_stride
-        head_scale = scale + of_head * query_length
-        head_mean = mean_gradient + of_head * query_length
+        head_inverse_normalizer = inverse_normalizer + of_head * query_length
+        head_delta = delta + of_head * query_length
         head_seed = of_head
         if HAS_DROPOUT:
             head_seed = _head_seed(seed, of_head)
         if CAUSAL:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, first, full_first, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
@@ -657,7 +664,7 @@ def key_value_gradient_kernel(
         if not MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_first, full_last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
@@ -666,7 +673,7 @@ def key_value_gradient_kernel(
         if PACKED or MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_last, last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_scale, head_mean, head_log_count,
+                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
                 query_index, document_start, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
@@ -692,7 +699,7 @@ def body_kernel(scores, weights, derivatives, BODY: tl.constexpr, SIZE: tl.const
 
 
 class Tiles(NamedTuple):
-    """How a kernel is launched: rows of its own tile, rows of a step along the other axis, warps, stages of the pipeline."""
+    """The sizes of a launch: rows of a program's tile, rows of a step along the other axis, warps, stages of the pipeline."""
 
     tile: int
     step: int
@@ -701,8 +708,8 @@ class Tiles(NamedTuple):
 
 
 MIN_TILE = 16  # the least that tensor cores multiply
-# By kernel, bytes of what is multiplied (2 for bfloat16, else 4) and width of the head: chosen by what a Hopper GPU's registers
-# hold, and not yet by the clock. Where a GPU has too little shared memory for a line, the next one is taken.
+# By kernel, bytes of the multiplied numbers (2 for bfloat16, else 4) and width of the head. Chosen by what a Hopper GPU's
+# registers hold, not yet by timing. Where a GPU has too little shared memory for a line, the next line is tried.
 TILES = {
     forward_kernel: {
         2: {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)},
@@ -722,5 +729,5 @@ TILES = {
         4: {64: Tiles(MIN_TILE, 64, 4, 3), 128: Tiles(MIN_TILE, 32, 4, 3), 256: Tiles(MIN_TILE, 16, 4, 2)},
     },
 }
-# What every GPU has room for
+# Small enough for every GPU
 LAST_TILES = Tiles(MIN_TILE, MIN_TILE, 4, 1)

@@ -1,8 +1,8 @@
 """`nlq_triton`: attention for every elementwise activation by fused Triton kernels, forward and backward, on CUDA.
 
-The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks what they are
-given, launches them, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set before
-the first import, Triton's interpreter runs the same kernels on the CPU, slowly: for tests.
+The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks the arguments,
+launches the kernels, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set before
+the first import, Triton's interpreter runs the same kernels on the CPU, slowly, for tests.
 """
 
 import contextlib
@@ -14,16 +14,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .attention_nlq import (
-    AttentionActivation,
-    Visibility,
-    get_attention_activation,
-    is_registered,
-    keep_from_overflow,
-    zero_limit,
-)
+from .activations_nlq import AttentionActivation, get_attention_activation, is_registered
+from .attention_nlq import keep_from_overflow, zero_limit
+from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
-from .triton_activations_nlq import IS_INTERPRETED, jit, tl, triton
+from .triton_activations_nlq import IS_INTERPRETED, jit, tl, triton, triton_body
 from .triton_kernels_nlq import (
     LAST_TILES,
     MIN_TILE,
@@ -44,7 +39,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)  # NVIDIA's first GPUs with bfloat16
 
 
-# So many queries that share a key-value head, against so many keys, have the keys split among programs
+# The keys are split among programs from this number of keys on, up to this number of queries per key-value head
 MAX_SPLIT_ROWS, MIN_SPLIT_KEYS = 64, 512
 SPLIT_STEP = 128  # a part is a multiple of it, and it of every step
 
@@ -55,7 +50,7 @@ def _capability(device_index: int | None) -> tuple[int, int]:
 
 
 def refusal(activation: AttentionActivation, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why `nlq_triton` cannot compute something, in words that follow its name, or `None` if it can."""
+    """Returns the reason why `nlq_triton` cannot compute something, as the end of a sentence, or `None` if it can."""
     if triton is None:
         return "needs the package triton: pip install triton"
     if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
@@ -63,7 +58,7 @@ def refusal(activation: AttentionActivation, device: torch.device, dtype: torch.
     if device.type == "cuda" and torch.version.hip is None and _capability(device.index) < MIN_CAPABILITY:
         needed, found = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, _capability(device.index)))
         return f"needs a GPU of compute capability {needed} or more, not {found}"
-    if activation.triton_body is None:
+    if triton_body(activation) is None:
         return f"needs a Triton body of attention_activation={activation.name!r}"
     if head_dim > MAX_HEAD_DIM:
         return f"takes head_dim up to {MAX_HEAD_DIM}, not {head_dim}"
@@ -73,10 +68,10 @@ def refusal(activation: AttentionActivation, device: torch.device, dtype: torch.
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Kernels do not see the ends of tensors: what does not fit together would be read from elsewhere.
+    """Checks that the tensors fit together. Kernels do not know where a tensor ends and would read other memory.
 
     Raises:
-        ValueError: if shapes, precisions or devices do not.
+        ValueError: if shapes, precisions or devices do not fit.
     """
     fit = query.ndim == key.ndim == 4 and key.shape == value.shape and key.shape[1] > 0
     if not fit or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]) or query.shape[1] % key.shape[1]:
@@ -107,14 +102,14 @@ def _new_results(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Empty: the output `(batch, query, heads, head_dim)`; its remainder, which rounding takes from it, of the same shape, or
-    `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
+    """Makes the results, empty: the output `(batch, query, heads, head_dim)`; the remainder that rounding removes from it, of
+    the same shape, or `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
     """
     batch, heads, query_length, head_dim = query.shape
-    scale = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+    inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
     output = query.new_empty(batch, query_length, heads, head_dim)
-    has_remainder = normalization == "sum" and scale.dtype != output.dtype
-    return output, torch.empty_like(output) if has_remainder else output.new_empty(0), scale
+    has_remainder = normalization == "sum" and inverse_normalizer.dtype != output.dtype
+    return output, torch.empty_like(output) if has_remainder else output.new_empty(0), inverse_normalizer
 
 
 def _new_gradient(states: torch.Tensor) -> torch.Tensor:
@@ -124,13 +119,13 @@ def _new_gradient(states: torch.Tensor) -> torch.Tensor:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Kernels are launched on the current device, wherever their tensors are."""
+    """Makes `device` the current one: kernels are launched there, not where their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @functools.cache
 def _check_body(activation: AttentionActivation, device: torch.device) -> None:
-    """Tries the body of a user's activation, once on each device.
+    """Compares the Triton body of a user's activation with its function, once on each device.
 
     Raises:
         ValueError: if it does not compute the activation's function and derivative.
@@ -139,7 +134,7 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
     scores = (torch.rand(256, generator=generator) - 0.5) * 20.123
     weights, derivatives = torch.empty_like(scores, device=device), torch.empty_like(scores, device=device)
     with _on(device):
-        body_kernel[(1,)](scores.to(device), weights, derivatives, BODY=activation.triton_body, SIZE=len(scores))
+        body_kernel[(1,)](scores.to(device), weights, derivatives, BODY=triton_body(activation), SIZE=len(scores))
     expected = replace(activation, derivative=None).weights_and_gradient(scores.double(), torch.ones(256).double())
     for what, one, other in zip(("weights", "derivative"), (weights, derivatives), expected):
         if not torch.allclose(one.cpu().double(), other, rtol=1e-3, atol=1e-5):
@@ -147,7 +142,7 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
 
 
 def _float32_precision() -> str:
-    """How tensor cores multiply float32: as PyTorch is told to, and as exactly as they can if it is told nothing."""
+    """Returns how tensor cores multiply float32: as PyTorch's setting says, or as exactly as they can by default."""
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     # AMD's have no way to split a number into parts that they know
     return "tf32" if is_tf32 else "ieee" if torch.version.hip is not None else "tf32x3"
@@ -158,8 +153,8 @@ def tile_of(size: int) -> int:
     return max(1 << (size - 1).bit_length(), MIN_TILE)
 
 
-class _Problem:
-    """One call: all that kernels may ask for, by the names of their arguments."""
+class _KernelCall:
+    """One call of attention: the arguments of all kernels, by name."""
 
     def __init__(
         self,
@@ -185,7 +180,7 @@ class _Problem:
         row = get_attention_activation(activation)
         if is_registered(activation):
             _check_body(row, query.device)
-        # Kernels see no shapes, so that what is one for all must be spread out, and anything else must not pass
+        # Kernels do not broadcast, so tensors that broadcast are expanded here
         query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
         per_head = (self.batch, self.heads, self.query_length)
         count = visible_count.contiguous().expand(per_head)
@@ -210,7 +205,7 @@ class _Problem:
             "dropout": dropout,
             "count_batch_stride": count.stride(0),
             "count_head_stride": count.stride(1),
-            # A tensor that a kernel does not look at must still be one
+            # Arguments that a kernel does not read must still be tensors
             "query_index": count if query_index is None else query_index,
             "document_start": count if document_start is None else document_start,
             "seed": count if seed is None else seed,
@@ -228,7 +223,7 @@ class _Problem:
         self.arguments |= {
             "WIDTH": tile_of(self.head_dim),
             "HEAD_DIM": self.head_dim,
-            "BODY": row.triton_body,
+            "BODY": triton_body(row),
             "NORMALIZATION": normalization,
             "LIMIT": zero_limit(self.sum_dtype),
             "SUM": tl.float64 if self.sum_dtype == torch.float64 else tl.float32,
@@ -243,25 +238,25 @@ class _Problem:
         }
 
     def find_valid_range(self) -> None:
-        """For kernels that start at a row's first valid key and end after its last one."""
+        """Finds the first and last valid key of each row, where kernels start and end."""
         if self.arguments["PADDED"]:
             valid_range = torch.empty(self.batch, 3, dtype=torch.int32, device=self.device)
             self.run(valid_range_kernel, self.batch, valid_range=valid_range, STEP=1024)
             self.arguments["valid_range"] = valid_range
 
     def run(self, kernel, programs: int, options: dict | None = None, **arguments) -> None:
-        """Launches as many programs of a kernel, with those arguments that it has of these and of the problem's own."""
+        """Launches `programs` programs of a kernel with the arguments it has, taken from `arguments` and from the call."""
         if programs > 0:
             given = {**self.arguments, **arguments}
             with _on(self.device):
                 kernel[(programs,)](**{name: given[name] for name in kernel.arg_names}, **(options or {}))
 
     def run_tiled(self, kernel, programs: Callable[[int], int], **arguments) -> None:
-        """Launches a kernel in the best tiles that the device has room for.
+        """Launches a kernel with the best tiles that fit into the device's memory.
 
         Args:
             kernel: one of `TILES`.
-            programs: how many there are for a size of the kernel's own tile.
+            programs: number of programs for a given size of the kernel's own tile.
             arguments: as in `run`.
         """
         # Float16 is multiplied as TF32, which takes as much room as float32
@@ -282,7 +277,7 @@ class _Problem:
                 return
 
 
-# Which line of `TILES` a device turned out to have room for
+# The first line of `TILES` that fits on a device
 _FITTING: dict[tuple, int] = {}
 
 
@@ -304,36 +299,38 @@ def _triton_attention(
     """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
     inputs = (query, key, value, visible_count, query_index, key_is_valid, document_start, visible, seed)
     inputs += (activation, normalization, scaling, dropout)
-    problem = _Problem(*inputs)
-    results = dict(zip(("output", "remainder", "scale"), _new_results(*inputs)))
-    rows = problem.group * problem.query_length
-    if rows <= MAX_SPLIT_ROWS and problem.key_length >= MIN_SPLIT_KEYS and dropout == 0.0:
-        _attend_in_parts(problem, **results)
+    call = _KernelCall(*inputs)
+    results = dict(zip(("output", "remainder", "inverse_normalizer"), _new_results(*inputs)))
+    rows = call.group * call.query_length
+    if rows <= MAX_SPLIT_ROWS and call.key_length >= MIN_SPLIT_KEYS and dropout == 0.0:
+        _attend_in_parts(call, **results)
     else:
-        problem.find_valid_range()
-        heads = problem.batch * problem.heads
-        problem.run_tiled(forward_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **results)
+        call.find_valid_range()
+        heads = call.batch * call.heads
+        call.run_tiled(forward_kernel, lambda tile: heads * math.ceil(call.query_length / tile), **results)
     return tuple(results.values())
 
 
-def _attend_in_parts(problem: _Problem, output: torch.Tensor, remainder: torch.Tensor, scale: torch.Tensor) -> None:
-    """Few queries, as in decoding: each program takes a part of the keys, and there are enough of them for the whole device."""
-    is_cuda = problem.device.type == "cuda"
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count if is_cuda else 2
-    heads = problem.batch * problem.key_value_heads
+def _attend_in_parts(
+    call: _KernelCall, output: torch.Tensor, remainder: torch.Tensor, inverse_normalizer: torch.Tensor
+) -> None:
+    """Splits the keys among programs where there are few queries, as in decoding, so that all processors have work."""
+    is_cuda = call.device.type == "cuda"
+    processors = torch.cuda.get_device_properties(call.device).multi_processor_count if is_cuda else 2
+    heads = call.batch * call.key_value_heads
     wanted = math.ceil(2 * processors / max(heads, 1))
-    keys_per_split = math.ceil(problem.key_length / wanted / SPLIT_STEP) * SPLIT_STEP
-    splits = math.ceil(problem.key_length / keys_per_split)
-    shape = (splits, problem.batch, problem.heads, problem.query_length)
+    keys_per_split = math.ceil(call.key_length / wanted / SPLIT_STEP) * SPLIT_STEP
+    splits = math.ceil(call.key_length / keys_per_split)
+    shape = (splits, call.batch, call.heads, call.query_length)
     parts = {
-        "weighted_sums": scale.new_empty(*shape, problem.head_dim),
-        "totals": scale.new_empty(shape),
+        "weighted_sums": inverse_normalizer.new_empty(*shape, call.head_dim),
+        "totals": inverse_normalizer.new_empty(shape),
         "splits": splits,
     }
-    tile = tile_of(problem.group * problem.query_length)
-    problem.run_tiled(split_kernel, lambda _: heads * splits, TILE=tile, keys_per_split=keys_per_split, **parts)
-    queries = problem.batch * problem.heads * problem.query_length
-    problem.run(combine_kernel, queries, output=output, remainder=remainder, scale=scale, **parts)
+    tile = tile_of(call.group * call.query_length)
+    call.run_tiled(split_kernel, lambda _: heads * splits, TILE=tile, keys_per_split=keys_per_split, **parts)
+    queries = call.batch * call.heads * call.query_length
+    call.run(combine_kernel, queries, output=output, remainder=remainder, inverse_normalizer=inverse_normalizer, **parts)
 
 
 def _triton_attention_backward(
@@ -343,7 +340,7 @@ def _triton_attention_backward(
     value: torch.Tensor,
     output: torch.Tensor,
     remainder: torch.Tensor,
-    scale: torch.Tensor,
+    inverse_normalizer: torch.Tensor,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
@@ -357,28 +354,28 @@ def _triton_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, document_start, visible)
-    problem = _Problem(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
+    call = _KernelCall(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
     names = ("query_gradient", "key_gradient", "value_gradient")
     gradients = {name: _new_gradient(states) for name, states in zip(names, (query, key, value))}
     given = {
         "gradient": gradient.contiguous(),
         "output": output,
         "remainder": remainder,
-        "scale": scale,
-        "mean_gradient": torch.empty_like(scale) if normalization == "sum" else scale,
-        "log_count": torch.empty_like(scale) if problem.arguments["HAS_BIAS"] else scale,
-        "document_end": problem.arguments["document_start"],
+        "inverse_normalizer": inverse_normalizer,
+        "delta": torch.empty_like(inverse_normalizer) if normalization == "sum" else inverse_normalizer,
+        "log_count": torch.empty_like(inverse_normalizer) if call.arguments["HAS_BIAS"] else inverse_normalizer,
+        "document_end": call.arguments["document_start"],
     }
-    problem.find_valid_range()
+    call.find_valid_range()
     if document_start is not None:
-        places = torch.arange(problem.key_length, device=query.device).expand(problem.batch, -1)
-        starts = problem.arguments["document_start"]
+        places = torch.arange(call.key_length, device=query.device).expand(call.batch, -1)
+        starts = call.arguments["document_start"]
         given["document_end"] = torch.searchsorted(starts, places.contiguous(), right=True)
-    heads, key_value_heads = problem.batch * problem.heads, problem.batch * problem.key_value_heads
-    problem.run_tiled(query_gradient_kernel, lambda tile: heads * math.ceil(problem.query_length / tile), **given, **gradients)
-    # It reads what the first kernel wrote of each query
-    problem.run_tiled(
-        key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(problem.key_length / tile), **given, **gradients
+    heads, key_value_heads = call.batch * call.heads, call.batch * call.key_value_heads
+    call.run_tiled(query_gradient_kernel, lambda tile: heads * math.ceil(call.query_length / tile), **given, **gradients)
+    # It reads `delta` and `log_count`, which the first kernel wrote
+    call.run_tiled(
+        key_value_gradient_kernel, lambda tile: key_value_heads * math.ceil(call.key_length / tile), **given, **gradients
     )
     return tuple(gradients.values())
 
@@ -412,7 +409,7 @@ def triton_attention_forward(
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
         scaling: factor of the scores.
-        dropout: probability of dropping a weight; which ones, PyTorch's random number generator decides.
+        dropout: probability of dropping a weight, by PyTorch's random number generator.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.

@@ -21,8 +21,8 @@ import training_step
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 
-from modeling_nlq import backends_nlq
-from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS
+from modeling_nlq import backends_nlq, flex_nlq
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.training.parameters import measure as measure_model
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
@@ -159,7 +159,7 @@ def arguments(tmp_path, monkeypatch):
     from test_backends import dense_flex_attention
 
     monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
-    monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+    monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
     return argparse.Namespace(
         device="cpu",

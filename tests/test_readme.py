@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.hub_server import HubServer
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
-from modeling_nlq.attention_nlq import AUTOMATIC
+from modeling_nlq import ATTENTION_ACTIVATIONS, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.configuration_nlq import AUTOMATIC
 
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -88,7 +88,7 @@ def test_table_of_backends():
 
 
 def test_an_activation_of_your_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
+    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
     pytest.importorskip("triton")
     first, body, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
     (tmp_path / "snippets.py").write_text(first + body)  # Triton reads functions from their file

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from modeling_nlq.linear_nlq import LAYER_TYPE
+from modeling_nlq.cache_nlq import LAYER_TYPE
 
 
 @dataclass

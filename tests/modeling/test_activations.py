@@ -11,14 +11,14 @@ from support.attention_cases import LAYOUTS, NON_NEGATIVE, PHI, check, expected_
 from support.reference import CANONICAL_NORMALIZATION
 from transformers.activations import ACT2FN
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, attention_nlq
-from modeling_nlq.attention_nlq import (
+from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq
+from modeling_nlq.activations_nlq import (
     ATTENTION_ACTIVATIONS,
     LIBRARY_ACTIVATIONS,
-    eager_attention_forward,
     get_attention_activation,
     register_attention_activation,
 )
+from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -118,7 +118,7 @@ def cauchy_derivative(scores, weights):
 def registry(monkeypatch):
     """A table of registered activations for this test only."""
     registered = {}
-    monkeypatch.setattr(attention_nlq, "_REGISTERED", registered)
+    monkeypatch.setattr(activations_nlq, "_REGISTERED", registered)
     return registered
 
 
@@ -166,7 +166,7 @@ class TestRegistration:
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
         with pytest.raises(ValueError, match="'cauchy' is in use with another normalization or non_negative"):
             register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
-        attention_nlq._REGISTERED.clear()
+        activations_nlq._REGISTERED.clear()
         register_attention_activation("cauchy", cauchy, non_negative=True)
         NLQConfig(attention_activation="cauchy", attention_normalization="sum")
 

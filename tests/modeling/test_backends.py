@@ -43,20 +43,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from modeling_nlq import attention_nlq, backends_nlq, tiled_nlq
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    eager_attention_forward,
-    get_attention_activation,
-    make_visibility,
-)
-from modeling_nlq.backends_nlq import (
-    ATTENTION_BACKENDS,
-    find_backend,
-    flex_attention_with_log_forward,
-    log_function,
-    sdpa_with_sink_forward,
-)
+from modeling_nlq import activations_nlq, backends_nlq, flex_nlq, masking_nlq, tiled_nlq
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, find_backend, sdpa_with_sink_forward
+from modeling_nlq.flex_nlq import flex_attention_with_log_forward, log_function
+from modeling_nlq.masking_nlq import make_visibility
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -306,8 +298,8 @@ class TestWork:
             sizes.append(tuple(scores.shape[1:]))
             return scores.tanh()
 
-        monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
-        attention_nlq.register_attention_activation("counted", function)
+        monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
+        activations_nlq.register_attention_activation("counted", function)
         sizes.clear()
         module, states = layer_for(layout, "counted"), layout.states()
         output, _ = tiled_attention_forward(module, *states, layout.mask(), scaling=SCALING)
@@ -772,7 +764,7 @@ class TestFlexAttentionHere:
     @combinations([pair for pair in NON_NEGATIVE_COMBINATIONS if pair[1] != "sum"])
     def test_other_normalisers(self, monkeypatch, activation, normalization, name):
         """The uncompiled function does return a log-sum-exp: the natural logarithm that the formula takes it for."""
-        monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+        monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
         layout = FLEX_LAYOUTS[name]
         states = [tensor.detach() for tensor in layout.states()]
         expected = reference(*states, layout.visible, activation, normalization, SCALING)
@@ -823,7 +815,7 @@ class TestFlexAttentionElsewhere:
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch):
         monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
-        monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+        monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
 
     @flex_layouts
     @combinations(NON_NEGATIVE_COMBINATIONS)
@@ -984,9 +976,9 @@ class TestWithPyTorch:
         layout = LAYOUTS[name]
         states, mask = layout.states(), layout.mask()
         states = [tensor.detach() for tensor in states]
-        visibility, count = attention_nlq.read_mask(mask, *states[:2])
+        visibility, count = masking_nlq.read_mask(mask, *states[:2])
         masks = (None, None, None, visibility)
-        if isinstance(visibility, attention_nlq.Visibility):
+        if isinstance(visibility, masking_nlq.Visibility):
             masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
         rest = (count, *masks, torch.tensor(5) if dropout else None, "softplus", "sum", SCALING, dropout)
         torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))

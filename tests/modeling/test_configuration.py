@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.attention_nlq import FUNCTIONS
+from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure

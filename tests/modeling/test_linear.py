@@ -28,19 +28,12 @@ from modeling_nlq import (
     NLQForSequenceClassification,
     attention_nlq,
     backends_nlq,
+    cache_nlq,
     linear_nlq,
 )
-from modeling_nlq.attention_nlq import make_visibility
-from modeling_nlq.linear_nlq import (
-    LinearInputs,
-    LinearState,
-    NLQLinearAttentionCacheLayer,
-    chunked_form,
-    feature_map,
-    fixed_log_decay,
-    linear_attention,
-    recurrent_form,
-)
+from modeling_nlq.cache_nlq import LinearState, NLQLinearAttentionCacheLayer
+from modeling_nlq.linear_nlq import LinearInputs, chunked_form, feature_map, fixed_log_decay, linear_attention, recurrent_form
+from modeling_nlq.masking_nlq import make_visibility
 
 
 def examples(count):
@@ -766,7 +759,7 @@ class TestCache:
     def test_layers(self, make_model):
         """One kind of layer for each; a model without linear layers is what it was."""
         config = make_model(**MODELS["linear_first"]).config
-        assert config.layer_types == [linear_nlq.LAYER_TYPE, "full_attention"]
+        assert config.layer_types == [cache_nlq.LAYER_TYPE, "full_attention"]
         assert isinstance(DynamicCache(config=config).layers[0], NLQLinearAttentionCacheLayer)
         assert type(DynamicCache(config=config).layers[1]).__name__ == "DynamicLayer"
         # Absent, not `None`: Transformers asks whether a configuration has it
@@ -825,7 +818,7 @@ class TestMasks:
         )
         for implementation in ("eager", "nlq"):
             model = make_model(implementation=implementation, **MODELS["linear_last"])
-            for mask in (visible, {"full_attention": visible, linear_nlq.LAYER_TYPE: None}):
+            for mask in (visible, {"full_attention": visible, cache_nlq.LAYER_TYPE: None}):
                 with pytest.raises(ValueError, match=message):
                     model(tokens, attention_mask=mask)
 

@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening, StaticCache, Trainer, Train
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification, NLQModel
-from modeling_nlq.attention_nlq import make_visibility
+from modeling_nlq.masking_nlq import make_visibility
 
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
 
 import modeling_nlq
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, activations_nlq
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
@@ -257,7 +257,7 @@ except StrictDataclassError as error:
     assert "register_attention_activation('cube', function) first" in str(error), error
 else:
     raise AssertionError("a function that nobody registered was found")
-register = get_class_from_dynamic_module("attention_nlq.register_attention_activation", folder)
+register = get_class_from_dynamic_module("activations_nlq.register_attention_activation", folder)
 register("cube", lambda scores: scores**3)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
@@ -267,7 +267,7 @@ torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
 def test_registered_activation_elsewhere(tmp_path, monkeypatch):
     """A saved model names it; whoever loads the model registers it through the model's own code."""
     monkeypatch.setattr(modeling_nlq.attention_nlq, "_REGISTERED", {})
-    modeling_nlq.register_attention_activation("cube", lambda scores: scores**3)
+    activations_nlq.register_attention_activation("cube", lambda scores: scores**3)
     torch.manual_seed(0)
     model = NLQForCausalLM(tiny_config(attention_activation="cube")).eval()
     model.save_pretrained(tmp_path / "folder")
@@ -281,7 +281,7 @@ def test_registered_activation_elsewhere(tmp_path, monkeypatch):
 def test_registered_activations_belong_to_the_process(tmp_path):
     """Registered with the installed package, an activation is known to a model loaded as remote code."""
     name = "cube_of_the_process"
-    modeling_nlq.register_attention_activation(name, lambda scores: scores**3)
+    activations_nlq.register_attention_activation(name, lambda scores: scores**3)
     try:
         model = NLQForCausalLM(tiny_config(attention_activation=name)).eval()
         model.save_pretrained(tmp_path)

@@ -53,17 +53,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import attention_nlq, backends_nlq, modeling_nlq, triton_nlq
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    Visibility,
-    eager_attention_forward,
-    get_attention_activation,
-    make_visibility,
-    read_mask,
-    register_attention_activation,
-)
+from modeling_nlq import activations_nlq, backends_nlq, modeling_nlq, triton_nlq
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS, get_attention_activation, register_attention_activation
+from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.backends_nlq import use_fused_kernels
+from modeling_nlq.masking_nlq import Visibility, make_visibility, read_mask
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED, triton_sigmoid, triton_softplus
 from modeling_nlq.triton_kernels_nlq import (
     LAST_TILES,
@@ -413,14 +407,14 @@ class TestSplitKeys:
     @interpreter_only
     def test_there_are_several_parts(self, splits, monkeypatch):
         """A part is a multiple of SPLIT_STEP, and there are as many as the device has room for, or keys."""
-        found, function = [], triton_nlq._Problem.run_tiled
+        found, function = [], triton_nlq._KernelCall.run_tiled
 
         def run_tiled(problem, kernel, programs, **arguments):
             if kernel is split_kernel:
                 found.append((arguments["keys_per_split"], arguments["splits"], programs(1)))
             function(problem, kernel, programs, **arguments)
 
-        monkeypatch.setattr(triton_nlq._Problem, "run_tiled", run_tiled)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run_tiled", run_tiled)
         for name in ("one_query", "two_groups", "batch", "padding"):
             layout = SPLIT_LAYOUTS[name]
             states = [tensor.detach() for tensor in layout.states()]
@@ -963,7 +957,7 @@ class TestRegisteredActivations:
 
     @pytest.fixture(autouse=True)
     def nothing_is_registered(self, monkeypatch):
-        monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
+        monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
 
     @pytest.mark.parametrize("normalization", ["length", "none"])
     @pytest.mark.parametrize("name", ["one_key_value_head", "packed"])
@@ -1059,7 +1053,7 @@ class TestTiles:
                 if arguments["TILE"] > 64:
                     raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
 
-        monkeypatch.setattr(triton_nlq._Problem, "run", launch)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
         monkeypatch.setattr(triton_nlq, "_FITTING", {})
         return found
 
@@ -1112,7 +1106,7 @@ class TestTiles:
         """With the kernels run as they are, and a first line that has no room."""
         for kernel in TILES:
             monkeypatch.setitem(TILES, kernel, {4: {128: Tiles(128, 128, 8, 9), 256: Tiles(8, 8, 4, 1)}})
-        run_kernel, failures = triton_nlq._Problem.run, []
+        run_kernel, failures = triton_nlq._KernelCall.run, []
 
         def launch(problem, kernel, programs, options=None, **arguments):
             if options is not None and options["num_stages"] == 9:
@@ -1120,7 +1114,7 @@ class TestTiles:
                 raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
             run_kernel(problem, kernel, programs, options, **arguments)
 
-        monkeypatch.setattr(triton_nlq._Problem, "run", launch)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
         monkeypatch.setattr(triton_nlq, "_FITTING", {})
         TestAgreement.check_float32("softplus", "sum", LAYOUTS["grouped_queries"])
         assert failures == [forward_kernel, query_gradient_kernel, key_value_gradient_kernel]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from modeling_nlq import triton_activations_nlq
-from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
 from modeling_nlq.triton_activations_nlq import TRITON_BODIES
 
 

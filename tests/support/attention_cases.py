@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from modeling_nlq.attention_nlq import get_attention_activation, make_visibility
+from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.masking_nlq import make_visibility
 
 
 # The formulas, written a second time. Softmax is apart: its sum needs a maximum.

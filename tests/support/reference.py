@@ -143,9 +143,10 @@ def layer_norm(x, parameters, eps):
 
 def projection(kind, x, parameters, activation, eps):
     def f(x):
-        hidden = linear(rms_norm(x, parameters["input_norm.weight"], eps), parameters.below("fc1"))
-        hidden = linear(FUNCTIONS[activation](hidden), parameters.below("fc2"))
-        return layer_norm(hidden, parameters.below("output_norm"), eps)
+        bottleneck = parameters.below("bottleneck")
+        hidden = linear(rms_norm(x, bottleneck["input_norm.weight"], eps), bottleneck.below("fc1"))
+        hidden = linear(FUNCTIONS[activation](hidden), bottleneck.below("fc2"))
+        return layer_norm(hidden, bottleneck.below("output_norm"), eps)
 
     if kind == "linear":
         return linear(x, parameters)

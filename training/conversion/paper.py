@@ -24,10 +24,10 @@ _QUERY_MODES = {
     "residual_gelu": ("nonlinear", ("self_attn.k_proj", "self_attn.v_proj")),
 }
 _BOTTLENECK_NAMES = {
-    "residual_rmsnorm_input": "input_norm",
-    "residual_in": "fc1",
-    "residual_out": "fc2",
-    "residual_layernorm_output": "output_norm",
+    "residual_rmsnorm_input": "bottleneck.input_norm",
+    "residual_in": "bottleneck.fc1",
+    "residual_out": "bottleneck.fc2",
+    "residual_layernorm_output": "bottleneck.output_norm",
 }
 # What the paper's code takes where `model_args` has no such key; the scale is that of a head of 64 whatever the head
 _DEFAULTS = {

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
-from modeling_nlq.modeling_nlq import NLQAttention
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.projections_nlq import PROJECTIONS
 from modeling_nlq.training.run.recipe import check_keys
 
@@ -62,8 +62,8 @@ class LayerChange:
 
     before: NLQConfig
     after: NLQConfig
-    source: NLQAttention
-    target: NLQAttention
+    source: NLQAttentionProjections
+    target: NLQAttentionProjections
 
     def differs(self, field: str) -> bool:
         """Whether a field changes its value."""
@@ -268,6 +268,7 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
         if from_ is not None and from_.bias is not None and into.bias is not None:
             into.bias.copy_(from_.bias)
     if new.bottleneck and old.bottleneck:
+        source, target = source.bottleneck, target.bottleneck
         target.input_norm.load_state_dict(source.input_norm.state_dict())
         _widen(source, target)
         for old_module, new_module in ((source.fc2, target.fc2), (source.output_norm, target.output_norm)):
@@ -276,9 +277,10 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
                     getattr(new_module, name).copy_(parameter)
     elif new.bottleneck:
         # The gain has a gradient at once, what is behind it from the first step on
-        target.output_norm.weight.zero_()
-        if target.output_norm.bias is not None:
-            target.output_norm.bias.zero_()
+        output_norm = target.bottleneck.output_norm
+        output_norm.weight.zero_()
+        if output_norm.bias is not None:
+            output_norm.bias.zero_()
     return reason
 
 
@@ -300,9 +302,9 @@ def _projection_activation(change: LayerChange) -> str | None:
 
 def _expand_heads(projection: nn.Module, before: int, after: int) -> None:
     """Gives each group of query heads that shared a key or value head copies of it, in place."""
-    modules = [projection] if isinstance(projection, nn.Linear) else []
-    modules += [getattr(projection, name) for name in ("linear", "fc2", "output_norm") if hasattr(projection, name)]
-    for module in modules:
+    names = ("", "linear", "bottleneck.fc2", "bottleneck.output_norm")
+    modules = dict(projection.named_modules())
+    for module in [modules[name] for name in names if name in modules]:
         for parameter in module.parameters(recurse=False):
             heads = parameter.data.unflatten(0, (before, -1))
             parameter.data = heads.repeat_interleave(after // before, dim=0).flatten(0, 1)
@@ -320,7 +322,8 @@ def _attention_scaling(change: LayerChange) -> str | None:
         key = change.target.k_proj
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-        modules = [key] if isinstance(key, nn.Linear) else [getattr(key, "linear", None), getattr(key, "output_norm", None)]
+        names = ("linear", "bottleneck.output_norm")
+        modules = [key] if isinstance(key, nn.Linear) else [dict(key.named_modules()).get(name) for name in names]
         scaled = [parameter for module in modules if module is not None for parameter in module.parameters()]
     for parameter in scaled:
         parameter.mul_(before / after)
@@ -372,15 +375,13 @@ def _attention_sink(change: LayerChange) -> str | None:
 
 
 def _attention_activation(change: LayerChange) -> str | None:
-    return "the attention weights would be others" if change.source.activation.name != change.target.activation.name else None
+    return "the attention weights would change" if change.source.activation.name != change.target.activation.name else None
 
 
 def _attention_normalization(change: LayerChange) -> str | None:
-    if (
-        change.source.activation.name == change.target.activation.name
-        and change.source.normalization != change.target.normalization
-    ):
-        return "the attention weights would be others"
+    before, after = (side.attention_normalization or side.activation.normalization for side in (change.before, change.after))
+    if change.before.activation.name == change.after.activation.name and before != after:
+        return "the attention weights would change"
     return None
 
 

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from modeling_nlq.attention_nlq import AUTOMATIC, Visibility, attention_weights, make_visibility
-from modeling_nlq.modeling_nlq import NLQAttention
+from modeling_nlq.attention_nlq import attention_weights
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
+from modeling_nlq.configuration_nlq import AUTOMATIC
+from modeling_nlq.masking_nlq import Visibility, make_visibility
 
 
 # Optimizer steps between two records; one of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
@@ -29,13 +31,13 @@ SPIKE_WINDOW = 10
 _PREFIX = "attention/layer_"
 
 
-def attention_layers(model: nn.Module) -> list[NLQAttention]:
+def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
     """The attention layers of an NLQ model, first to last.
 
     Raises:
         ValueError: if there are none.
     """
-    layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
+    layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no NLQ attention layers: their stability cannot be recorded")
     return layers
@@ -86,7 +88,7 @@ def attention_statistics(
     visibility = make_visibility(length, length, 0, model.device, segments=segments)
     records: dict[int, dict[str, float]] = {}
 
-    def record(layer: NLQAttention, inputs: tuple, keyword_inputs: dict) -> None:
+    def record(layer: NLQAttentionProjections, inputs: tuple, keyword_inputs: dict) -> None:
         records[layer.layer_idx] = {}
         if layer.activation.kind != "linear":
             query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
@@ -110,7 +112,9 @@ def attention_statistics(
     return [records[layer.layer_idx] for layer in layers]
 
 
-def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> dict[str, float]:
+def _layer_statistics(
+    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
+) -> dict[str, float]:
     """One layer's quantities from its query `(batch, heads, length, head_dim)` and its key, with fewer heads perhaps."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
@@ -145,7 +149,7 @@ def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tenso
 
 
 def _row_statistics(
-    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
+    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
     """Each quantity by row, `(batch, heads, query)`; NaN where a row of zeros has none."""
     visible = visibility.dense()

@@ -295,10 +295,10 @@ class TestUpcycling:
         model = upcycle(make_source({"hidden_size": 64, "initializer_range": 0.05}), switches)
         for layer in model.model.layers:
             projection = layer.self_attn.q_proj
-            for matrix in (projection.fc1.weight, projection.fc2.weight):
+            for matrix in (projection.bottleneck.fc1.weight, projection.bottleneck.fc2.weight):
                 assert matrix.std().item() == pytest.approx(0.05, rel=0.1)
-            assert (projection.input_norm.weight == 1).all()
-            assert (projection.output_norm.weight == 0).all()
+            assert (projection.bottleneck.input_norm.weight == 1).all()
+            assert (projection.bottleneck.output_norm.weight == 0).all()
 
     @parametrize_cases("gpt2_class, nlq_class", HEADS)
     def test_heads(self, gpt2_class, nlq_class):
@@ -390,23 +390,23 @@ class TestLearningAfterUpcycling:
         input_ids = random_tokens(2, 12)
         found = gradients(model, input_ids)
         projections = [f"model.layers.{index}.self_attn.{kind}_proj." for index in range(2) for kind in "qkv"]
-        gains = [name for name in found if name.endswith("_proj.output_norm.weight")]
-        assert gains == [f"{name}output_norm.weight" for name in projections]
+        gains = [name for name in found if name.endswith("_proj.bottleneck.output_norm.weight")]
+        assert gains == [f"{name}bottleneck.output_norm.weight" for name in projections]
         for name in gains:
             assert found[name].abs().max() > 0, name
         torch.optim.SGD([parameter for name, parameter in model.named_parameters() if name in gains], lr=0.1).step()
         found = gradients(model, input_ids)
         for name in projections:
             assert found[f"{name}fc2.weight"].abs().max() > 0, name
-            assert found[f"{name}fc1.weight"].abs().max() > 0, name
+            assert found[f"{name}bottleneck.fc1.weight"].abs().max() > 0, name
 
     @pytest.mark.parametrize("gate", ["headwise", "elementwise"])
     @parametrize_bias
     def test_gate_and_head_projection(self, make_source, gate, use_bias):
         switches = {"attention_gate": gate, "head_projection": True, "query_projection": "upcycled"}
         found = gradients(upcycle(make_source({"use_bias": use_bias}), switches), random_tokens(2, 12))
-        names = ["gate_proj.weight", "head_proj.weight", "q_proj.output_norm.weight", "o_proj.weight"]
-        names += ["gate_proj.bias", "q_proj.output_norm.bias"] if use_bias else []
+        names = ["gate_proj.weight", "head_proj.weight", "q_proj.bottleneck.output_norm.weight", "o_proj.weight"]
+        names += ["gate_proj.bias", "q_proj.bottleneck.output_norm.bias"] if use_bias else []
         for index in range(2):
             for name in names:
                 gradient = found[f"model.layers.{index}.self_attn.{name}"]
@@ -414,7 +414,7 @@ class TestLearningAfterUpcycling:
                 assert gradient.isfinite().all(), name
 
     def test_identity_queries(self, make_source):
-        for kind, name in (("residual", "linear.weight"), ("nonlinear", "output_norm.weight")):
+        for kind, name in (("residual", "linear.weight"), ("nonlinear", "bottleneck.output_norm.weight")):
             model = upcycle(make_source({"query_projection": "identity"}), {"query_projection": kind})
             found = gradients(model, random_tokens(2, 12))
             for index in range(2):

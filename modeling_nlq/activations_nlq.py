@@ -1,0 +1,364 @@
+"""The table of attention activations: the functions `phi` that turn scores into weights, and the users' own.
+
+Scores are `s = attention_scaling * q . k`. The weights are `phi(s) / Z` on the keys a query sees and 0 elsewhere. The
+normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"length"`), or 1 (`"none"`).
+"""
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+# Transformers' function names without the two that own parameters: a switch names a function, not a layer.
+FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
+
+NORMALIZATIONS = ("sum", "length", "none")
+
+
+@dataclass(frozen=True)
+class AttentionActivation:
+    """One row of the table of attention activations.
+
+    Attributes:
+        name: the value of the switch `attention_activation`.
+        function: `phi`, element by element. For softmax it is `exp`, whose sum is taken in a numerically safe order.
+        derivative: `phi'` as a function of the scores and of `phi` there, or `None`: then it is taken by differentiation.
+        normalization: the canonical normaliser, used when `attention_normalization` is `None`.
+        non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
+        formula: `phi(s)` in words.
+        source: where the formula comes from.
+        subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
+        is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
+        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"` and `"simplex"`:
+            it depends on its whole row; the `function` of a `"simplex"` row projects it. `"linear"`: no scores are computed.
+        triton_body: for a user's activation, a function decorated with `triton.jit` that maps a tile of scores to `phi` and
+            `phi'`. The bodies of the built-in activations are in `TRITON_BODIES` of `triton_activations_nlq`.
+    """
+
+    name: str
+    function: Callable[[torch.Tensor], torch.Tensor]
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    normalization: str
+    non_negative: bool
+    formula: str
+    source: str
+    subtract_log_count: bool = False
+    is_homogeneous: bool = False
+    kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
+    triton_body: Callable | None = None
+
+    @property
+    def is_elementwise(self) -> bool:
+        """True if, apart from the normaliser, a weight depends on its own score only."""
+        return self.kind == "elementwise"
+
+    def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the scores."""
+        if self.derivative is None:
+            weights, pull_back = torch.func.vjp(self.function, scores)
+            return weights, pull_back(gradient)[0]
+        weights = self.function(scores)
+        return weights, gradient * self.derivative(scores, weights)
+
+
+def _identity(scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
+    """`(..., key)` -> the nearest weights that are positive or exactly 0 and sum to 1, row by row.
+
+    Raises:
+        ImportError: if the package `entmax` is not installed.
+    """
+    try:
+        import entmax  # here, so that reading a configuration does not import it
+    except ImportError:
+        raise ImportError(
+            f"attention_activation={name!r} needs the package entmax: pip install entmax, or use another activation"
+        ) from None
+    return getattr(entmax, name)(scores, dim=-1)
+
+
+def _no_scores(scores: torch.Tensor) -> torch.Tensor:
+    raise ValueError("attention_activation='linear_attention' is not a function of the scores: it computes none")
+
+
+def _relu_squared(scores: torch.Tensor) -> torch.Tensor:
+    return torch.relu(scores).square()
+
+
+ATTENTION_ACTIVATIONS = {
+    activation.name: activation
+    for activation in (
+        AttentionActivation(
+            name="softmax",
+            function=torch.exp,
+            derivative=lambda scores, weights: weights,
+            normalization="sum",
+            non_negative=True,
+            formula="exp(s)",
+            source="Vaswani et al. 2017, arXiv 1706.03762",
+            kind="softmax",
+        ),
+        AttentionActivation(
+            name="sigmoid",
+            function=torch.sigmoid,
+            derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),  # w - w^2, in one pass
+            normalization="none",
+            non_negative=True,
+            formula="sigmoid(s - log n_i); without log n_i under sum and length",
+            source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
+            subtract_log_count=True,
+        ),
+        AttentionActivation(
+            name="relu",
+            function=torch.relu,
+            derivative=lambda scores, weights: weights.sign(),
+            normalization="length",
+            non_negative=True,
+            formula="max(s, 0)",
+            source="Wortsman et al. 2023, arXiv 2309.08586",
+            is_homogeneous=True,
+        ),
+        AttentionActivation(
+            name="relu_squared",
+            function=_relu_squared,
+            derivative=lambda scores, weights: 2 * torch.relu(scores),
+            normalization="length",
+            non_negative=True,
+            formula="max(s, 0)^2",
+            source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
+            is_homogeneous=True,
+        ),
+        AttentionActivation(
+            name="squared",
+            function=torch.square,
+            derivative=lambda scores, weights: 2 * scores,
+            normalization="sum",
+            non_negative=True,
+            formula="s^2",
+            source="p_i^2 / sum_j p_j^2: another map onto the simplex",
+            is_homogeneous=True,
+        ),
+        AttentionActivation(
+            name="softplus",
+            function=nn.functional.softplus,
+            derivative=lambda scores, weights: torch.sigmoid(scores),
+            normalization="sum",
+            non_negative=True,
+            formula="log(1 + exp(s))",
+            source="a smooth map onto the simplex",
+        ),
+        AttentionActivation(
+            name="tanh",
+            function=torch.tanh,
+            derivative=lambda scores, weights: 1 - weights.square(),
+            normalization="length",
+            non_negative=False,
+            formula="tanh(s)",
+            source="bounded, but neither positive nor summing to one",
+        ),
+        AttentionActivation(
+            name="identity",
+            function=_identity,
+            derivative=lambda scores, weights: torch.ones_like(scores),
+            normalization="length",
+            non_negative=False,
+            formula="s",
+            source="no activation at all",
+        ),
+        AttentionActivation(
+            name="sparsemax",
+            function=functools.partial(_project_onto_simplex, "sparsemax"),
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="max(s - tau, 0), where tau makes the sum 1",
+            source="Martins and Astudillo 2016, arXiv 1602.02068",
+            kind="simplex",
+        ),
+        AttentionActivation(
+            name="entmax15",
+            function=functools.partial(_project_onto_simplex, "entmax15"),
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
+            source="Peters et al. 2019, arXiv 1905.05702",
+            kind="simplex",
+        ),
+        AttentionActivation(
+            name="linear_attention",
+            function=_no_scores,
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
+            source="Katharopoulos et al. 2020, arXiv 2006.16236",
+            kind="linear",
+        ),
+    )
+}
+# Transformers' function divides 0 by 0 in its gradient where softplus underflows.
+_SAFE_FUNCTIONS = {
+    "sqrtsoftplus": lambda scores: nn.functional.softplus(scores).clamp(min=torch.finfo(scores.dtype).tiny).sqrt(),
+}
+LIBRARY_ACTIVATIONS = {
+    name: AttentionActivation(
+        name=name,
+        function=_SAFE_FUNCTIONS.get(name, ACT2FN[name]),
+        derivative=None,
+        normalization="length",
+        non_negative=False,
+        formula=f"{name}(s)",
+        source="transformers.activations.ACT2FN",
+    )
+    for name in FUNCTIONS
+    if name not in (*ATTENTION_ACTIVATIONS, "linear")  # Transformers' "linear" is `identity` here
+}
+
+# The activations that users registered: name -> keyword arguments of `AttentionActivation`. The installed package and every
+# model loaded as remote code have their own copy of this file, so what they share is kept outside of it.
+_SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
+_FIELDS = tuple(field.name for field in fields(AttentionActivation))
+_REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
+
+
+def register_attention_activation(
+    name: str,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    normalization: str = "length",
+    non_negative: bool = False,
+    formula: str = "",
+    source: str = "",
+    triton_body: Callable | None = None,
+    exist_ok: bool = False,
+) -> None:
+    """Adds an attention activation. Every model in this process can then use its name, downloaded models included.
+
+    A saved model contains the name only. Register the function again before you load the model in another process.
+
+    Args:
+        name: the value of the switch `attention_activation`.
+        function: `phi`. It maps a tensor of scores of any shape to a new tensor of the same shape, element by element. It has
+            no parameters, because nothing would train them.
+        derivative: `phi'(scores, phi(scores))`. Without it PyTorch differentiates `function`, which is slower.
+        normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
+        non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
+        formula, source: shown to readers only.
+        triton_body: the activation for `nlq_triton`: a function decorated with `triton.jit` that maps a tile of scores in
+            float32 to the pair `phi(scores)`, `phi'(scores)`. Without it `nlq_triton` refuses the activation.
+        exist_ok: replace an activation that was registered under this name. Its normaliser and sign must stay the same.
+            Existing models compute the new function from then on.
+
+    Raises:
+        ValueError: if the name is taken, or the function contradicts the other arguments.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name={name!r} must be a Python identifier")
+    if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
+        raise ValueError(f"name={name!r} is an attention activation already; choose another name")
+    if name in _REGISTERED and not exist_ok:
+        raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
+    if not callable(function):
+        raise ValueError(f"function={function!r} of {name!r} must be a function of a tensor")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
+    if normalization == "sum" and not non_negative:
+        raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
+
+    if triton_body is not None and not hasattr(triton_body, "arg_names"):
+        raise ValueError(f"triton_body={triton_body!r} of {name!r} must be a function decorated with triton.jit")
+
+    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source, triton_body=triton_body)
+    if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
+        raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
+    _check_function(row)
+    _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
+
+
+def _check_function(row: AttentionActivation) -> None:
+    """Tries a user's function on a sample of scores.
+
+    Raises:
+        ValueError: if it is not elementwise, not finite, negative despite `non_negative`, or does not match its derivative.
+    """
+    generator = torch.Generator().manual_seed(0)
+    # Unsorted, and away from round numbers, where functions have their kinks
+    scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
+    try:
+        weights = row.function(given := scores.clone())
+        if weights.shape != scores.shape:
+            raise ValueError(f"it returns {tuple(weights.shape)} for scores {tuple(scores.shape)}")
+        alone = [row.function(score.clone()) for score in scores[0]]
+        if not all(torch.allclose(one, weight, equal_nan=True) for one, weight in zip(alone, weights[0])):
+            raise ValueError("it gives a score another value when it is alone")
+    except Exception as error:
+        asked = "must work element by element and keep the shape of the scores"
+        raise ValueError(f"function of {row.name!r} {asked}, also in float64: {error}") from error
+    if not torch.equal(given, scores):
+        raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
+    if weights.requires_grad:
+        raise ValueError(f"function of {row.name!r} must have no parameters of its own: nothing would train them")
+    _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
+    for tensor, what in ((weights, "function"), (slope, "the derivative of the function")):
+        if not tensor.isfinite().all():
+            raise ValueError(f"{what} of {row.name!r} is not finite for all scores from -20 to 20")
+    # A query of 0 has scores of exactly 0
+    zero = torch.zeros(1, dtype=torch.float64)
+    if not all(tensor.isfinite().all() for tensor in row.weights_and_gradient(zero, torch.ones_like(zero))):
+        raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for a score of 0")
+    if row.non_negative and weights.min() < 0:
+        raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
+    if row.derivative is not None:
+        try:
+            _, own_slope = row.weights_and_gradient(scores, torch.ones_like(scores))
+            agrees = torch.allclose(own_slope, slope, rtol=1e-4, atol=1e-6)
+        except Exception as error:
+            raise ValueError(f"derivative of {row.name!r} fails on a tensor of scores: {error}") from error
+        if not agrees:
+            raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
+
+
+def is_registered(name: str) -> bool:
+    """True for an activation that a user registered."""
+    return name in _REGISTERED
+
+
+def get_attention_activation(name: str) -> AttentionActivation:
+    """Returns the row of `name`: of the table, of a registered activation, or of another function of Transformers.
+
+    Raises:
+        ValueError: if `name` is none of these.
+    """
+    if name in ATTENTION_ACTIVATIONS:
+        return ATTENTION_ACTIVATIONS[name]
+    if name in _REGISTERED:
+        # Newer code may have registered fields that this code does not know
+        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
+    if name in LIBRARY_ACTIVATIONS:
+        return LIBRARY_ACTIVATIONS[name]
+    choices = (*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS)
+    longer = [choice for choice in choices if choice.startswith(f"{name}_")]  # "linear" means "linear_attention"
+    suggestion = did_you_mean(name, longer or choices, cutoff=0.5 if longer else 0.6)
+    raise ValueError(
+        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one of your "
+        f"own, call register_attention_activation({name!r}, function) first"
+    )
+
+
+def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns `"did you mean 'X'? "` if a choice is similar to `name`, else an empty string; `cutoff` is that of `difflib`."""
+    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""

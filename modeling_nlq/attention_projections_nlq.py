@@ -1,0 +1,137 @@
+"""The projections of one attention layer: query, key and value before the attention, and the output after it."""
+
+import math
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .activations_nlq import AttentionActivation, get_attention_activation
+from .configuration_nlq import NLQConfig
+from .projections_nlq import make_projection
+
+
+class NLQL2Norm(nn.Module):
+    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    def __init__(self, head_dim: int, num_heads: int | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
+        return heads if self.scale is None else heads * self.scale[:, None]
+
+
+class NLQHeadProjection(nn.Module):
+    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+
+    def __init__(self, num_heads: int, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> the same shape."""
+        return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
+
+
+class NLQAttentionProjections(nn.Module):
+    """The projections before and after the attention of one layer, shared by `NLQAttention` and `NLQLinearAttention`.
+
+    The output of each head passes, in this order and where configured, through `head_projection`, `attention_output_scaling`,
+    `attention_output_activation`, the gate, and the output projection.
+    """
+
+    def __init__(self, config: NLQConfig, layer_idx: int):
+        super().__init__()
+        # `config` is the global configuration, because only it has the current attention implementation. The switches come from
+        # the layer's own copy, which is read here once.
+        self.config = config
+        layer = config.per_layer_config[layer_idx]
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = layer.score_scaling
+        self.attention_activation = layer.attention_activation
+        self.output_scaling = layer.attention_output_scaling
+
+        query_size = config.num_attention_heads * self.head_dim
+        key_value_size = config.num_key_value_heads * self.head_dim
+        options = {
+            "use_bias": config.use_bias,
+            "bottleneck_size": layer.projection_bottleneck_size,
+            "activation": layer.projection_activation,
+            "eps": config.layer_norm_eps,
+        }
+        # diff with Llama: any projection of the table, and what may follow the heads
+        self.q_proj = make_projection(layer.query_projection, config.hidden_size, query_size, **options)
+        self.k_proj = make_projection(layer.key_projection, config.hidden_size, key_value_size, **options)
+        self.v_proj = make_projection(layer.value_projection, config.hidden_size, key_value_size, **options)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
+        self.o_proj.ends_sublayer = True  # read by `_init_weights`
+
+        self.q_norm = self.k_norm = None
+        if layer.qk_norm == "rms":
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+        elif layer.qk_norm == "l2":
+            self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
+            self.k_norm = NLQL2Norm(self.head_dim)
+
+        self.head_proj = NLQHeadProjection(config.num_attention_heads, self.head_dim) if layer.head_projection else None
+        self.output_activation = None
+        if layer.attention_output_activation is not None:
+            self.output_activation = ACT2FN[layer.attention_output_activation]
+        self.gate_proj = None
+        if layer.attention_gate is not None:
+            gate_size = query_size if layer.attention_gate == "elementwise" else config.num_attention_heads
+            self.gate_proj = nn.Linear(config.hidden_size, gate_size, bias=config.use_bias)
+
+    @property
+    def activation(self) -> AttentionActivation:
+        """The row of the table, found by name: a registered function may be replaced, and few functions can be pickled."""
+        return get_attention_activation(self.attention_activation)
+
+    def project(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(batch, length, hidden)` -> query, key and value, `(batch, heads, length, head_dim)` each.
+
+        Args:
+            hidden_states: the input of the layer.
+            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
+        """
+        # Not -1, which is ambiguous for an empty batch
+        query_shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
+        key_value_shape = (*hidden_states.shape[:-1], self.num_heads // self.num_key_value_groups, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(query_shape)
+        key_states = self.k_proj(hidden_states).view(key_value_shape)
+        value_states = self.v_proj(hidden_states).view(key_value_shape)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+        value_states = value_states.transpose(1, 2)
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        return query_states, key_states, value_states
+
+    def project_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`; the gate reads `hidden_states`, the layer's input."""
+        if self.head_proj is not None:
+            attn_output = self.head_proj(attn_output)
+        if self.output_scaling is not None:
+            attn_output = attn_output * self.output_scaling
+        if self.output_activation is not None:
+            attn_output = self.output_activation(attn_output)
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(hidden_states))
+            attn_output = attn_output * gate.view(*attn_output.shape[:3], gate.shape[-1] // self.num_heads)
+        return self.o_proj(attn_output.flatten(2))

@@ -1,0 +1,131 @@
+"""The cache layer of linear attention, which stores a state instead of keys and values."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
+
+
+# The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other revisions of
+# this file, so the name contains a hash of it.
+LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+
+
+class LinearState(NamedTuple):
+    """The two sums over earlier tokens that later tokens need, in at least float32.
+
+    Attributes:
+        numerator: `(batch, key_value_heads, head_dim, head_dim)`, the sum of keys times values, decayed up to the last token.
+        denominator: `(batch, key_value_heads, head_dim)`, the sum of keys.
+    """
+
+    numerator: torch.Tensor
+    denominator: torch.Tensor
+
+
+class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
+    """The state of one linear attention layer in Transformers' cache.
+
+    Transformers' own layer does not count tokens, so a cache without attention layers cannot consist of it. This one counts
+    them.
+
+    Args:
+        max_cache_len: length of a static cache's masks. The state itself has no limit.
+    """
+
+    _layer_type = LAYER_TYPE
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields))
+        CacheLayerMixin.__init__(self)
+        self.max_cache_len = max_cache_len
+        self.cumulative_length: int | torch.Tensor = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """True for a static cache, whose number of tokens is a tensor. Compiling would fix a plain number."""
+        return self.max_cache_len is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a state cannot go back to an earlier one."""
+        return False
+
+    def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
+        """Allocates a state of the given shape."""
+        super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
+        self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
+        if self.max_cache_len is not None and isinstance(self.cumulative_length, int):
+            self.cumulative_length = torch.tensor([self.cumulative_length], device=self.device)
+        self.is_initialized = True
+
+    def get_state(self) -> LinearState | None:
+        """Returns the state of the tokens so far, `None` before the first."""
+        return LinearState(*self.recurrent_states.values()) if all(self.has_previous_state.values()) else None
+
+    def set_state(self, state: LinearState, length: int) -> None:
+        """Stores the state after `length` more tokens."""
+        for index, part in enumerate(state):
+            if not self.is_recurrent_states_initialized[index]:
+                self.lazy_initialization(recurrent_states=part, state_idx=index)
+            if self.max_cache_len is None:
+                self.recurrent_states[index] = part  # not in place: a gradient may need the old state
+            else:
+                self.update_recurrent_state(part, index)
+            self.has_previous_state[index] = True
+        self.cumulative_length += length
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Raises `RuntimeError`: this layer stores no keys and values."""
+        raise RuntimeError("a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values")
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Returns the number of tokens so far."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns the length of a mask over all tokens, and the offset 0."""
+        return (self.cumulative_length + query_length if self.max_cache_len is None else self.max_cache_len), 0
+
+    def get_max_length(self) -> int:
+        """Returns the length of a static cache, or -1 for no limit."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def activate_past_recording(self) -> None:
+        """Raises `RuntimeError`. Transformers calls this before it tries tokens that it may take back."""
+        self.crop(-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises `RuntimeError`, unless nothing is to be removed."""
+        if tokens_to_remove != 0:
+            raise RuntimeError(
+                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, which "
+                "assisted decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+            )
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        if self.max_cache_len is None:
+            self._map(torch.zeros_like)  # not in place: a gradient may need the old state
+        LinearAttentionLayer.reset(self)
+        if isinstance(self.cumulative_length, int):
+            self.cumulative_length = 0
+        else:
+            self.cumulative_length.zero_()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row of the batch."""
+        self._map(lambda part: part.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps some rows of the batch."""
+        self._map(lambda part: part[indices])
+
+    def _map(self, function) -> None:
+        if self.is_initialized:
+            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items()}
+
+
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer

@@ -1,0 +1,131 @@
+"""The backend `flex_attention`: PyTorch's FlexAttention for softmax and every activation that is never negative."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.integrations.flex_attention import (
+    compile_friendly_flex_attention,
+    flex_attention_forward,
+    get_flex_attention_lse_kwargs,
+)
+from transformers.masking_utils import BlockMask
+
+from .activations_nlq import AttentionActivation
+from .attention_nlq import counts_as_zero, keep_from_overflow
+
+
+def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
+    """Returns `log phi(scores)`: minus infinity, with a gradient of 0, where `phi` counts as 0."""
+    weights = activation.function(scores)
+    is_zero = counts_as_zero(weights)
+    return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1.0, weights).log())
+
+
+class FlexMask(NamedTuple):
+    """The mask of `flex_attention`.
+
+    Attributes:
+        block_mask: Transformers' block mask.
+        visible_count: `(batch or 1, query)`, the number of keys that each query sees, or `None` if it is not known.
+    """
+
+    block_mask: BlockMask | None
+    visible_count: torch.Tensor | None = None
+
+
+def flex_attention_with_log_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: FlexMask,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
+
+    FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted with
+    `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one (the idea of
+    https://github.com/meta-pytorch/attention-gym).
+
+    Args:
+        module: the attention layer.
+        query: `(batch, heads, query, head_dim)`.
+        key, value: `(batch, key_value_heads, key, head_dim)`.
+        attention_mask: a `FlexMask`.
+        scaling: factor of the scores.
+        dropout: must be 0.
+
+    Returns:
+        The output `(batch, query, heads, head_dim)`, and no weights.
+
+    Raises:
+        ValueError: on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and for a caller's block mask
+            if the number of visible keys is needed.
+    """
+    block_mask, visible_count = attention_mask
+    activation, normalization = module.activation, module.normalization
+    _check_flex_attention_on_cpu(module, query, key, value)
+    if activation.name == "softmax" and module.sink is None:
+        output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
+        return output, None
+    needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
+    if needs_count and visible_count is None:
+        raise ValueError(
+            f"attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which attention_activation="
+            f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
+        )
+    log_count = None
+    if needs_count:
+        visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
+        log_count = visible_count.log() if normalization == "none" else None
+
+    def score_mod(score, batch, head, query_index, key_index):
+        if log_count is not None:
+            score = score - log_count[batch, query_index]
+        return score if activation.name == "softmax" else log_function(activation, score)
+
+    query = keep_from_overflow(query, key, scaling, activation, normalization)
+    needs_sum = normalization != "sum" or module.sink is not None
+    result = compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        training=module.training,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        enable_gqa=key.shape[1] != query.shape[1],
+        scale=scaling,
+        **get_flex_attention_lse_kwargs(needs_sum),
+    )
+    if not needs_sum:
+        return result.transpose(1, 2).contiguous(), None
+    output, auxiliary = result
+    if activation.name == "softmax":
+        factor = torch.sigmoid(auxiliary.lse - module.sink.float()[:, None])  # sum / (sum + exp(sink))
+    elif normalization == "length":
+        factor = auxiliary.lse.exp() / visible_count[:, None]
+    else:
+        factor = auxiliary.lse.exp()
+    output = (output * factor[..., None]).to(query.dtype)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
+    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled kernel."""
+    if inputs[0].device.type != "cpu":
+        return
+    refused = None
+    if module.attention_sink is not None:
+        refused = f"attention_sink={module.attention_sink!r}"
+    elif module.normalization != "sum":
+        refused = f"attention_activation={module.activation.name!r} normalised by {module.normalization!r}"
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        refused = "gradients"
+    if refused is not None:
+        raise ValueError(
+            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); use 'nlq' "
+            "or 'eager'"
+        )

@@ -1,0 +1,304 @@
+"""The keys that each query sees: causal order, padding, packed documents, cached tokens and a caller's own 4-D mask.
+
+Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
+
+The number `n` of keys that a query sees depends on that query alone, never on the padded, cached or total length. That makes
+cached decoding, padding and packing exact for every activation.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import BlockMask, find_packed_sequence_indices
+from transformers.utils.import_utils import is_tracing
+
+
+class Visibility(NamedTuple):
+    """The keys that each query sees, in O(length) memory.
+
+    Attributes:
+        query_index: `(query,)`, each query's own index among the keys, rising by one. It sees no key after that.
+        key_length: number of keys, including those of a static cache that are still empty.
+        visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
+        key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
+        document_start: `(batch or 1, query)`, the first key of each query's packed document. It sees no key before that. `None`
+            if documents are not packed.
+    """
+
+    query_index: torch.Tensor
+    key_length: int
+    visible_count: torch.Tensor
+    key_is_valid: torch.Tensor | None = None
+    document_start: torch.Tensor | None = None
+
+    def check(self, query_length: int, key_length: int) -> None:
+        """Raises `ValueError` if it was made for another number of queries or keys."""
+        if (made_for := (self.query_index.shape[0], self.key_length)) != (query_length, key_length):
+            raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
+
+    def dense(self) -> torch.Tensor:
+        """Returns the boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
+        key_index = torch.arange(self.key_length, device=self.query_index.device)
+        visible = (key_index <= self.query_index[:, None])[None, None]
+        if self.key_is_valid is not None:
+            visible = visible & self.key_is_valid[:, None, None, :]
+        if self.document_start is not None:
+            visible = visible & (key_index >= self.document_start[:, None, :, None])
+        return visible
+
+
+def make_visibility(
+    query_length: int,
+    key_length: int,
+    query_offset: int | torch.Tensor,
+    device: torch.device,
+    attention_mask: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
+) -> Visibility:
+    """Makes the causal visibility of the last `query_length` positions, with padding or packing.
+
+    Args:
+        query_length: number of queries in this call.
+        key_length: number of keys, including those of a static cache that are still empty.
+        query_offset: number of keys before the first query; a tensor if a static cache counts them.
+        attention_mask: `(batch, up to key)` booleans, false for padding.
+        segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask` or a
+            cache.
+    """
+    query_index = torch.arange(query_length, device=device) + query_offset
+    if segments is not None:
+        starts_here = torch.ones_like(segments, dtype=torch.bool)
+        starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
+        return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
+    if attention_mask is not None:
+        key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
+        key_is_valid = key_is_valid[:, :key_length]
+        return Visibility(query_index, key_length, key_is_valid.cumsum(dim=-1)[:, query_index], key_is_valid)
+    return Visibility(query_index, key_length, query_index[None].clamp(max=key_length - 1) + 1)
+
+
+def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Converts a caller's 4-D mask `(batch, 1 or heads, query, key)` to booleans, true where a query sees a key.
+
+    An additive mask may contain 0 (visible) and large negative numbers (hidden) only. Most activations give a bias no meaning.
+
+    Raises:
+        ValueError: if a floating-point mask contains other numbers.
+    """
+    if not attention_mask.is_floating_point():
+        return attention_mask.bool()
+    hidden = attention_mask <= -1e4  # the lowest float16 number is -65504
+    if not is_tracing(attention_mask) and not (hidden | (attention_mask == 0)).all():
+        raise ValueError(
+            "attention_mask: a 4-D floating-point mask must hold only 0 (visible) and the dtype's lowest number (hidden); "
+            "additive biases are not supported"
+        )
+    return ~hidden
+
+
+def read_mask(
+    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
+    """Checks the mask argument of a backend, and makes one if there is none.
+
+    Args:
+        attention_mask: a `Visibility`, a 4-D mask, or `None`. Without a mask, several queries see the keys up to their own
+            index, counted from the first key, and a single query sees all keys.
+        query: `(batch, heads, query, head_dim)`.
+        key: `(batch, key_value_heads, key, head_dim)`.
+
+    Returns:
+        A `Visibility` or a boolean mask `(batch or 1, 1 or heads, query, key)`, and how many keys each query sees,
+        `(batch or 1, 1 or heads, query)`.
+
+    Raises:
+        ValueError: if the mask does not fit the queries and keys, or contains numbers other than `boolean_mask` allows.
+    """
+    (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
+    if attention_mask is None:
+        offset = 0 if query_length > 1 else key_length - 1
+        attention_mask = make_visibility(query_length, key_length, offset, query.device)
+    if isinstance(attention_mask, Visibility):
+        attention_mask.check(query_length, key_length)
+        return attention_mask, attention_mask.visible_count[:, None]
+    shape = tuple(attention_mask.shape)
+    if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != query_length or shape[3] < key_length:
+        expected = f"({batch}, 1 or {heads}, {query_length}, {key_length})"
+        raise ValueError(f"attention_mask={shape} must be (batch, 1 or heads, query, key)={expected}")
+    visible = boolean_mask(attention_mask)[..., :key_length]
+    return visible, visible.sum(dim=-1)
+
+
+class Sequences(NamedTuple):
+    """The sequences of one call of the model.
+
+    Attributes:
+        visibility: the keys that each query sees, apart from a 4-D or block mask of the caller.
+        position_ids: `(batch or 1, query)`, the position of each token in its text.
+        attention_mask: the caller's mask, or `None` if it hides nothing.
+        packed_position_ids: `position_ids` if documents are packed, else `None`. Transformers' masks and flash attention look
+            for packed documents in the positions that they are given.
+        last_position: the largest position where it is known without reading `position_ids`, else `None`.
+    """
+
+    visibility: Visibility
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | BlockMask | None = None
+    packed_position_ids: torch.Tensor | None = None
+    last_position: int | None = None
+
+
+def read_sequences(
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | dict | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Cache | None = None,
+    use_cache: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    **kwargs,
+) -> Sequences:
+    """Finds padding, packed documents and positions in the arguments of one call of the model.
+
+    Args:
+        inputs_embeds: `(batch, query, hidden)`.
+        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask; or these by type
+            of layer, as `generate` passes them.
+        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there is a mask
+            or a cache.
+        past_key_values: the cache, before the tokens of this call.
+        use_cache: whether the caller asked for a cache.
+        cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
+        cu_seq_lens_k: must equal `cu_seq_lens_q`.
+        seq_idx: allowed beside `position_ids` only; it is not read.
+
+    Raises:
+        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
+    """
+    (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    if isinstance(attention_mask, dict):
+        attention_mask = _mask_of_all_layers(attention_mask)
+    position_ids = _check_positions(position_ids, batch, query_length)
+    query_offset, key_length = 0, query_length
+    if past_key_values is not None:
+        query_offset = past_key_values.get_seq_length()
+        key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
+    padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
+    if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
+        query_offset = query_offset.to(device)
+
+    boundaries = _check_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
+    if boundaries is not None:
+        position_ids = _positions_from_boundaries(boundaries, batch, query_length, attention_mask, position_ids)
+    segments = None
+    # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
+    if attention_mask is None and past_key_values is None:
+        segments = _find_packed_documents(position_ids, use_cache)
+    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
+        attention_mask = padding_mask = None  # it hides nothing, and a mask costs time
+
+    visibility = make_visibility(query_length, key_length, query_offset, device, padding_mask, segments)
+    last_position = None
+    if position_ids is None and padding_mask is None and isinstance(query_offset, int):
+        last_position = query_offset + query_length - 1
+    packed_position_ids = None if segments is None else position_ids
+    if position_ids is None:
+        position_ids = visibility.query_index[None]
+        if padding_mask is not None:
+            position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
+    return Sequences(visibility, position_ids, attention_mask, packed_position_ids, last_position)
+
+
+def _mask_of_all_layers(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | BlockMask | None:
+    """Returns the one mask that all layers get, from the masks that `generate` makes for each type of layer."""
+    given = [mask for mask in masks.values() if mask is not None]
+    padding = [mask for mask in given if isinstance(mask, torch.Tensor) and mask.ndim == 2]
+    return next(iter(padding or given), None)
+
+
+def _check_positions(position_ids: torch.Tensor | None, batch: int, query_length: int) -> torch.Tensor | None:
+    """Returns the positions as `(batch, query)`."""
+    if position_ids is None:
+        return None
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != query_length:
+        allowed = " or ".join(str((rows, query_length)) for rows in dict.fromkeys((batch, 1)))
+        raise ValueError(f"position_ids={tuple(position_ids.shape)} must be (batch or 1, query)={allowed}")
+    return position_ids.expand(batch, -1)
+
+
+def _check_mask(
+    attention_mask: torch.Tensor | BlockMask | None, batch: int, query_length: int, query_offset: int | torch.Tensor
+) -> torch.Tensor | None:
+    """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
+    if not isinstance(attention_mask, torch.Tensor):
+        if attention_mask is not None and not isinstance(attention_mask, BlockMask):
+            raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+        return None
+    shape = tuple(attention_mask.shape)
+    if attention_mask.ndim not in (2, 4):
+        raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
+    if attention_mask.ndim == 4:
+        return None
+    seen = query_offset + query_length
+    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen):
+        raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
+    return attention_mask
+
+
+def _check_boundaries(
+    cu_seq_lens_q: torch.Tensor | None,
+    cu_seq_lens_k: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Returns `cu_seq_lens_q`, checked. The other two arguments alone do not describe packed documents."""
+    if cu_seq_lens_q is None:
+        if cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
+            raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
+        return None
+    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.ndim != 1 or cu_seq_lens_q.is_floating_point():
+        raise ValueError(f"cu_seq_lens_q={cu_seq_lens_q!r} must be a tensor (documents + 1,) of integers")
+    if cu_seq_lens_k is not None and not is_tracing(cu_seq_lens_q) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
+    return cu_seq_lens_q
+
+
+def _positions_from_boundaries(
+    boundaries: torch.Tensor,
+    batch: int,
+    query_length: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the positions `(1, query)`, which restart at each boundary, as padding-free collators mean `cu_seq_lens_q`."""
+    if batch != 1 or attention_mask is not None:
+        raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
+    index = torch.arange(query_length, device=boundaries.device)
+    document = torch.bucketize(index, boundaries, right=True) - 1
+    positions = (index - boundaries[document])[None]
+    if is_tracing(boundaries):
+        return positions if position_ids is None else position_ids
+    if boundaries[0] != 0 or boundaries[-1] != query_length or (boundaries.diff() < 0).any():
+        raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} must rise from 0 to the number of tokens, {query_length}")
+    if position_ids is None:
+        return positions
+    if ((position_ids.diff() == 1) != (document.diff() == 0)).any():
+        raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} does not agree with position_ids, which restart elsewhere")
+    return position_ids
+
+
+def _find_packed_documents(position_ids: torch.Tensor | None, use_cache: bool | None) -> torch.Tensor | None:
+    """Returns the number `(batch, query)` of each token's document, or `None` if each row is one document."""
+    if position_ids is None or position_ids.shape[-1] <= 1:
+        return None
+    segments = find_packed_sequence_indices(position_ids)
+    if segments is not None and use_cache and not is_tracing(position_ids):
+        raise ValueError(
+            "packed documents (position_ids that restart, without an attention_mask) cannot be cached; set "
+            "use_cache=False, or give a mask if each row is one text"
+        )
+    return segments
