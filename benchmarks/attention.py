@@ -2,12 +2,12 @@
 
     python benchmarks/attention.py                       # time and memory on the CPU, in float32 and bfloat16
     python benchmarks/attention.py --plot docs/images    # and the two pictures
-    python benchmarks/attention.py --device cuda --markdown results/gpu/attention.md   # `attention_cuda.py` says what
+    python benchmarks/attention.py --device cuda --markdown results/gpu/attention.md   # see `attention_cuda.py`
 
-Causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that what
-else the machine does hits all of them alike; times are medians, ratios medians of the rounds' ratios. Memory is measured on
-fresh processes: how much the peak of one forward and backward pass lies above what the process held before. Before anything
-is timed, `nlq_tiled` must give the outputs and gradients of `eager`.
+Measures causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that
+other work of the machine slows all of them alike. Times are medians, ratios are medians of the rounds' ratios. Memory is
+measured in a fresh process: the peak of one forward and backward pass, minus what the process held before. Before anything is
+timed, `nlq_tiled` must give the outputs and gradients of `eager`.
 """
 
 import argparse
@@ -56,10 +56,11 @@ def make_inputs(arguments: argparse.Namespace, length: int, dtype: str) -> tuple
 
 
 def gate(arguments: argparse.Namespace, dtype: str) -> None:
-    """No figure for a wrong result.
+    """Checks the results before anything is timed.
 
     Raises:
-        SystemExit: if outputs or gradients of `nlq_tiled` are not those of `eager` in float32, up to the rounding of `dtype`.
+        SystemExit: if outputs or gradients of `nlq_tiled` differ from those of `eager` in float32 by more than the rounding of
+            `dtype`.
     """
     tolerance = 1e-5 if dtype == "float32" else 4 * torch.finfo(getattr(torch, dtype)).eps
     for name in arguments.activations:
@@ -86,7 +87,7 @@ def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict
     times = {candidate: [] for candidate in candidates}
     rounds = arguments.rounds if length <= 2048 else max(arguments.rounds // 3, 3)
     for round_number in range(rounds + 1):  # the first one warms up
-        attention(*BASELINE, inputs, gradient)  # whoever comes after eager pays for the large matrices it gave back
+        attention(*BASELINE, inputs, gradient)  # the call after eager is slower, because eager freed large matrices
         for candidate in candidates:
             elapsed = seconds(candidate, inputs, gradient)
             if round_number:
@@ -112,7 +113,7 @@ def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tup
 
 
 def process_memory(field: str) -> int:
-    """Bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
+    """Returns the bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -120,7 +121,7 @@ def process_memory(field: str) -> int:
 
 
 def peak_memory(arguments: argparse.Namespace, backend: str, name: str, length: int, dtype: str) -> int:
-    """Bytes that one forward and backward pass takes at its peak, beyond its inputs; in a process of its own."""
+    """Returns the peak bytes of one forward and backward pass beyond its inputs; needs a process of its own."""
     attention(backend, name, *make_inputs(arguments, 64, dtype))  # libraries load their kernels
     inputs, gradient = make_inputs(arguments, length, dtype)
     before = process_memory("VmRSS")
@@ -133,7 +134,7 @@ def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[
     print(f"\n{dtype}: peak memory of forward and backward beyond the inputs, MiB")
     print(f"{'length':>8}" + "".join(f"{' '.join(candidate):>20}" for candidate in candidates) + f"{'eager/nlq_tiled':>20}")
     results = {}
-    # A new process for each measurement: a peak cannot be taken back
+    # A new process for each measurement, because the peak of a process never falls
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for length in arguments.lengths:
             peaks = results[length] = {

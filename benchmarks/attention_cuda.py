@@ -1,14 +1,14 @@
-"""The tables of `attention.py --device cuda`: forward, and forward and backward, of causal attention at constant tokens.
+"""Makes the tables of `attention.py --device cuda`: causal attention, forward, and forward and backward, at constant tokens.
 
-For each width of a head and each length the candidates take turns, and a large product of matrices with them: the roofline.
-Candidates are softmax on SDPA's flash backend, which all ratios are relative to; on its cuDNN backend; FlexAttention, softmax
-and the log form of every activation that is never negative; `nlq_triton` for every activation; and `eager` where its n x n
-matrices fit. TFLOP/s count the products of the causal half alone, as FlashAttention's papers do. Memory is what the caching
-allocator held at its peak beyond the inputs.
+For each width of a head and each length, the candidates take turns with a large product of matrices, the roofline. The
+candidates are softmax on SDPA's flash backend, the baseline of all ratios; softmax on its cuDNN backend; FlexAttention with
+softmax and with the log form of every activation that is never negative; `nlq_triton` with every activation; and `eager` where
+its n x n matrices fit. TFLOP/s count the products of the causal half only, as FlashAttention's papers do. Memory is the peak
+of the caching allocator beyond the inputs.
 
-Nothing is timed that is not right. `nlq_tiled` in float32 must agree with `eager` on a short text of odd length; at each length
-timed it is what outputs and gradients of an activation are compared with, softmax with SDPA in float32. A candidate that is
-wrong or fails gets a dash and its reason instead of a figure; the others go on.
+Wrong results are not timed. `nlq_tiled` in float32 must agree with `eager` on a short text of odd length. At each length,
+outputs and gradients of an activation are compared with those of `nlq_tiled` in float32, and those of softmax with SDPA in
+float32. A candidate that is wrong or fails gets a dash and its reason instead of a figure. The others continue.
 """
 
 import argparse
@@ -56,19 +56,19 @@ DEFAULTS = {
     "heads": None,
     "head_dim": [64, 128],
 }
-COMPUTED = {"batch": f"{TOKENS} / length", "heads": f"{HIDDEN_SIZE} / head_dim"}  # in words, for those that are None
-# What a direction costs, in forward passes: backward has five products where forward has two
+COMPUTED = {"batch": f"{TOKENS} / length", "heads": f"{HIDDEN_SIZE} / head_dim"}  # the help text for defaults of None
+# The cost of a direction in forward passes: backward has five products, forward has two
 DIRECTIONS = {"forward": 1.0, "forward and backward": 3.5}
 
 GATE_LENGTH = 600  # no multiple of any tile
-# Errors are relative to the norm of a part of the text: late positions average over many values and are small
+# Errors are relative to the norm of a part of the text, because late positions average over many values and are small
 PARTS = 8
-# Even in float32: a score next to relu's kink may round to either side, where the gradient is another
+# Needed even in float32: a score next to relu's kink may round to either side, and the gradient differs there
 LEAST_TOLERANCE = 5e-3
 
 
 class Case(NamedTuple):
-    """What is timed together."""
+    """One group of candidates that are timed together."""
 
     head_dim: int
     length: int
@@ -76,14 +76,14 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Seconds of each round, and bytes of memory at the peak (`None` where the device does not count them)."""
+    """The seconds of each round, and the peak bytes of memory (`None` if the device does not count them)."""
 
     times: list[float]
     memory: int | None
 
 
 class Failure(NamedTuple):
-    """Why a candidate has no figure."""
+    """The reason why a candidate has no figure."""
 
     case: Case
     candidate: Candidate
@@ -91,18 +91,18 @@ class Failure(NamedTuple):
 
 
 class WrongResult(Exception):
-    """An output or a gradient is not what the formula says."""
+    """An output or a gradient differs from the formula."""
 
 
 @dataclass
 class Tables:
-    """All that is measured in one dtype.
+    """All measurements in one dtype.
 
     Attributes:
         shapes: batch and heads of each head_dim and length.
         results: by case and candidate, the matrix product among them.
-        failures: what is missing there.
-        matmul_flops: of the product.
+        failures: the candidates that are missing there.
+        matmul_flops: operations of the matrix product.
     """
 
     shapes: dict[tuple[int, int], tuple[int, int]]
@@ -111,18 +111,18 @@ class Tables:
     matmul_flops: int
 
     def flops(self, case: Case, candidate: Candidate) -> float:
-        """Floating-point operations of one call: `2 * 2 * length * length * head_dim / 2` a head forward, for a causal mask."""
+        """Returns the operations of one call: `2 * 2 * length * length * head_dim / 2` a head forward, for a causal mask."""
         if candidate == MATMUL:
             return self.matmul_flops
         batch, heads = self.shapes[case.head_dim, case.length]
         return DIRECTIONS[case.direction] * 4 * batch * heads * case.length**2 * case.head_dim / 2
 
     def rate(self, case: Case, candidate: Candidate) -> float:
-        """TFLOP/s."""
+        """Returns TFLOP/s."""
         return self.flops(case, candidate) / statistics.median(self.results[case][candidate].times) / 1e12
 
     def speed(self, case: Case, candidate: Candidate, other: Candidate) -> list[float] | None:
-        """How many times as fast as another candidate: quartiles of the rounds. `None` if one of them has no figure."""
+        """Returns how many times as fast as another candidate it is: quartiles over the rounds, or `None` without figures."""
         results = self.results.get(case, {})
         if candidate not in results or other not in results:
             return None
@@ -130,33 +130,33 @@ class Tables:
 
 
 class Problem:
-    """Queries, keys and values, the gradient of the output, and the causal mask as each backend takes it."""
+    """Queries, keys and values, the gradient of the output, and the causal mask in each backend's form."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: str, needs_block_mask: bool = False):
-        """Makes random ones of the shape `(batch, heads, length, head_dim)`, laid out in memory as the model's projections."""
+        """Makes random inputs `(batch, heads, length, head_dim)`, laid out in memory like the model's projections."""
         batch, heads, length, head_dim = shape
         *inputs, self.gradient = (torch.randn(batch, length, heads, head_dim, dtype=dtype, device=device) for _ in range(4))
         self.inputs = [tensor.transpose(1, 2).requires_grad_() for tensor in inputs]
-        # Made once for all layers, as in the model
+        # The model too makes it once for all layers
         self.visibility = make_visibility(length, length, 0, torch.device(device))
         self.block_mask = _causal_block_mask(length, device) if needs_block_mask else None
 
     def forward(self, candidate: Candidate) -> torch.Tensor:
-        """The output `(batch, query, heads, head_dim)`."""
+        """Returns the output `(batch, query, heads, head_dim)`."""
         return self._forward(candidate, self.inputs)
 
     def inference(self, candidate: Candidate) -> torch.Tensor:
-        """The same without what backward would need."""
+        """Returns the same output without storing anything for backward."""
         with torch.no_grad():
             return self.forward(candidate)
 
     def training(self, candidate: Candidate) -> list[torch.Tensor]:
-        """The output, and the gradients of query, key and value."""
+        """Returns the output, and the gradients of query, key and value."""
         output = self.forward(candidate)
         return [output, *torch.autograd.grad(output, self.inputs, self.gradient)]
 
     def expected(self, candidate: Candidate) -> list[torch.Tensor]:
-        """What `training` of a candidate gives in float32."""
+        """Returns the result of `training` in float32."""
         inputs = [tensor.detach().float().requires_grad_() for tensor in self.inputs]
         output = self._forward(candidate, inputs)
         return [output.detach(), *torch.autograd.grad(output, inputs, self.gradient.float())]
@@ -173,7 +173,7 @@ class Problem:
 
 
 def pinned(candidate: Candidate) -> contextlib.AbstractContextManager:
-    """Makes SDPA use the candidate's own kernel; entered once for many calls, for it takes time itself."""
+    """Makes SDPA use the candidate's own kernel. Enter it once for many calls, because entering takes time."""
     return sdpa_kernel(PINNED[candidate[0]]) if candidate[0] in PINNED else contextlib.nullcontext()
 
 
@@ -185,9 +185,9 @@ def _causal_block_mask(length: int, device: str) -> BlockMask:
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor, axis: int) -> float:
-    """The norm of the difference over the norm of what is expected, in the worst of `PARTS` parts along an axis.
+    """Returns the norm of the difference over the norm of the expected values, in the worst of `PARTS` parts along an axis.
 
-    A maximum over everything would not see that late positions are wrong, whose numbers are small.
+    A maximum over everything would miss errors at late positions, whose numbers are small.
     """
     difference = (actual.detach().float() - expected).square()
     errors = [
@@ -198,10 +198,10 @@ def error_of(actual: torch.Tensor, expected: torch.Tensor, axis: int) -> float:
 
 
 def check(problem: Problem, candidate: Candidate, expected: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """No figure for a wrong result.
+    """Checks the results of a candidate.
 
     Raises:
-        WrongResult: if an output or a gradient is farther from what is expected than rounding explains.
+        WrongResult: if an output or a gradient differs from the expected one by more than rounding.
     """
     tolerance = max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
     names = ("output", "output without gradients", "gradient of query", "gradient of key", "gradient of value")
@@ -215,7 +215,7 @@ def check(problem: Problem, candidate: Candidate, expected: list[torch.Tensor], 
 
 
 def label(candidate: Candidate) -> str:
-    """A candidate's name in the tables."""
+    """Returns a candidate's name in the tables."""
     backend, name = candidate
     if candidate == MATMUL:
         return "matrix product"
@@ -229,7 +229,7 @@ def format_rate(rate: float) -> str:
 
 
 def make_candidates(arguments: argparse.Namespace, ours: str) -> list[Candidate]:
-    """Those asked for that compute what they are asked for; the baseline first."""
+    """Returns the selected pairs of backend and activation that can be computed, the baseline first."""
     candidates = [BASELINE, ("sdpa_cudnn", "softmax")]
     backends = [ours, *(name for name, wanted in (("flex_attention", arguments.flex), ("eager", arguments.eager)) if wanted)]
     for backend in backends:
@@ -243,10 +243,10 @@ def gate(head_dim: int, dtype: torch.dtype, device: str, names: Iterable[str], o
     """Compares with `eager` on a short text of odd length.
 
     Returns:
-        The reasons against our own candidates, if any.
+        The failures of NLQ's own candidates.
 
     Raises:
-        SystemExit: if what everything else is measured by is wrong.
+        SystemExit: if a reference is wrong.
     """
     shape, reasons = (2, 4, GATE_LENGTH, head_dim), {}
     exact, problem = Problem(shape, torch.float32, device), Problem(shape, dtype, device)
@@ -267,7 +267,7 @@ def gate(head_dim: int, dtype: torch.dtype, device: str, names: Iterable[str], o
 
 
 def peak_memory(function: Callable[[], object], device: str) -> int | None:
-    """Bytes that a call takes at its peak, beyond what is there before; the first call loads, compiles and tunes."""
+    """Returns the peak bytes of a call beyond what was allocated before. A first call loads, compiles and tunes."""
     function()
     if device != "cuda":
         return None
@@ -280,12 +280,12 @@ def peak_memory(function: Callable[[], object], device: str) -> int | None:
 
 
 class Measurement:
-    """One length: its candidates are checked, then timed in both directions.
+    """Checks the candidates of one length, then times them in both directions.
 
     Args:
-        problem: what they compute.
-        clock: takes the time.
-        tables: where figures and failures go.
+        problem: the inputs.
+        clock: measures the time.
+        tables: collects figures and failures.
     """
 
     def __init__(self, problem: Problem, clock: Clock, tables: Tables):
@@ -294,7 +294,7 @@ class Measurement:
         _, _, self.length, self.head_dim = problem.inputs[0].shape
 
     def check(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those whose results are right. `eager` is the formula itself, and need not fit here."""
+        """Returns the candidates whose results are right. `eager` is the formula itself, and may not fit into memory."""
         right = []
         for name in dict.fromkeys(name for _, name in candidates):
             expected = self.problem.expected(("sdpa" if name == "softmax" else "nlq_tiled", name))
@@ -305,7 +305,7 @@ class Measurement:
         return sorted(right, key=candidates.index)
 
     def time(self, direction: str, candidates: list[Candidate], matmul: Callable[[], object], rounds: int) -> None:
-        """Times candidates, and the matrix product with them, in turns."""
+        """Times the candidates and the matrix product in turns."""
         call = self.problem.inference if direction == "forward" else self.problem.training
         functions = {MATMUL: matmul, **{candidate: functools.partial(call, candidate) for candidate in candidates}}
         memory, repeats, times = {}, {}, {candidate: [] for candidate in functions}
@@ -333,16 +333,16 @@ class Measurement:
         cases = [Case(self.head_dim, self.length, direction) for direction in directions]
         self.tables.failures += [Failure(case, candidate, reason) for case in cases]
         if self.device == "cuda":
-            torch.cuda.empty_cache()  # what one that did not fit has left
+            torch.cuda.empty_cache()  # frees the memory of a candidate that did not fit
         return False
 
 
 class Claim(NamedTuple):
-    """What is asked of our backend: at least so many times as fast as another one, from a length on."""
+    """A threshold for NLQ's backend: how many times as fast as another one it is at least, from a length on."""
 
     text: str
     direction: str
-    activation: str | None  # None: every one measured
+    activation: str | None  # None: every activation that is measured
     floor: float
     other: str  # a backend
     from_length: int = 4096
@@ -357,15 +357,15 @@ CLAIMS = (
 
 
 class Verdict(NamedTuple):
-    """Whether a claim holds.
+    """The result of checking a claim.
 
     Attributes:
-        claim: which.
+        claim: the claim.
         worst: the lowest median of its ratios, or `None` if there is none.
-        where: of that one.
-        count: of the cells compared.
-        missing: those that should be there and have no figure.
-        word: "met", "not met", "not measured".
+        where: the cell of the lowest median.
+        count: number of the cells compared.
+        missing: the cells that have no figure.
+        word: "met", "met where measured", "not met" or "not measured".
     """
 
     claim: Claim
@@ -377,7 +377,7 @@ class Verdict(NamedTuple):
 
 
 def judge(claim: Claim, tables: Tables, activations: list[str], ours: str) -> Verdict:
-    """Compares a claim with what was measured. A cell without a figure is not met: it may be the one that fails."""
+    """Compares a claim with the measurements. If a cell is missing, the claim is at most "met where measured"."""
     names = [name for name in activations if claim.activation in (None, name)]
     if claim.other == "flex_attention":
         computes = ATTENTION_BACKENDS[claim.other].computes
@@ -409,7 +409,7 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def claims_table(tables: Tables, activations: list[str], ours: str) -> str:
-    """The block "what was asked"."""
+    """Returns the table of claims."""
     rows = []
     for claim in CLAIMS:
         verdict = judge(claim, tables, activations, ours)
@@ -423,7 +423,7 @@ def claims_table(tables: Tables, activations: list[str], ours: str) -> str:
 def pivot(
     tables: Tables, head_dim: int, corner: str, candidates: list[Candidate], cell: Callable[[int, Candidate], str | None]
 ) -> str:
-    """A table of candidates by lengths; a cell that is `None` is a dash, a row of dashes is left out."""
+    """Returns a table of candidates by lengths. A cell that is `None` becomes a dash, and a row of dashes is left out."""
     lengths = [length for width, length in tables.shapes if width == head_dim]
     rows = []
     for candidate in candidates:
@@ -434,7 +434,7 @@ def pivot(
 
 
 def render(tables: Tables, arguments: argparse.Namespace, dtype: str, device: str, command: str, ours: str) -> str:
-    """All tables of one dtype as Markdown."""
+    """Returns all tables of one dtype as Markdown."""
     candidates = [MATMUL, *make_candidates(arguments, ours)]
     text = (
         f"`{command}`: {device}.\n\nCausal attention in {dtype}, batch x length {_tokens(tables)}; medians of "
@@ -485,7 +485,7 @@ def render(tables: Tables, arguments: argparse.Namespace, dtype: str, device: st
         for (name, reason), cases in places.items():
             where = "; ".join(f"{case.direction}, head dim {case.head_dim}, length {case.length}" for case in cases)
             text += f"* {name}: {reason} ({'everywhere' if len(cases) == len(tables.results) else where})\n"
-    while "\n\n\n" in text:  # left by tables without rows
+    while "\n\n\n" in text:  # tables without rows leave empty lines
         text = text.replace("\n\n\n", "\n\n")
     return text
 
@@ -496,7 +496,7 @@ def _tokens(tables: Tables) -> str:
 
 
 def print_case(tables: Tables, case: Case, candidates: list[Candidate]) -> None:
-    """One case in plain text, as soon as it is measured."""
+    """Prints one case in plain text as soon as it is measured."""
     batch, heads = tables.shapes[case.head_dim, case.length]
     product = tables.rate(case, MATMUL)
     print(
@@ -525,15 +525,15 @@ def print_case(tables: Tables, case: Case, candidates: list[Candidate]) -> None:
 
 
 def report(arguments: argparse.Namespace, ours: str = OURS, matmul_size: int = MATMUL_SIZE) -> int:
-    """Measures, prints, and writes the Markdown file after every length, so that what an interruption leaves is of use.
+    """Measures, prints, and writes the Markdown file after every length, so that an interrupted run keeps its tables.
 
     Args:
-        arguments: of `attention.py`; a `batch` or `heads` of `None` is computed.
-        ours: the backend that the claims are about; another one for tests without a GPU.
-        matmul_size: of the roofline's matrices.
+        arguments: those of `attention.py`; a `batch` or `heads` of `None` is computed.
+        ours: the backend that the claims are about. Tests without a GPU pass another one.
+        matmul_size: size of the roofline's matrices.
 
     Returns:
-        The exit status: 1 if one of our own candidates, or FlexAttention's result, was wrong or failed.
+        The exit status: 1 if one of NLQ's own candidates failed, or any result was wrong.
     """
     device = arguments.device
     description = describe_gpu() if device == "cuda" else device
@@ -552,7 +552,7 @@ def report(arguments: argparse.Namespace, ours: str = OURS, matmul_size: int = M
                 batch = arguments.batch or max(TOKENS // length, 1)
                 heads = arguments.heads or max(HIDDEN_SIZE // head_dim, 1)
                 tables.shapes[head_dim, length] = (batch, heads)
-                torch._dynamo.reset()  # what was compiled for another shape
+                torch._dynamo.reset()  # drops what was compiled for another shape
                 problem = Problem((batch, heads, length, head_dim), dtype, device, needs_block_mask=arguments.flex)
                 cases = [Case(head_dim, length, direction) for direction in DIRECTIONS]
                 tables.failures += [Failure(case, *pair) for pair in wrong.items() for case in cases]

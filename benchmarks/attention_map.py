@@ -1,13 +1,13 @@
-"""What trained attention looks like: one map of each of several models on the same text, and how many weights are exactly 0.
+"""Draws an attention map of each of several trained models on the same text, and counts the weights that are exactly 0.
 
     nlq train study --set attention_activation=softmax --output_dir runs/softmax
     nlq train study --set attention_activation=entmax15 --output_dir runs/entmax15
     nlq train study --set attention_activation=sparsemax --output_dir runs/sparsemax
     python benchmarks/attention_map.py runs/softmax runs/entmax15 runs/sparsemax --plot docs/images/attention-maps.png
 
-The text is the beginning of a module of the standard library. Of each model, the map shown is that of the layer and head with
-the highest mean entropy, the densest, so that no model is shown by a head that looks at one token only. The zeros are counted
-among the weights that a query could see, over all layers and heads.
+The text is the beginning of a module of the standard library. Each map shows the densest head of a model, the one with the
+highest mean entropy, and not a head that looks at one token only. The zeros are counted among the weights of visible keys, over
+all layers and heads.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import modeling_nlq  # noqa: F401 - registers the Auto classes
 
 @torch.no_grad()
 def attention_maps(folder: Path, tokens: int) -> tuple[torch.Tensor, int]:
-    """`(layer, head, query, key)`, and the number of tokens."""
+    """Returns the maps `(layer, head, query, key)` and the number of tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="nlq").eval()
     inputs = tokenizer(inspect.getsource(textwrap), return_tensors="pt", truncation=True, max_length=tokens)
@@ -61,7 +61,7 @@ def plot(maps: dict[str, torch.Tensor], shown: int, path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(maps), figsize=(4.2 * len(maps), 4.4), layout="constrained", squeeze=False)
     for panel, (title, weights) in zip(axes[0], maps.items()):
         weights = weights[:shown, :shown]
-        # On a logarithmic scale, where a weight of 0 has no colour
+        # The scale is logarithmic, so a weight of 0 has no colour
         image = panel.imshow(weights.masked_fill(weights == 0, torch.nan).log10(), cmap=colours, vmin=-3, vmax=0)
         panel.set(title=title, xlabel="key")
         panel.title.set_fontsize(9)

@@ -1,13 +1,14 @@
-"""Linear attention beside PyTorch's softmax: training time against length, and time and memory of decoding against context.
+"""Compares linear attention with PyTorch's softmax: training time by length, and time and memory of decoding by context.
 
     python benchmarks/linear.py                      # both, on the CPU, in float32
     python benchmarks/linear.py --plot docs/images   # and the picture of decoding
     python benchmarks/linear.py --device cuda
 
 Training: attention alone, forward and backward, on random queries, keys and values. Decoding: a whole model of two layers with
-rotary positions, which generates tokens after so long a context; that of the softmax model is random keys and values, for to
-compute them would take minutes. The candidates take turns in one process; times are medians over the rounds. Memory is that
-of the cache. Before anything is timed, the chunked form must give the outputs and gradients of the parallel one.
+rotary positions, which generates tokens after a context of a given length. The softmax model's cache holds random keys and
+values, because computing them would take minutes. The candidates take turns in one process, and times are medians over the
+rounds. Memory is that of the cache. Before anything is timed, the chunked form must give the outputs and gradients of the
+parallel one.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def synchronize(device: str) -> None:
 
 
 def train_step(name: str, inputs: list[torch.Tensor], gradient: torch.Tensor, form: str = "chunked") -> list[torch.Tensor]:
-    """One forward and backward pass: the output, and the gradients of query, key and value."""
+    """Returns the output of one forward and backward pass, and the gradients of query, key and value."""
     if name == "softmax":
         output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True).transpose(1, 2)
     else:
@@ -54,7 +55,7 @@ def make_inputs(arguments: argparse.Namespace, length: int) -> tuple[list[torch.
 
 
 def gate(arguments: argparse.Namespace) -> None:
-    """No figure for a wrong result.
+    """Checks the results before anything is timed.
 
     Raises:
         SystemExit: if the chunked form differs from the parallel one.
@@ -92,7 +93,7 @@ def report_training(arguments: argparse.Namespace) -> None:
 
 
 def report_growth(arguments: argparse.Namespace) -> None:
-    """How the time of linear attention grows; the lengths take turns."""
+    """Prints how the time of linear attention grows with the length. The lengths take turns."""
     print(
         f"growth: forward and backward, as a multiple of length {arguments.growth[0]}; linear would be the ratio of the lengths"
     )
@@ -101,7 +102,7 @@ def report_growth(arguments: argparse.Namespace) -> None:
         times: dict[int, list[float]] = {length: [] for length in cases}
         for round_number in range(arguments.rounds + 1):
             for length, case in cases.items():
-                train_step(name, *case)  # after a longer one, memory that was given back must be had again
+                train_step(name, *case)  # a longer case freed its memory, which must be allocated again
                 elapsed = seconds(arguments, name, *case)
                 if round_number:
                     times[length].append(elapsed)
@@ -128,7 +129,7 @@ def make_model(arguments: argparse.Namespace, name: str) -> NLQForCausalLM:
 
 
 def fill(arguments: argparse.Namespace, model: NLQForCausalLM, context: int) -> DynamicCache:
-    """A cache of so many tokens."""
+    """Makes a cache of `context` tokens."""
     cache = DynamicCache(config=model.config)
     if model.config.attention_activation == "softmax":
         shape = (1, arguments.heads, context, HEAD_DIM)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: clocks, the roofline, quartiles, and what a table must say of the machine it comes from."""
+"""Helpers of the benchmarks: clocks, the roofline, quartiles, and the description of the machine."""
 
 import contextlib
 import importlib.metadata
@@ -16,7 +16,7 @@ import modeling_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 
 
-# One turn of a candidate lasts about so long, and takes at most so many repeats: in short ones the clock's own noise shows
+# About how long one turn of a candidate lasts, and the most repeats in it. In shorter turns the clock's own noise would show
 TURN_SECONDS, MOST_REPEATS = 0.02, 50
 # More than the L2 cache of any GPU (50 MB on an H100), as in `triton.testing.do_bench`
 FLUSHED_BYTES = 256 * 2**20
@@ -24,7 +24,7 @@ MATMUL_SIZE = 8192
 
 
 def attention_layer(name: str) -> SimpleNamespace:
-    """What a backend reads of an attention layer, for the activation `name` with its canonical normaliser."""
+    """Makes a stand-in for an attention layer: the attributes that backends read, for the canonical normaliser of `name`."""
     activation = get_attention_activation(name)
     return SimpleNamespace(
         activation=activation,
@@ -38,7 +38,7 @@ def attention_layer(name: str) -> SimpleNamespace:
 
 
 def read_command(*command: str) -> str:
-    """What a program prints, or nothing where it does not exist or fails."""
+    """Returns the output of a program, or an empty text if the program does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -46,14 +46,14 @@ def read_command(*command: str) -> str:
 
 
 def describe_gpu() -> str:
-    """The device, and the versions and the commit that numbers of it belong to."""
+    """Describes the device, the versions and the commit."""
     drivers = read_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none"
     commit = read_command("git", "rev-parse", "--short", "HEAD") or "unknown"
-    # Written for a file of the repository, so a table in it does not count as a change
+    # Only Python files count: a new table in the docs does not change the code
     is_changed = bool(read_command("git", "status", "--porcelain", "--untracked-files=no", "--", "*.py"))
     return (
         f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}; "
@@ -63,11 +63,11 @@ def describe_gpu() -> str:
 
 
 class Clock:
-    """Seconds that a function takes on a device.
+    """Measures the seconds of a function on a device.
 
-    On CUDA as `triton.testing.do_bench` measures: by events around each of several calls, with the L2 cache overwritten before
-    each, and without waiting in between, so that launching a kernel costs nothing where the one before it takes longer. A turn
-    is the median of its calls.
+    On CUDA it measures like `triton.testing.do_bench`: by events around each of several calls, with the L2 cache overwritten
+    before each call. It does not wait between calls, so launching a kernel costs nothing if the previous one takes longer. A
+    turn is the median of its calls.
     """
 
     def __init__(self, device: str):
@@ -75,11 +75,11 @@ class Clock:
         self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device) if self.is_cuda else None
 
     def repeats(self, function: Callable[[], object]) -> int:
-        """How many calls make a turn of `TURN_SECONDS`; the function must have run before."""
+        """Returns how many calls make a turn of `TURN_SECONDS`. The function must have run before."""
         return max(1, min(MOST_REPEATS, int(TURN_SECONDS / self.turn(function, 3 if self.is_cuda else 1))))
 
     def turn(self, function: Callable[[], object], repeats: int) -> float:
-        """The median of the seconds of so many calls."""
+        """Returns the median seconds of `repeats` calls."""
         return statistics.median(self._cuda(function, repeats) if self.is_cuda else self._cpu(function, repeats))
 
     def _cuda(self, function: Callable[[], object], repeats: int) -> list[float]:
@@ -102,14 +102,14 @@ class Clock:
 
 
 def make_matmul(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> tuple[Callable[[], object], int]:
-    """The roofline: a product of two square matrices by the vendor's library, and its floating-point operations."""
+    """Makes the roofline: a product of two square matrices by the vendor's library, and its floating-point operations."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     return lambda: torch.matmul(left, right, out=product), 2 * size**3
 
 
 def matmul_rate(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
-    """Floating-point operations per second of that product, in the middle of several warm turns."""
+    """Returns the floating-point operations per second of that product, the median of several turns after a warm-up."""
     clock = Clock(device)
     function, operations = make_matmul(device, dtype, size)
     function()
@@ -118,15 +118,15 @@ def matmul_rate(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> flo
 
 
 def quartiles(numerator: list[float], denominator: list[float]) -> list[float]:
-    """The quartiles of the rounds' ratios; the second is the median."""
+    """Returns the quartiles of the rounds' ratios. The second is the median."""
     return statistics.quantiles([above / below for above, below in zip(numerator, denominator)], n=4, method="inclusive")
 
 
 def compiled_without_fallback() -> contextlib.AbstractContextManager:
-    """`torch.compile` for each shape and function of its own, as often as it takes.
+    """Makes `torch.compile` compile every shape and function anew.
 
-    By default it runs a function uncompiled after eight recompilations, and compiles for any length after the second one, both
-    without a word in the results.
+    By default it runs a function uncompiled after eight recompilations, and compiles for any length after the second one. It
+    reports neither.
     """
     return torch._dynamo.config.patch(
         recompile_limit=1000,
@@ -137,9 +137,10 @@ def compiled_without_fallback() -> contextlib.AbstractContextManager:
 
 
 def attempt(name: str, function: Callable[[], object]) -> str | None:
-    """Runs what may fail on a device that nobody has tried: the reason in a few words, the whole of it on stderr.
+    """Runs a function that may fail on an untried device, and returns the reason of a failure in a few words.
 
-    One candidate that fails must not cost the figures of all others. Whoever calls this shows the reason in place of a figure.
+    The traceback goes to stderr. A candidate that fails must not cost the figures of all others, so the caller shows the reason
+    in place of its figure.
     """
     try:
         function()

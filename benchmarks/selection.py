@@ -1,14 +1,14 @@
-"""How often a comparison of equal models finds a difference, and how often its intervals hold: simulations through `analyse`.
+"""Simulates comparisons of equal models: how often a difference is found, and how often the intervals hold.
 
     python benchmarks/selection.py
     python benchmarks/selection.py --repetitions 1000
 
-All models are equal, so every "better" and "worse" is wrong, and an interval holds if it contains 0. Losses are normal. The
-first table has no choice of a learning rate. In the others every model, the baseline too, chooses among three rates by one
-run each, as a sweep does. Their true losses lie 0, g and 3 g standard deviations of a run above the best one, and the reported
-losses have the true loss of the rate chosen. A comparison is warned where the gap that `rate_gap` measures is below
-`CLEAR_RATE_GAP` for any model. In the last table the runs of one seed, at any rate and of any model, share three quarters of
-their variance, as they do where data and initial weights are the same.
+The statistics are those of `analyse`. All models are equal, so every "better" and "worse" is wrong, and an interval holds if it
+contains 0. Losses are normally distributed. In the first table no learning rate is chosen. In the others every model, and the
+baseline, chooses among three rates by one run each, as a sweep does. The true losses of the rates lie 0, g and 3 g standard
+deviations of a run above the best, and the reported losses are those of the chosen rate. A comparison gets a warning if the gap
+that `rate_gap` measures is below `CLEAR_RATE_GAP` for any model. In the last table the runs of one seed, at any rate and of any
+model, share three quarters of their variance, as happens if data and initial weights are the same.
 """
 
 import argparse
@@ -29,14 +29,14 @@ PLANS = ((3, 1), (5, 1), (5, 5))  # seeds, models besides the baseline
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the comparisons simulated, but for the intervals.
+    """Shares of the simulated comparisons, and of their intervals.
 
     Attributes:
-        wrong: with a wrong verdict for any model.
-        covered: share of all intervals that hold.
-        least_covered: the same of the model whose intervals hold least often.
-        warned: with a warning that the best rate is not clear.
-        wrong_without_warning: with a wrong verdict and no warning.
+        wrong: comparisons with a wrong verdict for any model.
+        covered: intervals that hold.
+        least_covered: intervals that hold, for the model where they hold least often.
+        warned: comparisons with a warning that the best rate is not clear.
+        wrong_without_warning: comparisons with a wrong verdict and no warning.
     """
 
     wrong: float
@@ -55,22 +55,22 @@ def simulate(
     repetitions: int = 2000,
     random_seed: int = 0,
 ) -> Shares:
-    """Comparisons of equal models.
+    """Simulates comparisons of equal models.
 
     Args:
-        seeds: of the reported runs.
-        models: besides the baseline.
-        gap: g, in standard deviations of a run; None if no rate is chosen.
-        shared: part of a run's variance that all runs of its seed have in common.
+        seeds: number of reported runs of each model.
+        models: number of models besides the baseline.
+        gap: g, in standard deviations of a run; `None` if no rate is chosen.
+        shared: the part of a run's variance that all runs of its seed have in common.
         noise: standard deviation of each model, the baseline first; by default 1 for all.
-        repetitions: comparisons.
-        random_seed: of all random numbers.
+        repetitions: number of comparisons.
+        random_seed: the seed of all random numbers.
     """
     random = np.random.default_rng(random_seed)
     scale = np.array(noise or [1.0] * (models + 1))[:, None]
 
     def draw(runs: int) -> np.ndarray:
-        """Losses without what the rate adds, `(repetition, model, run)`."""
+        """Draws losses `(repetition, model, run)` without the effect of the rate."""
         common = random.standard_normal((repetitions, 1, runs))
         own = random.standard_normal((repetitions, models + 1, runs))
         return scale * (np.sqrt(shared) * common + np.sqrt(1 - shared) * own)
@@ -79,7 +79,7 @@ def simulate(
     sweep = np.empty((repetitions, models + 1, 0))
     if gap is not None:
         rates = np.array([0.0, gap, 3 * gap])
-        # The common part of the sweep's one seed is the same at each rate, so it chooses nothing
+        # The common part of the sweep's one seed is the same at each rate, so it does not affect the choice
         sweep = rates + np.sqrt(1 - shared) * scale * random.standard_normal((repetitions, models + 1, 3))
         reported += rates[sweep.argmin(axis=2)][..., None]
     wrong, warned, held = np.zeros(repetitions, bool), np.zeros(repetitions, bool), np.zeros((repetitions, models), bool)
@@ -94,10 +94,10 @@ def simulate(
 
 
 def gate(repetitions: int) -> None:
-    """No figure for wrong numbers.
+    """Checks the statistics before any table is printed.
 
     Raises:
-        SystemExit: if the paired t-test of one model, which is exact, is not.
+        SystemExit: if the paired t-test of one model, which should be exact, is not.
     """
     found = simulate(5, 1, repetitions=repetitions)
     tolerance = 4 * np.sqrt(0.05 * 0.95 / repetitions)

@@ -1,11 +1,11 @@
-"""What it costs to record the stability of attention, in training steps.
+"""Measures the cost of recording the stability of attention, in training steps.
 
     python benchmarks/stability.py
     python benchmarks/stability.py --model gpt3-small-linear --length 1024 --device cuda
 
-A step is forward, backward and fused AdamW on a batch of random tokens; a record is `attention_statistics` of two sequences.
-They take turns, so that a busy machine slows both alike. The last column is what training takes longer with a record every
-`DEFAULT_INTERVAL` steps. Before anything is timed, the entropy recorded must be that of the weights the model returns.
+A step is forward, backward and fused AdamW on a batch of random tokens. A record is `attention_statistics` of two sequences.
+They take turns, so that a busy machine slows both alike. The last column is the additional training time with a record every
+`DEFAULT_INTERVAL` steps. Before anything is timed, the recorded entropy must equal that of the weights the model returns.
 """
 
 import argparse
@@ -23,23 +23,23 @@ from modeling_nlq.training.run.stability import DEFAULT_INTERVAL, attention_stat
 
 
 def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:
-    """No figure for wrong numbers.
+    """Checks the records before anything is timed.
 
     Raises:
-        SystemExit: if the entropies recorded are not those of the weights that `output_attentions=True` returns.
+        SystemExit: if the recorded entropies differ from those of the weights that `output_attentions=True` returns.
     """
     model.eval()
     recorded = [layer["entropy"] for layer in attention_statistics(model, tokens)]
     with torch.no_grad():
         weights = model(tokens, output_attentions=True, use_cache=False).attentions
-    # The first query sees one key, and is no part of the record
+    # The first query sees one key; the record leaves it out
     expected = [torch.special.entr(layer).sum(dim=-1)[:, :, 1:].mean().item() for layer in weights]
     if max(abs(one - other) for one, other in zip(recorded, expected)) > 1e-4:
         raise SystemExit(f"correctness gate: entropies {recorded} recorded, {expected} expected; nothing is timed")
 
 
 def measure(activation: str, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of each step and of each record."""
+    """Returns the seconds of each step and of each record."""
     config = NLQConfig.from_json_file(find("models", arguments.model))
     config = NLQConfig(**{**config.to_diff_dict(), "attention_activation": activation})
     model = NLQForCausalLM._from_config(config, attn_implementation="nlq").to(arguments.device)

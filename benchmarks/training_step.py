@@ -1,22 +1,22 @@
-"""Tokens per second of one training step, beside other implementations of the same shape.
+"""Measures tokens per second of a training step, and compares them with other implementations of the same shape.
 
     python benchmarks/training_step.py
     python benchmarks/training_step.py --device cuda   # gpt3-small in bfloat16, compiled
 
 A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine slows all
-of them alike; the table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, our model must reproduce
-GPT-2's loss from its weights. litgpt is measured where it is installed; it asks for an older NumPy than `datasets`, so install
-it with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`.
+of them alike. The table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, NLQ's model must reproduce
+GPT-2's loss from its weights. litgpt is measured if it is installed. It requires an older NumPy than `datasets`, so install it
+with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`.
 
-bfloat16 is what `bf16: true` means to `Trainer`: weights, gradients and the optimizer in float32, the forward pass under
-`torch.autocast`. All candidates are alive at once: 1.5 GB each of weights and optimizer at the size of gpt3-small, while
-activations and gradients are there in a candidate's own turn only.
+bfloat16 means the same as `bf16: true` for `Trainer`: weights, gradients and the optimizer in float32, the forward pass under
+`torch.autocast`. All candidates are in memory at once: 1.5 GB each of weights and optimizer at the size of gpt3-small.
+Activations and gradients exist in a candidate's own turn only.
 
-Model FLOPs utilisation (MFU) is the FLOPs that the model needs, over what the device could do in the same time. A token needs
-what `nlq params` says, forward and backward: 6 for each weight of a matrix, the LM head's among them, and 12 * context *
-hidden_size for each layer's attention, whose causal half is not discounted (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-B). The device could do `--peak`, or else what a large product of matrices in the same dtype reaches at the start of the run. On
-the CPU the column is there only with `--peak`.
+Model FLOPs utilisation (MFU) is the number of FLOPs that the model needs, divided by the number that the device could do in the
+same time. `nlq params` gives the FLOPs of a token, forward and backward: 6 for each weight of a matrix, including the LM head,
+and 12 * context * hidden_size for each layer's attention, whose causal half is not discounted (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B). The rate of the device is `--peak`, or else that of a large product of matrices in the same dtype at
+the start of the run. On the CPU the column exists only with `--peak`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from modeling_nlq.training.parameters import size_of
 
 
 SHAPES = {
-    # The shape of `peers`: six layers, context 256, the vocabulary of the demo
+    # Six layers, context 256, the vocabulary of the demo
     "small": {
         "hidden_size": 256,
         "num_hidden_layers": 6,
@@ -57,7 +57,7 @@ SHAPES = {
     },
 }
 BASELINE = "gpt2 (sdpa)"
-LITGPT, LIKE_LITGPT = "litgpt (rotary)", "nlq linear/softmax"  # the same matrices
+LITGPT, LIKE_LITGPT = "litgpt (rotary)", "nlq linear/softmax"  # both have the same matrices
 DEFAULTS = {
     "cpu": {"dtype": "float32", "preset": "small", "compile": False},
     "cuda": {"dtype": "bfloat16", "preset": "gpt3-small", "compile": True},
@@ -95,7 +95,7 @@ def gpt2_config(shape: dict) -> GPT2Config:
 
 
 def gate_on_gpt2(shape: dict) -> None:
-    """No speed figure for a wrong model: with GPT-2's weights ours must give GPT-2's loss.
+    """Checks that NLQ's model gives GPT-2's loss with GPT-2's weights, before anything is timed.
 
     Raises:
         SystemExit: if it does not.
@@ -130,7 +130,7 @@ def transformers_loss(model: torch.nn.Module) -> Callable:
 
 
 def litgpt_candidate(shape: dict) -> tuple[torch.nn.Module, Callable] | None:
-    """litgpt's GPT with LayerNorm, two-layer GELU MLP, no biases, and rotary positions, its only kind."""
+    """Makes litgpt's GPT with LayerNorm, a two-layer GELU MLP, no biases, and rotary positions, its only kind."""
     try:
         from litgpt import GPT, Config
     except ImportError:
@@ -189,13 +189,13 @@ def seconds(function: Callable, device: str) -> float:
 
 
 def report(rows: dict[str, list[float]], baseline: str, tokens: int, utilization: dict[str, float] | None = None) -> None:
-    """The table of the rounds' seconds.
+    """Prints the table.
 
     Args:
         rows: seconds of each candidate's rounds.
         baseline: the candidate that the others are compared with.
-        tokens: of a step.
-        utilization: what share of the peak one token a second takes of each candidate, for a column of the MFU.
+        tokens: number of tokens in a step.
+        utilization: for each candidate, the share of the peak that one token per second takes; adds a column of the MFU.
     """
     reference = statistics.median(rows[baseline])
     width = max(map(len, rows))
@@ -211,7 +211,7 @@ def report(rows: dict[str, list[float]], baseline: str, tokens: int, utilization
 
 
 class StepTimes(TrainerCallback):
-    """Seconds between the ends of successive steps."""
+    """Records the seconds between the ends of successive steps."""
 
     def __init__(self):
         self.ends = []
@@ -224,7 +224,7 @@ class StepTimes(TrainerCallback):
 
 
 def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Median step time of a bare loop and of `Trainer` around the same model, batch and optimizer, taking turns."""
+    """Returns median step times of a bare loop and of `Trainer` around the same model, batch and optimizer, in turns."""
     model = NLQForCausalLM(nlq_config(shape, query_projection="linear"))
     samples = [
         {"input_ids": row, "labels": row}
@@ -270,7 +270,7 @@ def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[floa
 
 
 def time_steps(steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str) -> tuple[dict, dict[str, str]]:
-    """Seconds of each candidate's steps, in turns, and the reasons of those that failed on a GPU."""
+    """Returns the seconds of each candidate's steps, in turns, and the reasons of failures on a GPU."""
     failures = {}
     for _ in range(2):  # to compile and to warm up
         for name, step in steps.items():
@@ -334,7 +334,7 @@ def main(words: list[str] | None = None) -> int:
         flops[LITGPT] = flops[LIKE_LITGPT]
 
     tokens = torch.randint(shape["vocab_size"], (shape["batch"], shape["context"]), device=arguments.device)
-    with compiled_without_fallback():  # all candidates are one function to the compiler
+    with compiled_without_fallback():  # the compiler counts all candidates as one function
         rows, failures = time_steps(steps, tokens, arguments.rounds, arguments.device)
 
     if BASELINE in failures:

@@ -1,10 +1,11 @@
-"""Which tiles make the kernels of `nlq_triton` fastest on this GPU: what `TILES` in `triton_kernels_nlq.py` should say.
+"""Finds the tiles that make the kernels of `nlq_triton` fastest on this GPU, for `TILES` in `triton_kernels_nlq.py`.
 
     python benchmarks/tune_triton.py                                   # all three kernels, head dimensions 64, 128 and 256
     python benchmarks/tune_triton.py --kernels forward --head_dim 64
 
-Causal attention in bfloat16. Every choice of tiles is tried on the whole forward or backward pass, the other kernels in the
-tiles that they have. Choices that the device has no room for, or that give other results than those it has, are left out.
+It runs causal attention in bfloat16. Every choice of tiles for one kernel is tried on the whole forward or backward pass, while
+the other kernels keep their tiles. Choices that do not fit on the device, or that give other results than the present tiles,
+are left out.
 """
 
 import argparse
@@ -27,7 +28,7 @@ CHOICES = [
 
 
 class Pass:
-    """One forward or backward pass, with the kernel `kernel` in any tiles."""
+    """One forward or backward pass, in which the tiles of one kernel can be set."""
 
     def __init__(self, kernel: str, head_dim: int, length: int, tokens: int, activation: str, device: str):
         self.kernel, self.width = KERNELS[kernel], triton_nlq.tile_of(head_dim)
@@ -46,11 +47,11 @@ class Pass:
             self.function = lambda: operators.backward(gradient, *states, *results, *inputs[3:])
 
     def run(self, tiles: Tiles | None = None) -> tuple[torch.Tensor, ...]:
-        """The results, with the kernel in these tiles, or in those of the table."""
+        """Returns the results with these tiles, or with those of the table."""
         if tiles is None:
             return self.function()
         lines, last = TILES[self.kernel], triton_nlq.LAST_TILES
-        TILES[self.kernel], triton_nlq.LAST_TILES = {2: {self.width: tiles}}, tiles  # nothing to fall back on
+        TILES[self.kernel], triton_nlq.LAST_TILES = {2: {self.width: tiles}}, tiles  # no other tiles to fall back on
         try:
             return self.function()
         finally:
@@ -58,7 +59,7 @@ class Pass:
 
 
 def tune(one_pass: Pass, clock: Clock, choices: list[Tiles]) -> list[tuple[float, Tiles]]:
-    """Seconds of the pass with each choice that works, the fastest first."""
+    """Returns the seconds of the pass with each choice that works, the fastest first."""
     expected = one_pass.run()
     times = []
     for tiles in choices:

@@ -35,7 +35,7 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
         exec(compile(snippet, "README.md", "exec"), names)
     assert "def main(" in capsys.readouterr().out
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
-    assert names["stranger"].config.num_labels == 2
+    assert names["loaded"].config.num_labels == 2
 
 
 def test_snippets_of_the_other_side(run, tmp_path):
