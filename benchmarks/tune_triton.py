@@ -16,7 +16,9 @@ from measure import Clock, attempt, attention_layer, describe_gpu
 
 from modeling_nlq import triton_nlq
 from modeling_nlq.masking_nlq import make_visibility
-from modeling_nlq.triton_kernels_nlq import TILES, Tiles, forward_kernel, key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.triton_kernels_nlq import forward_kernel
+from modeling_nlq.triton_nlq import TILES, Tiles
 
 
 KERNELS = {"forward": forward_kernel, "query": query_gradient_kernel, "key_value": key_value_gradient_kernel}

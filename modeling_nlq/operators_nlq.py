@@ -6,7 +6,6 @@ options.
 """
 
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +13,12 @@ import torch
 from torch import nn
 
 from .masking_nlq import Visibility, read_mask
+
+
+# Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its files tells
+# them apart, and equal code shares operators.
+_FILES = sorted(Path(__file__).parent.glob("*_nlq.py"))
+NAMESPACE = f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in _FILES)).hexdigest()[:16]}"
 
 
 class AttentionOperators:
@@ -28,8 +33,6 @@ class AttentionOperators:
             `forward`, and the rest of its arguments, to the gradients of query, key and value.
         new_results: makes the results of `forward`, empty, from its arguments.
         new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
-        modules: names of the modules that the operators run. Operators belong to the whole process, where other revisions of
-            this code may be loaded too. Their namespace contains a hash of these files, so only equal code shares operators.
         tags: PyTorch's tags of both operators.
         seed_device: where the operators read the seed: `"cpu"`, or that of the query if `None`.
     """
@@ -41,17 +44,14 @@ class AttentionOperators:
         backward: Callable,
         new_results: Callable[..., tuple[torch.Tensor, ...]],
         new_gradient: Callable[[torch.Tensor], torch.Tensor],
-        modules: Sequence[str],
         tags: Sequence[torch.Tag] = (),
         seed_device: str | None = None,
     ):
-        files = [Path(sys.modules[module].__file__) for module in (*modules, __name__)]
-        namespace = f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in files)).hexdigest()[:16]}"
         self.seed_device = seed_device
-        if not hasattr(operators := getattr(torch.ops, namespace), name):
+        if not hasattr(operators := getattr(torch.ops, NAMESPACE), name):
             options = {"mutates_args": (), "tags": tuple(tags)}
-            definition = torch.library.custom_op(f"{namespace}::{name}", forward, **options)
-            backward_definition = torch.library.custom_op(f"{namespace}::{name}_backward", backward, **options)
+            definition = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, **options)
+            backward_definition = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", backward, **options)
 
             definition.register_fake(new_results)
 

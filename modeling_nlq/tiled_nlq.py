@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_tracing
 
-from .activations_nlq import AttentionActivation, get_attention_activation
+from .activations_nlq import get_attention_activation
 from .attention_nlq import counts_as_zero, keep_from_overflow
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
@@ -337,7 +337,6 @@ _operators = AttentionOperators(
     _tiled_attention_backward,
     new_results=_new_results,
     new_gradient=lambda states: states.new_empty(states.shape),
-    modules=(__name__, AttentionActivation.__module__),
     tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
     seed_device="cpu",
 )

@@ -1,4 +1,4 @@
-"""The Triton kernels of `nlq_triton`: attention for every elementwise activation that has a body in Triton's language.
+"""The Triton kernels of the forward pass of `nlq_triton`, and the functions that the backward pass shares with them.
 
 A program owns a tile of queries (or, for the gradients of keys and values, of keys) and walks along the other axis. With
 `P = phi(S)`, normaliser `Z` and `O = P V / Z`, a kernel needs no running maximum and rescales nothing (compare Dao et al. 2022,
@@ -30,7 +30,6 @@ keeps the part of the output that rounding removes.
 """
 
 import functools
-from typing import NamedTuple
 
 from .triton_activations_nlq import INTERPRETED, jit, tl, triton
 
@@ -41,7 +40,7 @@ kernel = jit if triton is None else functools.partial(triton.jit, do_not_special
 
 
 @jit
-def _load_rows(
+def load_rows(
     pointer, start, length, stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, IN_RANGE: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +58,8 @@ def _load_rows(
 
 
 @jit
-def _store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Stores rows `start` to `start + SIZE`, the counterpart of `_load_rows`."""
+def store_rows(pointer, start, length, stride, states, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Stores rows `start` to `start + SIZE`, the counterpart of `load_rows`."""
     row = tl.arange(0, SIZE)
     column = tl.arange(0, WIDTH)
     pointers = pointer + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -75,7 +74,7 @@ def _remainder(states, pointer):
 
 
 @jit
-def _product(left, right, total, PRECISION: tl.constexpr):
+def multiply(left, right, total, PRECISION: tl.constexpr):
     """`total + left @ right`."""
     if INTERPRETED and left.dtype == tl.bfloat16:
         # The interpreter (Triton 3.9) would multiply their bits as integers
@@ -86,32 +85,32 @@ def _product(left, right, total, PRECISION: tl.constexpr):
 
 
 @jit
-def _add_product(total, computed, states, PRECISION: tl.constexpr):
+def multiply_add(total, computed, states, PRECISION: tl.constexpr):
     """`total + computed @ states`: weights, or gradients of scores, times tensors in the precision they were given in.
 
     Float16 has no room for weights that are not normalised yet. TF32 has its precision and float32's range.
     """
     if states.dtype == tl.float16:
-        total = _product(computed, states.to(tl.float32), total, "tf32")
+        total = multiply(computed, states.to(tl.float32), total, "tf32")
     else:
-        total = _product(computed.to(states.dtype), states, total, PRECISION)
+        total = multiply(computed.to(states.dtype), states, total, PRECISION)
     return total
 
 
 @jit
-def _dropout_factors(seed, row, key, key_length, dropout):
+def dropout_factors(seed, row, key, key_length, dropout):
     """Returns dropout's factors of the weights. They depend on row and key, not on the tiles. `seed` is that of the head."""
     number = tl.rand(seed, row.to(tl.uint32) * key_length.to(tl.uint32) + key.to(tl.uint32))
     return tl.where(number >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
 
 @jit
-def _head_seed(seed, batch_head):
+def seed_of_head(seed, batch_head):
     return tl.load(seed) + batch_head.to(tl.int64) * 0x5851F42D4C957F2D
 
 
 @jit
-def _is_visible(
+def find_visible(
     key, key_length, is_row, index, document, visible_row, key_is_valid,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +134,7 @@ def _is_visible(
 
 
 @jit
-def _bounds(
+def find_bounds(
     start, row, is_row, query_index, document_start, valid_range, query_length, key_length,
     TILE: tl.constexpr, STEP: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
@@ -187,14 +186,14 @@ def _attend(
     """Adds the keys from `begin` to `end` to `P V` and to the row sums of `P`. IN_RANGE: all queries see all of them."""
     for start in tl.range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
-        keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        keys = load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
         nothing = tl.zeros((queries.shape[0], STEP), weighted.dtype)
-        scores = _product(queries, tl.trans(keys), nothing, PRECISION) * scaling
+        scores = multiply(queries, tl.trans(keys), nothing, PRECISION) * scaling
         if HAS_BIAS:
             scores -= bias[:, None]
         weights, _ = BODY(scores)
         if not IN_RANGE:
-            is_visible = _is_visible(
+            is_visible = find_visible(
                 place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
                 key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
             )  # fmt: skip
@@ -204,9 +203,9 @@ def _attend(
                 weights = weights.to(tl.bfloat16).to(tl.float32)
             total += tl.sum(weights, 1)
         if HAS_DROPOUT:
-            weights *= _dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
-        values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        weighted = _add_product(weighted, weights, values, PRECISION)
+            weights *= dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
+        values = load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
+        weighted = multiply_add(weighted, weights, values, PRECISION)
     return weighted, total
 
 
@@ -250,19 +249,19 @@ def forward_kernel(
     key += batch * key_batch_stride + head // group * key_head_stride
     value += batch * value_batch_stride + head // group * value_head_stride
     key_is_valid += batch * key_length
-    first, full_first, full_last, last, index, document = _bounds(
+    first, full_first, full_last, last, index, document = find_bounds(
         start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
         query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
     )  # fmt: skip
     visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
     head_seed = batch_head
     if HAS_DROPOUT:
-        head_seed = _head_seed(seed, batch_head)
+        head_seed = seed_of_head(seed, batch_head)
 
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     count = tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM)
     bias = tl.log(count)
-    queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
+    queries = load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
     weighted = tl.zeros((TILE, WIDTH), SUM)
     total = tl.zeros((TILE,), SUM)
     if PACKED or PADDED:
@@ -289,10 +288,10 @@ def forward_kernel(
     tl.store(inverse_normalizer + batch_head.to(tl.int64) * query_length + row, inverse_normalizers, mask=is_row)
     weighted *= inverse_normalizers[:, None]
     of_head = (batch * query_length * heads + head) * HEAD_DIM
-    _store_rows(output + of_head, start, query_length, heads * HEAD_DIM, weighted, TILE, WIDTH, HEAD_DIM)
+    store_rows(output + of_head, start, query_length, heads * HEAD_DIM, weighted, TILE, WIDTH, HEAD_DIM)
     if HAS_REMAINDER:
         rest = _remainder(weighted, output)
-        _store_rows(remainder + of_head, start, query_length, heads * HEAD_DIM, rest, TILE, WIDTH, HEAD_DIM)
+        store_rows(remainder + of_head, start, query_length, heads * HEAD_DIM, rest, TILE, WIDTH, HEAD_DIM)
 
 
 @kernel
@@ -408,287 +407,6 @@ def valid_range_kernel(key_is_valid, valid_range, key_length, STEP: tl.constexpr
     tl.store(valid_range + 3 * batch + 2, (count == last - first).to(tl.int32))
 
 
-@jit
-def _query_gradient(
-    gradient_sum, begin, end, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
-    key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds what the keys from `begin` to `end` contribute to `dS K`, but for the factor `1 / Z`."""
-    for start in tl.range(begin, end, STEP):
-        place = start + tl.arange(0, STEP)
-        keys = _load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        nothing = tl.zeros((queries.shape[0], STEP), gradient_sum.dtype)
-        scores = _product(queries, tl.trans(keys), nothing, PRECISION) * scaling
-        values = _load_rows(value, start, key_length, value_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
-        slope = _product(gradients, tl.trans(values), nothing, PRECISION)
-        if HAS_BIAS:
-            scores -= bias[:, None]
-        if HAS_DROPOUT:
-            slope *= _dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
-        if NORMALIZATION == "sum":
-            slope -= mean[:, None]
-        _, derivative = BODY(scores)
-        slope *= derivative
-        if not IN_RANGE:
-            is_visible = _is_visible(
-                place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
-                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
-            )  # fmt: skip
-            slope = tl.where(is_visible, slope, 0.0)
-        gradient_sum = _add_product(gradient_sum, slope, keys, PRECISION)
-    return gradient_sum
-
-
-@kernel
-def query_gradient_kernel(
-    gradient, query, key, value, output, remainder, inverse_normalizer, delta, log_count, query_gradient,
-    query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
-    query_batch_stride, query_head_stride, query_stride,
-    key_batch_stride, key_head_stride, key_stride,
-    value_batch_stride, value_head_stride, value_stride,
-    count_batch_stride, count_head_stride,
-    visible_batch_stride, visible_head_stride, visible_stride,
-    heads, group, query_length, key_length, scaling, dropout,
-    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """`dQ` of a tile of queries of one head; and `delta` and `log_count`, for `key_value_gradient_kernel`."""
-    tiles = tl.cdiv(query_length, TILE)
-    batch_head = tl.program_id(0) // tiles
-    start = (tiles - 1 - tl.program_id(0) % tiles) * TILE
-    batch = (batch_head // heads).to(tl.int64)
-    head = (batch_head % heads).to(tl.int64)
-    row = start + tl.arange(0, TILE)
-    is_row = row < query_length
-    query += batch * query_batch_stride + head * query_head_stride
-    key += batch * key_batch_stride + head // group * key_head_stride
-    value += batch * value_batch_stride + head // group * value_head_stride
-    key_is_valid += batch * key_length
-    first, full_first, full_last, last, index, document = _bounds(
-        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
-        query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
-    )  # fmt: skip
-    visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
-    head_seed = batch_head
-    if HAS_DROPOUT:
-        head_seed = _head_seed(seed, batch_head)
-
-    of_head = (batch * query_length * heads + head) * HEAD_DIM
-    stride = heads * HEAD_DIM
-    queries = _load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
-    gradients = _load_rows(gradient + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
-    rows_of_head = batch_head.to(tl.int64) * query_length + row
-    mean = tl.zeros((TILE,), SUM)
-    if NORMALIZATION == "sum":
-        outputs = _load_rows(output + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
-        outputs = outputs.to(SUM)
-        if HAS_REMAINDER:
-            outputs += _load_rows(remainder + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False).to(SUM)
-        mean = tl.sum(gradients.to(SUM) * outputs, 1)
-        tl.store(delta + rows_of_head, mean, mask=is_row)
-    counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
-    bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
-    if HAS_BIAS:
-        tl.store(log_count + rows_of_head, bias, mask=is_row)
-    gradient_sum = tl.zeros((TILE, WIDTH), SUM)
-    if PACKED or PADDED:
-        gradient_sum = _query_gradient(
-            gradient_sum, first, full_first, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
-            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
-            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-            CAUSAL, PACKED, PADDED, MASKED,
-        )  # fmt: skip
-    if not MASKED:
-        gradient_sum = _query_gradient(
-            gradient_sum, full_first, full_last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
-            key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
-            STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-            CAUSAL, PACKED, PADDED, MASKED,
-        )  # fmt: skip
-    gradient_sum = _query_gradient(
-        gradient_sum, full_last, last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
-        key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
-        STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-        CAUSAL, PACKED, PADDED, MASKED,
-    )  # fmt: skip
-    inverse_normalizers = tl.load(inverse_normalizer + rows_of_head, mask=is_row, other=0.0)
-    _store_rows(
-        query_gradient + of_head,
-        start,
-        query_length,
-        stride,
-        gradient_sum * (inverse_normalizers * scaling)[:, None],
-        TILE,
-        WIDTH,
-        HEAD_DIM,
-    )
-
-
-@jit
-def _key_value_gradients(
-    key_sum, value_sum, begin, end, keys, values, place,
-    query, gradient, query_stride, gradient_stride, inverse_normalizer, delta, log_count, query_index, document_start, visible,
-    visible_stride, query_length, key_length, scaling, seed, dropout,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALL_SEEN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds the queries from `begin` to `end` to `dS^T Q` and `(P / Z)^T dO`. ALL_SEEN: they all see all keys of the tile.
-
-    Queries after the last are 0, as are their gradients, so they add nothing.
-    """
-    for start in tl.range(begin, end, STEP):
-        row = start + tl.arange(0, STEP)
-        is_row = row < query_length
-        queries = _load_rows(query, start, query_length, query_stride, STEP, WIDTH, HEAD_DIM, False)
-        gradients = _load_rows(gradient, start, query_length, gradient_stride, STEP, WIDTH, HEAD_DIM, False)
-        # (key, query), so that no product needs it turned
-        nothing = tl.zeros((keys.shape[0], STEP), key_sum.dtype)
-        scores = _product(keys, tl.trans(queries), nothing, PRECISION) * scaling
-        slope = _product(values, tl.trans(gradients), nothing, PRECISION)
-        if HAS_BIAS:
-            scores -= tl.load(log_count + row, mask=is_row, other=0.0)[None, :]
-        weights, derivative = BODY(scores)
-        if HAS_DROPOUT:
-            factors = _dropout_factors(seed, row[None, :], place[:, None], key_length, dropout)
-            weights *= factors
-            slope *= factors
-        if NORMALIZATION == "sum":
-            slope -= tl.load(delta + row, mask=is_row, other=0.0)[None, :]
-        slope *= derivative
-        if NORMALIZATION != "none":
-            inverse_normalizers = tl.load(inverse_normalizer + row, mask=is_row, other=0.0)[None, :]
-            weights *= inverse_normalizers
-            slope *= inverse_normalizers
-        if not ALL_SEEN:
-            index = row
-            document = row
-            if CAUSAL:
-                index = row + tl.load(query_index).to(tl.int32)
-            if PACKED:
-                document = tl.load(document_start + row, mask=is_row, other=0).to(tl.int32)
-            visible_row = visible + row.to(tl.int64) * visible_stride
-            is_visible = _is_visible(
-                place[:, None], key_length, is_row[None, :], index[None, :], document[None, :], visible_row[None, :],
-                visible, CAUSAL, PACKED, False, MASKED,
-            )  # fmt: skip
-            weights = tl.where(is_visible, weights, 0.0)
-            slope = tl.where(is_visible, slope, 0.0)
-        value_sum = _add_product(value_sum, weights, gradients, PRECISION)
-        key_sum = _add_product(key_sum, slope, queries, PRECISION)
-    return key_sum, value_sum
-
-
-@kernel
-def key_value_gradient_kernel(
-    gradient, query, key, value, inverse_normalizer, delta, log_count, key_gradient, value_gradient,
-    query_index, key_is_valid, document_start, document_end, visible, seed,
-    query_batch_stride, query_head_stride, query_stride,
-    key_batch_stride, key_head_stride, key_stride,
-    value_batch_stride, value_head_stride, value_stride,
-    visible_batch_stride, visible_head_stride, visible_stride,
-    heads, group, query_length, key_length, scaling, dropout,
-    TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """`dK` and `dV` of a tile of keys of one key-value head, summed over the query heads that share it.
-
-    `document_end[batch, key]` is the first query whose document begins after the key.
-    """
-    tiles = tl.cdiv(key_length, TILE)
-    batch_head = tl.program_id(0) // tiles
-    start = tl.program_id(0) % tiles * TILE  # the first keys have the most queries
-    key_value_heads = heads // group
-    batch = (batch_head // key_value_heads).to(tl.int64)
-    key_value_head = (batch_head % key_value_heads).to(tl.int64)
-    place = start + tl.arange(0, TILE)
-    last_key = tl.minimum(start + TILE, key_length) - 1
-    key += batch * key_batch_stride + key_value_head * key_head_stride
-    value += batch * value_batch_stride + key_value_head * value_head_stride
-    key_is_valid += batch * key_length
-    document_start += batch * query_length
-
-    # All queries from `full_first` to `full_last` see all keys of the tile; none before `first` or from `last` on sees any
-    first = start * 0
-    full_first = first
-    last = query_length
-    full_last = query_length
-    if CAUSAL:
-        offset = tl.load(query_index).to(tl.int32)
-        first = tl.maximum(start - offset, 0) // STEP * STEP
-        full_first = (tl.maximum(last_key - offset, 0) + STEP - 1) // STEP * STEP
-    if PACKED:
-        last = tl.load(document_end + batch * key_length + last_key).to(tl.int32)
-        full_last = tl.minimum(full_last, tl.load(document_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
-    if PADDED:
-        # The gradients of invalid keys are set to 0 at the end; a tile of invalid keys only is skipped
-        is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
-        last = tl.where(tl.max(is_valid.to(tl.int32), 0) != 0, last, first)
-    if MASKED:
-        full_last = first
-    full_first = tl.minimum(full_first, tl.maximum(last, first))
-    full_last = tl.maximum(tl.minimum(full_last, last), full_first)
-
-    keys = _load_rows(key, start, key_length, key_stride, TILE, WIDTH, HEAD_DIM, False)
-    values = _load_rows(value, start, key_length, value_stride, TILE, WIDTH, HEAD_DIM, False)
-    key_sum = tl.zeros((TILE, WIDTH), SUM)
-    value_sum = tl.zeros((TILE, WIDTH), SUM)
-    for member in range(group):
-        head = key_value_head * group + member
-        of_head = batch * heads + head
-        head_query = query + batch * query_batch_stride + head * query_head_stride
-        head_gradient = gradient + (batch * query_length * heads + head) * HEAD_DIM
-        head_log_count = log_count + of_head * query_length
-        head_visible = visible + batch * visible_batch_stride + head * visible_head_stride
-        head_inverse_normalizer = inverse_normalizer + of_head * query_length
-        head_delta = delta + of_head * query_length
-        head_seed = of_head
-        if HAS_DROPOUT:
-            head_seed = _head_seed(seed, of_head)
-        if CAUSAL:
-            key_sum, value_sum = _key_value_gradients(
-                key_sum, value_sum, first, full_first, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, scaling, head_seed, dropout,
-                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, MASKED,
-            )  # fmt: skip
-        if not MASKED:
-            key_sum, value_sum = _key_value_gradients(
-                key_sum, value_sum, full_first, full_last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, scaling, head_seed, dropout,
-                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-                CAUSAL, PACKED, MASKED,
-            )  # fmt: skip
-        if PACKED or MASKED:
-            key_sum, value_sum = _key_value_gradients(
-                key_sum, value_sum, full_last, last, keys, values, place,
-                head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
-                query_length, key_length, scaling, head_seed, dropout,
-                STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, MASKED,
-            )  # fmt: skip
-    if PADDED:
-        key_sum = tl.where(is_valid[:, None], key_sum, 0.0)
-        value_sum = tl.where(is_valid[:, None], value_sum, 0.0)
-    key_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
-    value_gradient += (batch * key_length * key_value_heads + key_value_head) * HEAD_DIM
-    stride = key_value_heads * HEAD_DIM
-    _store_rows(key_gradient, start, key_length, stride, key_sum * scaling, TILE, WIDTH, HEAD_DIM)
-    _store_rows(value_gradient, start, key_length, stride, value_sum, TILE, WIDTH, HEAD_DIM)
-
-
 @kernel
 def body_kernel(scores, weights, derivatives, BODY: tl.constexpr, SIZE: tl.constexpr):
     """`phi` and its derivative of `SIZE` scores, by an activation's body alone."""
@@ -696,38 +414,3 @@ def body_kernel(scores, weights, derivatives, BODY: tl.constexpr, SIZE: tl.const
     weight, derivative = BODY(tl.load(scores + place))
     tl.store(weights + place, weight)
     tl.store(derivatives + place, derivative)
-
-
-class Tiles(NamedTuple):
-    """The sizes of a launch: rows of a program's tile, rows of a step along the other axis, warps, stages of the pipeline."""
-
-    tile: int
-    step: int
-    warps: int
-    stages: int
-
-
-MIN_TILE = 16  # the least that tensor cores multiply
-# By kernel, bytes of the multiplied numbers (2 for bfloat16, else 4) and width of the head. Chosen by what a Hopper GPU's
-# registers hold, not yet by timing. Where a GPU has too little shared memory for a line, the next line is tried.
-TILES = {
-    forward_kernel: {
-        2: {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)},
-        4: {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 8, 1)},
-    },
-    query_gradient_kernel: {
-        2: {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
-        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
-    },
-    key_value_gradient_kernel: {
-        2: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
-        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
-    },
-    # Its own tile takes all queries that share a key-value head
-    split_kernel: {
-        2: {64: Tiles(MIN_TILE, 128, 4, 3), 128: Tiles(MIN_TILE, 64, 4, 3), 256: Tiles(MIN_TILE, 32, 4, 3)},
-        4: {64: Tiles(MIN_TILE, 64, 4, 3), 128: Tiles(MIN_TILE, 32, 4, 3), 256: Tiles(MIN_TILE, 16, 4, 2)},
-    },
-}
-# Small enough for every GPU
-LAST_TILES = Tiles(MIN_TILE, MIN_TILE, 4, 1)

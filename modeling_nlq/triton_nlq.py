@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,25 +19,49 @@ from .activations_nlq import AttentionActivation, get_attention_activation, is_r
 from .attention_nlq import keep_from_overflow, zero_limit
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
-from .triton_activations_nlq import IS_INTERPRETED, jit, tl, triton, triton_body
-from .triton_kernels_nlq import (
-    LAST_TILES,
-    MIN_TILE,
-    TILES,
-    Tiles,
-    body_kernel,
-    combine_kernel,
-    forward_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
-    split_kernel,
-    valid_range_kernel,
-)
+from .triton_activations_nlq import IS_INTERPRETED, tl, triton, triton_body
+from .triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
+from .triton_kernels_nlq import body_kernel, combine_kernel, forward_kernel, split_kernel, valid_range_kernel
 
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)  # NVIDIA's first GPUs with bfloat16
+
+
+class Tiles(NamedTuple):
+    """The sizes of a launch: rows of a program's tile, rows of a step along the other axis, warps, stages of the pipeline."""
+
+    tile: int
+    step: int
+    warps: int
+    stages: int
+
+
+MIN_TILE = 16  # the least that tensor cores multiply
+# By kernel, bytes of the multiplied numbers (2 for bfloat16, else 4) and width of the head. Chosen by what a Hopper GPU's
+# registers hold, not yet by timing. Where a GPU has too little shared memory for a line, the next line is tried.
+TILES = {
+    forward_kernel: {
+        2: {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)},
+        4: {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 8, 1)},
+    },
+    query_gradient_kernel: {
+        2: {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
+        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
+    },
+    key_value_gradient_kernel: {
+        2: {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 8, 2)},
+        4: {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 4, 1)},
+    },
+    # Its own tile takes all queries that share a key-value head
+    split_kernel: {
+        2: {64: Tiles(MIN_TILE, 128, 4, 3), 128: Tiles(MIN_TILE, 64, 4, 3), 256: Tiles(MIN_TILE, 32, 4, 3)},
+        4: {64: Tiles(MIN_TILE, 64, 4, 3), 128: Tiles(MIN_TILE, 32, 4, 3), 256: Tiles(MIN_TILE, 16, 4, 2)},
+    },
+}
+# Small enough for every GPU
+LAST_TILES = Tiles(MIN_TILE, MIN_TILE, 4, 1)
 
 
 # The keys are split among programs from this number of keys on, up to this number of queries per key-value head
@@ -386,7 +411,6 @@ operators = AttentionOperators(
     _triton_attention_backward,
     new_results=_new_results,
     new_gradient=_new_gradient,
-    modules=(__name__, Tiles.__module__, jit.__module__, AttentionActivation.__module__),
 )
 
 

@@ -26,7 +26,7 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.training.parameters import measure as measure_model
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
-from modeling_nlq.triton_kernels_nlq import TILES, Tiles
+from modeling_nlq.triton_nlq import TILES, Tiles
 
 
 NAMES = ["sigmoid", "squared", "tanh"]

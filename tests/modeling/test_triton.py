@@ -59,15 +59,9 @@ from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.backends_nlq import use_fused_kernels
 from modeling_nlq.masking_nlq import Visibility, make_visibility, read_mask
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED, triton_sigmoid, triton_softplus
-from modeling_nlq.triton_kernels_nlq import (
-    LAST_TILES,
-    TILES,
-    Tiles,
-    forward_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
-    split_kernel,
-)
+from modeling_nlq.triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.triton_kernels_nlq import forward_kernel, split_kernel
+from modeling_nlq.triton_nlq import LAST_TILES, TILES, Tiles
 from modeling_nlq.triton_nlq import DTYPES, refusal, triton_attention_forward
 
 

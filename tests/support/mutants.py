@@ -137,7 +137,18 @@ def make_copy(folder: Path) -> Path:
     packages = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
     own = folder / ".venv" / "lib" / packages.parent.name / "site-packages"
     (own / "base.pth").write_text(f"{packages}\n")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--editable", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--editable",
+        str(folder),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -235,7 +246,9 @@ def main() -> None:
             done[mutant.file, mutant.start] = row
             with arguments.output.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print("killed  " if row["killed"] else "SURVIVED", f"{row['seconds']:6.1f} s", f"{mutant.file}:{mutant.line}", end=" ")
+            print(
+                "killed  " if row["killed"] else "SURVIVED", f"{row['seconds']:6.1f} s", f"{mutant.file}:{mutant.line}", end=" "
+            )
             print(f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}", row["by"], flush=True)
 
         with ThreadPoolExecutor(arguments.workers) as pool:
