@@ -4,22 +4,17 @@ import argparse
 import dataclasses
 import functools
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import attention
 import attention_cuda
 import measure
+import pytest
 import selection
+import torch
 import training_step
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from modeling_nlq import backends_nlq
 from modeling_nlq.attention_nlq import ATTENTION_ACTIVATIONS
@@ -156,8 +151,6 @@ class TestClaims:
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
     """As of a command line, for seconds on the CPU; FlexAttention is a dense stand-in there."""
-    from test_backends import dense_flex_attention
-
     monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
     monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)

@@ -6,18 +6,18 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.hub_server import HubServer
+from support.paths import REPOSITORY
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, attention_nlq
 from modeling_nlq.attention_nlq import AUTOMATIC
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = REPOSITORY / "README.md"
 ATTENTION = README.parent / "docs" / "attention.md"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import TESTS
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
@@ -57,7 +58,11 @@ def run_python(code: str, *arguments: object, cache: Path, **variables: str) -> 
     )
 
 
-@pytest.mark.parametrize("saved_class", [NLQForCausalLM, NLQForSequenceClassification], ids=lambda saved: saved.__name__)
+@pytest.mark.parametrize(
+    "saved_class",
+    [NLQForCausalLM, pytest.param(NLQForSequenceClassification, marks=pytest.mark.slow)],
+    ids=lambda saved: saved.__name__,
+)
 def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
     torch.manual_seed(0)
     switches = {"attention_activation": "sigmoid", "attention_gate": "headwise", "head_projection": True, "qk_norm": "l2"}
@@ -420,7 +425,7 @@ dist.destroy_process_group()
 
 def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     folder = tmp_path / "saved"
-    done = run_python(FSDP, folder, tmp_path / "store", Path(__file__).parents[1], cache=tmp_path)
+    done = run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]

@@ -22,13 +22,11 @@ from modeling_nlq.triton_activations_nlq import TRITON_BODIES
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = {name: row for name, row in (ATTENTION_ACTIVATIONS | LIBRARY_ACTIVATIONS).items() if row.is_elementwise}
 # Relative error of the result, and of the score that it would belong to, that is allowed. Rounding costs 6e-8; a GPU's
 # exponential is less exact than the CPU's. In float64 there remains the error of the polynomials.
 TOLERANCE = {torch.float32: 6e-7 if DEVICE == "cpu" else 3e-6, torch.float64: 6e-8}
-
 # Special functions per score, of the weights alone and with the derivative
 SPECIAL_FUNCTIONS = {
     "sigmoid": (["ex2", "rcp"], ["ex2", "rcp"]),
@@ -44,7 +42,6 @@ SPECIAL_FUNCTIONS = {
     "laplace": (["ex2"], ["ex2", "ex2"]),
     **{name: ([], []) for name in ("relu", "relu_squared", "relu6", "leaky_relu", "hardswish", "squared", "identity")},
 }
-
 # What the functions are far from 0, to float32 accuracy, written without the cancellation of their formulas; from and to where
 TAILS = [
     ("sigmoid", torch.exp, -86, -20),

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from modeling_nlq.attention_nlq import get_attention_activation, make_visibility
@@ -37,15 +36,14 @@ ALL_COMBINATIONS = [
 ]
 
 
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
 def combinations(pairs):
     ids = [f"{name}-{normalization}" for name, normalization in pairs]
     return pytest.mark.parametrize("activation, normalization", pairs, ids=ids)
+
+
+def has_sum(activation, normalization, **others):
+    """Whether the activation may be normalised so: weights that may be negative have no sum to divide by."""
+    return normalization != "sum" or activation in NON_NEGATIVE
 
 
 def reference(query, key, value, visible, activation, normalization, scaling, sink=None, kept=1.0):
@@ -218,6 +216,18 @@ LAYOUTS = {
     ),
 }
 all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+# A sum of weights that is too small to divide by
+almost_nothing = pytest.mark.parametrize(
+    "activation, score", [("relu", 1e-40), ("relu_squared", 1e-21), ("squared", -1e-21), ("softplus", -95.0)]
+)
+# All of `ALL_COMBINATIONS` with every layout
+PRODUCT = {"activation": tuple(PHI), "normalization": ("sum", "length", "none"), "layout": LAYOUTS}
+HALF_PRECISION = {
+    **{"-".join(("bfloat16", *pair)): (torch.bfloat16, *pair) for pair in ALL_COMBINATIONS},
+    **{f"float16-{name}-sum": (torch.float16, name, "sum") for name in NON_NEGATIVE},
+}
+# One of each normaliser; the first has a bias, the second a mean gradient
+THREE = [("sigmoid", "none"), ("softplus", "sum"), ("gelu", "length")]
 SCALING = 0.5  # a power of two: exact in every precision
 
 

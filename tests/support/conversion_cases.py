@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from support import paper_reference
+from support.model_cases import random_tokens
 from transformers import (
     GPT2Config,
     GPT2ForQuestionAnswering,
@@ -30,12 +30,6 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.cli import main
 
 
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
 def parametrize_cases(names, cases):
     """Over the values of a dictionary, its keys being the ids."""
     values = [pytest.param(*(case if "," in names else (case,)), id=name) for name, case in cases.items()]
@@ -47,10 +41,6 @@ parametrize_bias = pytest.mark.parametrize("use_bias", [False, True], ids=["no_b
 parametrize_dtype = pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
 )
-
-
-def random_tokens(batch_size, length, vocab_size=13):
-    return torch.randint(vocab_size, (batch_size, length))
 
 
 @torch.no_grad()

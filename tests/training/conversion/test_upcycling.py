@@ -14,14 +14,14 @@ from support.conversion_cases import (
     assert_no_shared_memory,
     assert_same_function,
     assert_same_state,
-    examples,
     layer_switches,
     make_gpt2,
     output_of,
     parametrize_bias,
     parametrize_cases,
-    random_tokens,
 )
+from support.model_cases import random_tokens
+from support.properties import examples
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
