@@ -1,4 +1,4 @@
-"""What all tests share: no network, one seed, small models whose parameters all matter, and one finished training run."""
+"""Fixtures of all tests: no network, one seed, small models whose parameters all matter, and one finished training run."""
 
 import functools
 import json

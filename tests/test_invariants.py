@@ -1,4 +1,4 @@
-"""What holds for every configuration and backend: hypothesis chooses switches, shapes, paddings, packings and chunks."""
+"""Properties of every configuration and backend; hypothesis chooses switches, shapes, paddings, packings and chunks."""
 
 import copy
 import io
@@ -327,7 +327,7 @@ class TestPacking:
     @examples(3)
     @given(st.data(), packed_batches())
     def test_a_given_mask_means_one_text(self, draw_model, data, batch):
-        """Also a mask of ones: else a row's result would depend on the padding of the rows beside it."""
+        """A mask of ones too: otherwise a row's result would depend on the padding of the rows beside it."""
         documents, position_ids = batch
         model = draw_model(data)
         row, positions = torch.cat(documents[0], dim=1), position_ids[:1]
@@ -575,7 +575,7 @@ class TestHybrids:
 
 
 class TestAtRunTime:
-    """What is asked of a model once it is made."""
+    """Changes and requests after a model is made."""
 
     @pytest.mark.parametrize("how", ["set", "assigned"])
     @pytest.mark.parametrize("kind", slow_except(tuple(KINDS), ("softmax_sink_learned", "squared", "linear_learned")))

@@ -39,7 +39,7 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
 
 
 def test_snippets_of_the_other_side(run, tmp_path):
-    """A stranger's process, which has nothing but what was published, on a Hub of ours."""
+    """Snippets that load a published model run in a process without this package, on a local Hub."""
     shared = [snippet for snippet in snippets() if "you/" in snippet]
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:

@@ -1,4 +1,4 @@
-"""What the tests of attention share: small tiles and chunks, a faster interpreter of Triton, and tokens."""
+"""Fixtures of the tests of attention: small tiles and chunks, a faster interpreter of Triton, and tokens."""
 
 import functools
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The backend that computes each activation, and the messages of those that cannot."""
+"""The choice of a backend for each activation, and the errors of backends that cannot compute it."""
 
 import pytest
 from support.attention_cases import (
@@ -15,7 +15,7 @@ from modeling_nlq.backends_nlq import (
 
 
 class TestChoice:
-    """Which backend computes what, and what the others say."""
+    """The backends that compute each activation, and the errors of the others."""
 
     # By activation, "zero" being softmax with a sink
     CAN = {

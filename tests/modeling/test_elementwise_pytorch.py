@@ -45,7 +45,7 @@ def test_compile(backend, name):
 
 @both
 def test_compile_in_bfloat16(backend):
-    """With a remainder, and a sum."""
+    """Half precision keeps the remainder of each rounding beside the sum."""
     layout = LAYOUTS["causal"]
     module, states = layer_for(layout, "softplus"), backend.place(layout.states(torch.bfloat16))
 
@@ -140,7 +140,7 @@ def test_checkpointing(backend, use_reentrant):
 
 
 def operator_inputs(backend, layout, states, dropout):
-    """What the operators take besides the query, key and value."""
+    """The arguments of the operators besides query, key and value."""
     visibility, count = read_mask(backend.mask(layout.mask()), *states[:2])
     masks = (None, None, None, visibility)
     if isinstance(visibility, Visibility):

@@ -122,7 +122,7 @@ class TestFlexAttentionHere:
 
 
 class TestFlexAttentionElsewhere:
-    """What a GPU would get, on a dense stand-in for PyTorch's kernels: every normaliser and gradients."""
+    """Every normaliser, and gradients, with a dense stand-in for PyTorch's kernels of a GPU."""
 
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch):
@@ -167,7 +167,7 @@ class TestFlexAttentionElsewhere:
     @almost_nothing
     @pytest.mark.parametrize("normalization", ["sum", "length", "none"])
     def test_almost_no_weight(self, activation, normalization, score):
-        """As eager does, it takes a sum too small to divide by for 0."""
+        """A sum too small to divide by counts as 0, as in eager."""
         layout = LAYOUTS["causal"]
         _, key, value = (tensor.detach() for tensor in layout.states())
         states = [torch.full_like(key, float(score)), torch.full_like(key, 0.25), value]

@@ -1,4 +1,4 @@
-"""Parameters and scores of a model that nobody has trained yet."""
+"""The initial state of every kind of parameter, and the default scaling of scores."""
 
 import math
 
@@ -7,9 +7,6 @@ import torch
 from support.model_cases import PROJECTIONS, random_tokens
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-
-
-# Transformers passes over a custom module without parameters of its own, so `_init_weights` never sees these two.
 
 
 class TestInitialState:

@@ -159,7 +159,7 @@ def test_work_is_linear():
 
 
 class TestState:
-    """What is handed from call to call."""
+    """The state that one call hands to the next."""
 
     @examples(60)
     @given(st.data(), st.sampled_from(sorted(DECAYS)), st.booleans(), st.booleans())
@@ -216,7 +216,7 @@ class TestState:
         assert {part.dtype for part in state} == {torch.float32}
 
     def test_is_not_changed(self):
-        """Whoever keeps a state, for a second text with the same beginning, finds it as it was."""
+        """A call leaves its input state as it was, so that two texts may continue from one state."""
         states = LAYOUTS["causal"].states()
         _, state = run_form(3, states)
         before = [part.clone() for part in state]
@@ -242,7 +242,7 @@ class TestFeatureMap:
         torch.testing.assert_close(gradient, torch.where(states < 0, states.exp(), 1.0).detach())
 
     def test_c_takes_the_width_out(self):
-        """With `attention_scaling=1/sqrt(head_dim)`, `c` is 1."""
+        """The constant `c` is 1 for `attention_scaling=1/sqrt(head_dim)`."""
         layout = LAYOUTS["causal"]
         query, key, value = layout.states(torch.float64)
         output, _ = run_form("parallel", (query, key, value), scaling=0.5)  # heads of 4

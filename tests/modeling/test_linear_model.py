@@ -1,4 +1,4 @@
-"""Models with linear attention: decay, training, masks, and what they refuse."""
+"""Models with linear attention: decay, training, masks, and refusals."""
 
 import math
 
@@ -83,7 +83,7 @@ class TestTraining:
     @all_models
     @pytest.mark.parametrize("implementation", ["eager", "nlq"])
     def test_with_a_cache(self, make_model, switches, implementation, tokens):
-        """A cache that nobody uses changes no gradient."""
+        """A cache that is filled but not read changes no gradient."""
         model = make_model(torch.float64, implementation, **switches).train()
         outputs = model(tokens, labels=tokens, use_cache=True)
         assert outputs.past_key_values.get_seq_length() == 9
@@ -147,7 +147,7 @@ class TestTraining:
 
 
 class TestMasks:
-    """What generation with a static cache may pass: a mask for each type of layer."""
+    """Masks by type of layer, as generation with a static cache passes them."""
 
     @all_models
     def test_dictionary(self, make_model, switches, tokens):
@@ -200,13 +200,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", ["linear", "linear_first"])
     def test_output_attentions_in_the_configuration(self, kind, tokens):
-        """Said when the model is made, or at the latest when it runs."""
+        """The error comes when the model is made, or at the latest when it runs."""
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
         with pytest.raises((ValueError, StrictDataclassError), match=self.NO_WEIGHTS.format("0.*")):
             NLQForCausalLM(NLQConfig(**sizes, **MODELS[kind], output_attentions=True))(tokens)
 
     def test_other_layers_show_theirs(self, make_model, tokens):
-        """Nothing is refused to a model without linear layers."""
+        """A model without linear layers shows its weights."""
         assert make_model(attention_activation="sigmoid")(tokens, output_attentions=True).attentions[0].shape == (2, 4, 9, 9)
 
     @pytest.mark.parametrize("kind", ["linear", "linear_first", "linear_last"])
@@ -278,7 +278,7 @@ class TestRefusals:
             model(tokens)
 
     def test_choices_can_do_it(self, make_model, tokens):
-        """What the message proposes works."""
+        """The backends that the error proposes work."""
         expected = make_model(**MODELS["learned"])(tokens).logits
         for name in ("nlq", "eager", "nlq_linear"):
             model = make_model(implementation=name, **MODELS["learned"])

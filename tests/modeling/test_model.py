@@ -1,4 +1,4 @@
-"""What Transformers' users expect of a model beside its mathematics."""
+"""Behaviour that users of Transformers expect of a model: errors, training, caches, heads."""
 
 import shutil
 
@@ -283,7 +283,7 @@ def test_label_smoothing_of_a_stock_trainer(model_class, tokens, tmp_path):
 @pytest.mark.parametrize("activation", RICH)
 @pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
 def test_padding_free_batches(activation, return_position_ids):
-    """What `DataCollatorWithFlattening` makes of documents equals the documents one by one."""
+    """A batch of `DataCollatorWithFlattening` equals its documents one by one."""
     model = make(activation, **RICH[activation])
     documents = [torch.randint(50, (length,)) for length in (5, 1, 9)]
     collator = DataCollatorWithFlattening(return_position_ids=return_position_ids, return_flash_attn_kwargs=True)

@@ -19,7 +19,7 @@ from modeling_nlq.linear_nlq import (
 
 
 def gated_linear_attention(q, k, v, g=None, scale=None, initial_state=None, output_final_state=False):
-    """What `fla.ops.simple_gla.chunk_simple_gla` computes, token by token: (batch, tokens, heads, width) in and out."""
+    """`fla.ops.simple_gla.chunk_simple_gla` token by token: (batch, tokens, heads, width) in and out."""
     state = q.new_zeros(*q.shape[::2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
     outputs = []
     for index in range(q.shape[1]):
@@ -76,7 +76,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("length, is_taken", [(64, True), (128, True), (96, False), (32, False)])
     def test_what_adasplash_is_given(self, length, is_taken, make_model, monkeypatch):
-        """Its own assertions, and the formula."""
+        """AdaSplash gets inputs that pass its own assertions, and the result is that of the formula."""
         calls = []
 
         def adasplash(query, key, value, is_causal):

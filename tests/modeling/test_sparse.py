@@ -26,7 +26,7 @@ class TestSparse:
     @pytest.mark.parametrize("activation", SOLVERS)
     @pytest.mark.parametrize("magnitude", [0.01, 1.0, 30.0])
     def test_bisection(self, activation, magnitude):
-        """Of the scores that a query sees: weights, their gradient, and exact zeros where the solver has them."""
+        """Weights, their gradient and their exact zeros are the solver's, for the scores that a query sees."""
         generator = torch.Generator().manual_seed(0)
         scores = magnitude * torch.randn(2, 3, 9, 9, generator=generator, dtype=torch.float64)
         scores.requires_grad_()

@@ -1,4 +1,4 @@
-"""`nlq_tiled` and `eager` against the formulas; what `nlq_tiled` leaves out, and the memory it takes."""
+"""`nlq_tiled` and `eager` against the formulas; the tiles that `nlq_tiled` skips, and the memory it takes."""
 
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_tiled_attention_on_a_gpu(activation, normalization):
 
 
 class TestWork:
-    """What is hidden altogether is not computed, and memory grows with the length only."""
+    """Tiles that are all hidden are not computed, and memory grows linearly with the length."""
 
     @pytest.mark.parametrize(
         "layout, pairs",
@@ -204,7 +204,7 @@ class TestWork:
         visibility = layout.mask()
         with LiveMemory() as memory:
             if tiled:
-                # The operators' own code, for they are opaque to whoever watches from outside
+                # The functions behind the operators: a dispatch mode cannot look inside operators
                 masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
                 rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
                 output, scale = tiled_nlq._tiled_attention(query, key, value, *rest)

@@ -133,7 +133,7 @@ class TestValues:
 
     @pytest.mark.parametrize("name", TRITON_BODIES)
     def test_finite_differences(self, name):
-        """As `torch.autograd.gradcheck` takes them, of what Triton computes alone."""
+        """Central differences of the weights that Triton computes, as `torch.autograd.gradcheck` takes them."""
         scores, step = 12 * torch.rand(500, dtype=torch.float64) - 6, 1e-6
         difference = (run(name, scores + step)[0] - run(name, scores - step)[0]) / (2 * step)
         torch.testing.assert_close(run(name, scores)[1], difference, rtol=1e-6, atol=1e-6)
@@ -153,7 +153,7 @@ def special_functions(name: str, capability: int, with_slopes: bool) -> list[str
 
 
 def test_code_for_a_gpu():
-    """Every function compiles, and spends no special function on a derivative that nobody needs."""
+    """Every function compiles, and without slopes it uses no special function of the derivative."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What the kernels refuse, which tiles they take, and when `nlq` chooses them."""
+"""Refusals of the kernels, their choice of tiles, and the automatic choice between them and `nlq_tiled`."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ pytestmark = MARKS
 
 
 class TestRefusals:
-    """What the kernels do not take is an error that says so."""
+    """Inputs that the kernels do not take raise an error that says why."""
 
     RELU = get_attention_activation("relu")
 
@@ -160,7 +160,7 @@ class TestTiles:
 
     @pytest.fixture
     def launches(self, monkeypatch):
-        """What is launched on a device that has room for tiles of 64 at most."""
+        """The launches on a device that has room for tiles of 64 at most."""
         found = []
 
         def launch(problem, kernel, programs, options=None, **arguments):
@@ -219,7 +219,7 @@ class TestTiles:
 
     @interpreter_only
     def test_results_after_a_failure(self, monkeypatch):
-        """With the kernels run as they are, and a first line that has no room."""
+        """Results are right where the first line of tiles does not fit. Here the kernels run."""
         for kernel in TILES:
             monkeypatch.setitem(TILES, kernel, {4: {128: Tiles(128, 128, 8, 9), 256: Tiles(8, 8, 4, 1)}})
         run_kernel, failures = triton_nlq._Problem.run, []
@@ -237,11 +237,11 @@ class TestTiles:
 
 
 class TestAutomaticChoice:
-    """`nlq` takes the kernels on CUDA where it can, which a stand-in for a query on CUDA asks for."""
+    """`nlq` takes the kernels on CUDA where it can; a stand-in plays a query on CUDA."""
 
     @pytest.fixture(autouse=True)
     def warnings(self, monkeypatch):
-        """What was warned of, and a GPU that the kernels take."""
+        """The warnings, on a GPU that the kernels take."""
         found = []
         monkeypatch.setattr(triton_nlq, "_capability", lambda index: (9, 0))
         monkeypatch.setattr(backends_nlq.logger, "warning_once", found.append)
@@ -298,7 +298,7 @@ class TestAutomaticChoice:
         "implementation, function", [("nlq", "nlq_triton"), ("nlq_tiled", "nlq_tiled"), ("eager", "eager")]
     )
     def test_model(self, monkeypatch, make_model, implementation, function):
-        """Who calls whom: the automatic choice alone asks, once per layer."""
+        """Only the automatic choice asks for fused kernels, once per layer."""
         asked, called = [], []
         monkeypatch.setattr(modeling_nlq, "use_fused_kernels", lambda *inputs: asked.append(inputs[0]) or "nlq_triton")
         for name in ("nlq_triton", "nlq_tiled", "eager"):
@@ -316,7 +316,7 @@ class TestAutomaticChoice:
 
 
 def test_without_triton():
-    """The package and its other backends work; who asks for the kernels learns what to install."""
+    """The package and its other backends work, and an error says what the kernels need."""
     script = """
 import sys
 sys.modules["triton"] = None

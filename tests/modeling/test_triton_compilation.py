@@ -20,7 +20,7 @@ LEAST_SHARED_MEMORY = 99 * 1024  # on the GPUs of these generations that have le
 
 
 def compile_elsewhere(tmp_path, cases):
-    """What `compiled` says of each case, in a process without the interpreter."""
+    """The results of `compiled` for each case, from a process without the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(TESTS)
     command = [sys.executable, "-m", "support.triton_compilation", json.dumps(cases)]

@@ -40,7 +40,7 @@ class TestOnGPU:
 
     @staticmethod
     def draw(query_length, key_length, heads, key_value_heads, head_dim, dtype):
-        """Other numbers each time; the seed is printed for whoever needs them again."""
+        """Numbers differ from run to run; the seed is printed."""
         print("seed", seed := torch.seed())
         generator = torch.Generator(DEVICE).manual_seed(seed)
         sizes = ((heads, query_length), (key_value_heads, key_length), (key_value_heads, key_length))
@@ -80,7 +80,7 @@ class TestOnGPU:
         return make_visibility(length, length, 0, DEVICE), length
 
     def check(self, states, mask, activation, normalization):
-        """As close to float64 as twice the error of eager in the same precision, or as some roundings."""
+        """The error against float64 is at most twice that of eager in the same precision, or some roundings."""
         scaling = states[0].shape[-1] ** -0.5
         module = layer(activation, normalization, heads=states[0].shape[1], key_value_heads=states[1].shape[1])
         found = []
@@ -174,7 +174,7 @@ class TestOnGPU:
         torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
     def test_automatic_choice(self, make_model, monkeypatch):
-        """Of the device, with nothing in its place."""
+        """The automatic choice on a real GPU is `nlq_triton`."""
         called, row = [], backends_nlq.ATTENTION_BACKENDS["nlq_triton"]
 
         def counted(*inputs, **options):

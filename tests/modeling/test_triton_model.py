@@ -76,7 +76,7 @@ class TestCompiler:
     @pytest.mark.parametrize("normalization", ["sum", "length"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
     def test_shapes_without_data(self, dtype, normalization):
-        """What the compiler is told of a call is what the call returns."""
+        """Fake tensors have the shapes, strides and dtypes of the real results."""
         layout = LAYOUTS["chunk_after_cache"]
         module, states = layer_for(layout, "softplus", normalization), layout.states(dtype)
         found = []
@@ -102,7 +102,7 @@ def model_pair(make_model):
 
 
 def test_precision_of_float32(monkeypatch):
-    """As PyTorch is told to multiply, by its older or its newer function; read without a word where both were used."""
+    """Products in float32 are as exact as PyTorch's setting says, be it set by the older or the newer function."""
     monkeypatch.setattr(torch.version, "hip", None)
     given = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -148,7 +148,7 @@ class TestModel:
         self.close(*found)
 
     def test_positions_for_the_whole_batch(self, model_pair):
-        """As one row of them, which eager takes for every text."""
+        """One row of positions counts for every text of the batch, as in eager."""
         inputs = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]], device=DEVICE), "use_cache": False}
         input_ids = torch.randint(13, (3, 9), device=DEVICE)
         kernels, eager = (model(input_ids, **inputs).logits for model in model_pair(attention_activation="relu"))

@@ -54,7 +54,7 @@ COUNTED = []
 
 @triton.jit
 def counted_body(scores):
-    """As softplus; under the interpreter, which lets it, it tells how large each tile is."""
+    """Softplus that notes the size of each tile; only the interpreter can run it."""
     COUNTED.append(tuple(int(size) for size in scores.shape))
     return triton_softplus(scores)
 
@@ -94,7 +94,11 @@ class TestRegisteredActivations:
         query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(1, 2, 3, 4))
         assert use_fused_kernels("nlq_tiled", get_attention_activation("mine"), query) == "nlq_tiled"
 
-    @pytest.mark.parametrize("body", [nn.functional.softsign, lambda scores: (scores, scores), "softsign", 3], ids=repr)
+    @pytest.mark.parametrize(
+        "body",
+        [nn.functional.softsign, lambda scores: (scores, scores), "softsign", 3],
+        ids=["torch_function", "python_function", "name", "number"],
+    )
     def test_not_a_triton_function(self, body):
         with pytest.raises(ValueError) as error:
             register_attention_activation("mine", nn.functional.softsign, triton_body=body)

@@ -1,4 +1,4 @@
-"""Tensors that are laid out in any way, among memory that is not theirs, in `nlq_triton`."""
+"""`nlq_triton` with tensors of any strides, between memory that must not be read or written."""
 
 import math
 
@@ -29,7 +29,7 @@ pytestmark = MARKS
 
 @pytest.mark.usefixtures("small_tiles")
 class TestStrides:
-    """Tensors laid out in any way, among memory that is not theirs."""
+    """Tensors of any strides, between memory that is NaN."""
 
     LAYOUT = Layout(causal, query_length=9, key_length=9, heads=2, key_value_heads=1)
 
@@ -95,7 +95,7 @@ class TestStrides:
     @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
     @pytest.mark.parametrize("name", ["odd_length", "padded_chunk_in_static_cache"])
     def test_nothing_is_stored_elsewhere(self, monkeypatch, name, split):
-        """What is written lies inside a larger buffer, whose other numbers stay."""
+        """Results lie inside larger buffers, whose other numbers stay."""
         if split:
             monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
         buffers = []

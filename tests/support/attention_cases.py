@@ -42,7 +42,7 @@ def combinations(pairs):
 
 
 def has_sum(activation, normalization, **others):
-    """Whether the activation may be normalised so: weights that may be negative have no sum to divide by."""
+    """True unless weights that may be negative are to be divided by their sum."""
     return normalization != "sum" or activation in NON_NEGATIVE
 
 
@@ -232,7 +232,7 @@ SCALING = 0.5  # a power of two: exact in every precision
 
 
 def layer(activation, normalization=None, *, heads=1, key_value_heads=1, training=False, sink=None, attention_sink=None):
-    """What the attention functions read of an attention layer."""
+    """A stand-in for an attention layer, with the attributes that the attention functions read."""
     row = get_attention_activation(activation)
     return SimpleNamespace(
         activation=row,
@@ -288,7 +288,7 @@ def check(actual, expected, tolerance):
 
 
 def check_rounding(actual, eager, expected):
-    """As close to `expected` as twice the error of eager in the same precision, which is a few roundings."""
+    """The error is at most twice that of eager in the same precision, which is a few roundings."""
     for name, one, other, exact in zip(NAMES, actual, eager, expected, strict=False):
         assert one.dtype == other.dtype, name
         rounding = torch.finfo(one.dtype).eps

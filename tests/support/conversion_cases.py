@@ -1,4 +1,4 @@
-"""What the tests of conversion share: random models, checkpoints, and what it means that two models are the same."""
+"""Shared parts of the tests of conversion: random models, checkpoints, and comparisons of models."""
 
 import copy
 import json
@@ -215,7 +215,7 @@ def check_folder(folder, is_gpt2=False):
     assert not [name for name in names if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n")
-    assert str(folder.parent) not in card  # nobody else has this folder
+    assert str(folder.parent) not in card  # other machines do not have this folder
     config = json.loads((folder / "config.json").read_text())
     if is_gpt2:
         assert config["model_type"] == "gpt2"

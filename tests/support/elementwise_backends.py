@@ -1,4 +1,4 @@
-"""How tests call `eager`, `nlq_tiled` and `nlq_triton`, on the devices that are here."""
+"""Calls of `eager`, `nlq_tiled` and `nlq_triton` in tests, on the devices that are here."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ ignore_overflow = pytest.mark.filterwarnings(
 
 @contextlib.contextmanager
 def poisoned_memory(device=CPU):
-    """With deterministic algorithms PyTorch fills new memory with NaN, and with the largest number in that of integers."""
+    """New memory is NaN, or the largest number if it holds integers: PyTorch fills it under deterministic algorithms."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(3, device=device).isnan().all()

@@ -6,7 +6,7 @@ import torch
 
 
 def dense_flex_attention(query, key, value, training=False, *, score_mod, block_mask, enable_gqa, scale, return_aux=None):
-    """What FlexAttention computes, with the scores in memory and with gradients."""
+    """FlexAttention with the scores in memory, and with gradients."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)

@@ -1,4 +1,4 @@
-"""What the tests of `nlq_triton` share: its device here, how exact it is, and the cases that its kernels run on.
+"""Shared parts of the tests of `nlq_triton`: its device here, how exact it is, and cases for its kernels.
 
 Triton's interpreter runs the kernels where there is no GPU. Where there is one, they are compiled.
 """

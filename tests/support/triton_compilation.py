@@ -18,7 +18,7 @@ from modeling_nlq.triton_kernels_nlq import (
 
 
 def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, one_head=False, **options):
-    """What a kernel takes on a GPU of this capability, which need not be there.
+    """The shared memory and matrix instructions of a kernel on a GPU of this capability, which need not be there.
 
     Args:
         kernel: its name.
