@@ -4,10 +4,10 @@ PYTHON ?= python3
 # A torch build other than the one your pip index serves: set this to an index address listed on pytorch.org.
 TORCH_INDEX_URL ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
-# One thread: the tests' tensors are too small to share
-PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
+# One process per core. One thread in each: the tests' tensors are too small to share.
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-slow lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
+.PHONY: demo test test-all lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -17,8 +17,8 @@ test: .venv/installed-test
 	.venv/bin/ruff format --check .
 	$(PYTEST) -m "not slow and not gpu"
 
-# The whole suite, the slow tests included.
-test-slow: .venv/installed-test
+# The slow tests too, which repeat the quick ones' kinds of cases in more combinations
+test-all: .venv/installed-test
 	$(PYTEST) -m "not gpu"
 
 lint: .venv/installed-test
@@ -45,8 +45,8 @@ gpu-test: .venv/installed-test
 # NVIDIA's tool, which has to see every allocation
 gpu-sanitizer: .venv/installed-test
 	mkdir -p $(RESULTS)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(KEEP) $(RESULTS)/sanitizer.txt \
-		compute-sanitizer --error-exitcode 1 .venv/bin/python tests/modeling/test_triton.py small
+	PYTHONPATH=tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(KEEP) $(RESULTS)/sanitizer.txt \
+		compute-sanitizer --error-exitcode 1 .venv/bin/python -m support.triton_sanitizer
 
 gpu-attention: .venv/installed-test
 	mkdir -p $(RESULTS)

@@ -1,4 +1,4 @@
-"""What all tests share: no network, one seed, small models whose parameters all matter, and one finished training run."""
+"""Fixtures of all tests: no network, one seed, small models whose parameters all matter, and one finished training run."""
 
 import functools
 import json
@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import yaml
+from transformers import dynamic_module_utils
 
 
 # Before any kernel is defined: without a GPU, Triton's interpreter runs them.
@@ -26,6 +27,14 @@ from modeling_nlq.training.run.trainer import train
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_modules(tmp_path_factory):
+    """A folder for the code that tests load from saved models, one for each process of pytest-xdist."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
 
 
 def _make_model(dtype=torch.float32, implementation="eager", seed=0, **switches):

@@ -4,22 +4,18 @@ import argparse
 import dataclasses
 import functools
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import attention
 import attention_cuda
 import measure
+import pytest
 import selection
+import torch
 import training_step
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
+from support.flex_stand_in import dense_flex_attention
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from modeling_nlq import backends_nlq, flex_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -155,9 +151,7 @@ class TestClaims:
 
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
-    """As of a command line, for seconds on the CPU; FlexAttention is a dense stand-in there."""
-    from test_backends import dense_flex_attention
-
+    """Arguments for a run of seconds on the CPU, with a dense stand-in for FlexAttention."""
     monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
     monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
@@ -255,7 +249,7 @@ class TestReport:
             return right(module, query, *inputs, **options)
 
         replace_backend(monkeypatch, "eager", does_not_fit)
-        assert attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64) == 0  # nobody's fault
+        assert attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64) == 0  # no failure: it is out of memory
         markdown = arguments.markdown.read_text()
         assert [[cell == "-" for cell in row] for row in rows_of(markdown)["tanh, eager"]] == [
             [False, False],
@@ -444,7 +438,7 @@ class TestCommandLines:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("kernel", ["forward", "key_value"])
 def test_tuning(kernel, capsys):
-    """It orders the choices that work by their time, and leaves the table as it was."""
+    """Tuning orders the choices that work by their time, and leaves the table as it was."""
     before = {key: dict(lines) for key, lines in TILES.items()}
     one_pass = tune_triton.Pass(kernel, head_dim=256, length=16, tokens=16, activation="relu", device="cpu")
     choices = [Tiles(16, 16, 4, 1), Tiles(3, 16, 4, 1), Tiles(8, 16, 4, 1)]

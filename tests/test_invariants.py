@@ -1,4 +1,4 @@
-"""What holds for every configuration and backend: hypothesis chooses switches, shapes, paddings, packings and chunks."""
+"""Properties of every configuration and backend; hypothesis chooses switches, shapes, paddings, packings and chunks."""
 
 import copy
 import io
@@ -9,79 +9,73 @@ import tempfile
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import reference
+from support.attention_cases import NON_NEGATIVE
+from support.grids import parametrize_grid, slow_except
+from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS
+from support.properties import examples
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
-
-
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
+    pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
+]
 
 VOCABULARY = 13
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}  # float32, logits of order 1 to 10
 
-PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
 WITHOUT_IDENTITY = ("linear", "bottleneck", "upcycled")
-TABLE_ACTIVATIONS = ("softmax", "sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity")
-ACTIVATIONS = (*TABLE_ACTIVATIONS, "gelu", "silu", "leaky_relu")
-SPARSE = ("sparsemax", "entmax15")
-LINEAR = {
-    "linear": {"attention_activation": "linear_attention", "linear_attention_decay": None},
-    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
-    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
-}
-NEVER_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
-# Source text 000's designs A and B beside the usual two.
-BLOCKS = {
-    "pre": {},
-    "post": {"norm_position": "post"},
-    "design_a": {"norm_position": "post", "residual_activation": "relu"},
-    "design_b": {"norm_position": "post", "sublayer_activation": "relu"},
-}
-
-
-# What a layer's weights are: every activation, softmax with each sink, and linear attention with each decay.
-KINDS = {
-    "softmax": {"attention_activation": "softmax"},
-    "softmax_sink_zero": {"attention_activation": "softmax", "attention_sink": "zero"},
-    "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
-    **{name: {"attention_activation": name} for name in (*ACTIVATIONS[1:], *SPARSE)},
-    **LINEAR,
-}
-WITH_WEIGHTS = tuple(kind for kind in KINDS if kind not in LINEAR)
+KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | SPARSE_KINDS | LINEAR_KINDS
+WITH_WEIGHTS = tuple(kind for kind in KINDS if kind not in LINEAR_KINDS)
 # Which kinds each backend computes on the CPU, where flex_attention knows no sink and no normaliser but the sum.
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
     "sdpa": tuple(kind for kind in KINDS if kind.startswith("softmax")),
-    "nlq_tiled": ACTIVATIONS[1:],
-    "nlq_linear": tuple(LINEAR),
-    "flex_attention": ("softmax", *NEVER_NEGATIVE),
+    "nlq_tiled": tuple(ELEMENTWISE_KINDS),
+    "nlq_linear": tuple(LINEAR_KINDS),
+    "flex_attention": ("softmax", *NON_NEGATIVE),
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
+# Every kind and every backend, most kinds with the backend that `nlq` chooses; the other cases are slow.
+QUICK_CASES = {
+    *((kind, "nlq") for kind in KINDS if kind not in ("relu_squared", "softplus", "gelu", "linear_fixed")),
+    *((kind, "eager") for kind in ("softmax_sink_learned", "sigmoid", "relu_squared", "entmax15", "linear_learned")),
+    *(("softmax", "sdpa"), ("softplus", "nlq_tiled"), ("gelu", "nlq_tiled"), ("linear_fixed", "nlq_linear")),
+    *(("softmax", "flex_attention"), ("squared", "flex_attention")),
+}
+# One of each way to compute weights, for properties that do not depend on the activation
+FEW_CASES = {
+    *((kind, "nlq") for kind in ("softmax_sink_learned", "sigmoid", "entmax15", "linear_learned")),
+    *(("softmax", "sdpa"), ("relu", "eager"), ("squared", "flex_attention")),
+}
 
 
-def cases(*, without=(), kinds=tuple(KINDS)):
-    """The parameters of `draw_model`, without some backends or kinds."""
+def choose_cases(without=(), kinds=tuple(KINDS), quick=QUICK_CASES):
+    """The cases without some backends or kinds; those that are not `quick` are slow."""
     chosen = [case for case in CASES if case[1] not in without and case[0] in kinds]
-    return pytest.mark.parametrize("draw_model", chosen, ids="-".join, indirect=True)
+    return [pytest.param(case, id="-".join(case), marks=[] if case in quick else pytest.mark.slow) for case in chosen]
 
 
-pytestmark = pytest.mark.usefixtures("tiny_tiles", "uncompiled")
+def cases(**options):
+    """The parameters of `draw_model`, as `choose_cases` chooses them."""
+    return pytest.mark.parametrize("draw_model", choose_cases(**options), indirect=True)
+
+
+def model_cases(**options):
+    """The same as parameters `kind` and `implementation`."""
+    chosen = [pytest.param(*case.values[0], id=case.id, marks=case.marks) for case in choose_cases(**options)]
+    return pytest.mark.parametrize("kind, implementation", chosen)
 
 
 def switches_of(kind, implementation):
     """The switches of a kind, with a normaliser that the backend computes."""
-    if implementation == "flex_attention" and kind in NEVER_NEGATIVE:
+    if implementation == "flex_attention" and kind in NON_NEGATIVE:
         return {**KINDS[kind], "attention_normalization": "sum"}
     return KINDS[kind]
 
@@ -101,12 +95,12 @@ def attention_switches(draw, kind, implementation):
         "linear_attention_decay": None,
         **KINDS[kind],
     }
-    if switches["attention_activation"] in ("softmax", "linear_attention", *SPARSE):
+    if switches["attention_activation"] in ("softmax", "linear_attention", *SPARSE_KINDS):
         allowed = [None, "sum"]
     elif implementation == "flex_attention":
         allowed = ["sum"]
     else:
-        allowed = [None, "length", "none"] + (["sum"] if kind in NEVER_NEGATIVE else [])
+        allowed = [None, "length", "none"] + (["sum"] if kind in NON_NEGATIVE else [])
     return {**switches, "attention_normalization": draw(st.sampled_from(allowed))}
 
 
@@ -117,7 +111,7 @@ def switch_combinations(draw, kind, implementation, others):
     projections = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
     switches = {
         **draw(attention_switches(kind, implementation)),
-        **BLOCKS[draw(st.sampled_from(sorted(BLOCKS)))],
+        **BLOCKS[draw(st.sampled_from(["design_a", "design_b", "post", "pre"]))],
         "num_key_value_heads": key_value_heads,
         "key_projection": draw(st.sampled_from(projections)),
         "value_projection": draw(st.sampled_from(projections)),
@@ -131,7 +125,7 @@ def switch_combinations(draw, kind, implementation, others):
     return switches
 
 
-@pytest.fixture(params=CASES, ids="-".join, scope="module")
+@pytest.fixture(params=choose_cases(), scope="module")
 def draw_model(request, make_model):
     """A function that lets hypothesis choose every switch but the activation and sink, and returns the model."""
     kind, implementation = request.param
@@ -212,6 +206,7 @@ class TestCachedDecoding:
         for index, place in enumerate(places):
             torch.testing.assert_close(actual[index, place], expected[index, place], **TOLERANCES)
 
+    @cases(quick=FEW_CASES)
     @examples(3)
     @given(st.data(), st.integers(2, 10), boundary_sets, st.booleans())
     def test_chunks_without_mask(self, draw_model, data, length, boundaries, static):
@@ -223,7 +218,7 @@ class TestCachedDecoding:
             actual = decode(model, input_ids, split(length, boundaries), cache)
         torch.testing.assert_close(actual, expected, **TOLERANCES)
 
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @model_cases()
     def test_token_by_token(self, make_model, kind, implementation):
         """The first token too is a chunk of its own."""
         model = make_model(implementation=implementation, **switches_of(kind, implementation))
@@ -328,10 +323,11 @@ class TestPacking:
         assert torch.equal(cached.logits, masked.logits)
         assert model(input_ids, use_cache=False, position_ids=position_ids).past_key_values is None
 
+    @cases(quick=FEW_CASES)
     @examples(3)
     @given(st.data(), packed_batches())
     def test_a_given_mask_means_one_text(self, draw_model, data, batch):
-        """Also a mask of ones: else a row's result would depend on the padding of the rows beside it."""
+        """A mask of ones too: otherwise a row's result would depend on the padding of the rows beside it."""
         documents, position_ids = batch
         model = draw_model(data)
         row, positions = torch.cat(documents[0], dim=1), position_ids[:1]
@@ -437,6 +433,7 @@ class TestCausality:
 class TestSaving:
     """Invariant 7: loading gives back the same bits."""
 
+    @cases(quick=FEW_CASES)
     @examples(2)
     @given(st.data(), st.booleans())
     def test_save_and_load(self, draw_model, data, tied):
@@ -514,9 +511,7 @@ class TestMasks:
             model(torch.ones(1, 3).long(), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
 
     @pytest.mark.parametrize("mask_kind", ["boolean", "additive"])
-    @pytest.mark.parametrize(
-        "kind, implementation", [case for case in CASES if case[1] != "flex_attention" and case[0] in WITH_WEIGHTS]
-    )
+    @model_cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     def test_with_a_cache(self, make_model, kind, implementation, mask_kind):
         """The mask of a chunk has a row for each of its queries and a column for each key so far."""
         model = make_model(implementation=implementation, **KINDS[kind])
@@ -534,9 +529,14 @@ class TestMasks:
 
 
 class TestHybrids:
-    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
-    @pytest.mark.parametrize("layer", [0, 1])
-    @pytest.mark.parametrize("kind", [*ACTIVATIONS[1:], *SPARSE, *LINEAR])
+    @parametrize_grid(
+        {
+            "kind": (*ELEMENTWISE_KINDS, *SPARSE_KINDS, *LINEAR_KINDS),
+            "layer": (0, 1),
+            "implementation": ("eager", "nlq"),
+        },
+        strength=1,
+    )
     def test_layers_differ(self, make_model, kind, layer, implementation):
         """Each layer computes its own activation, in one pass and chunk by chunk, whichever comes first."""
         layers = {layer: {**KINDS[kind], "query_projection": "bottleneck"}, 2: {"attention_sink": "zero"}}
@@ -575,10 +575,10 @@ class TestHybrids:
 
 
 class TestAtRunTime:
-    """What is asked of a model once it is made."""
+    """Changes and requests after a model is made."""
 
     @pytest.mark.parametrize("how", ["set", "assigned"])
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", slow_except(tuple(KINDS), ("softmax_sink_learned", "squared", "linear_learned")))
     def test_change_of_backend(self, make_model, kind, how):
         """Every backend takes over from every other, or says that it cannot; none of them changes the result."""
 
@@ -603,13 +603,13 @@ class TestAtRunTime:
                 actual = model(input_ids, attention_mask=attention_mask).logits
                 torch.testing.assert_close(actual, expected, **TOLERANCES)
 
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @model_cases()
     def test_weights(self, make_model, kind, implementation):
         """`output_attentions=True` gives eager's weights, an error, or, as in all of Transformers under SDPA, nothing."""
         switches = switches_of(kind, implementation)
         model = make_model(implementation=implementation, **switches)
         input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
-        if kind in LINEAR:
+        if kind in LINEAR_KINDS:
             with pytest.raises(ValueError, match=r"attention_activation='linear_attention' .* has no weights to show"):
                 model(input_ids, attention_mask=attention_mask, output_attentions=True)
             return
@@ -628,7 +628,7 @@ class TestAtRunTime:
         else:
             torch.testing.assert_close(actual.attentions, expected.attentions, **TOLERANCES)
 
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @model_cases(quick=FEW_CASES)
     def test_copies(self, make_model, kind, implementation):
         model = make_model(implementation=implementation, **switches_of(kind, implementation))
         saved = io.BytesIO()
@@ -646,9 +646,7 @@ class TestAtRunTime:
             assert torch.equal(model(input_ids).logits, expected)
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-    @pytest.mark.parametrize(
-        "kind, implementation", [case for case in CASES if case[1] != "flex_attention" and case[0] in WITH_WEIGHTS]
-    )
+    @model_cases(without=["flex_attention"], kinds=WITH_WEIGHTS, quick=FEW_CASES)
     def test_dropout_under_gradient_checkpointing(self, make_model, kind, implementation, reentrant):
         """Recomputing a layer drops the same weights again."""
         layers = {1: {"attention_activation": "relu", "attention_sink": None}} if implementation == "nlq" else None

@@ -8,24 +8,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.paths import REPOSITORY
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS
 from modeling_nlq.training.cli import make_parser
 
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel of a copy of the tracked files, so that nothing is left behind in the checkout."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
-        if (ROOT / name).is_file():
+        if (REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            (source / name).write_bytes((REPOSITORY / name).read_bytes())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(target), str(source)]
     subprocess.run(command, check=True, capture_output=True)
     return next(target.glob("*.whl"))
@@ -36,8 +34,8 @@ def test_wheel_holds_one_package_and_all_its_data(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"modeling_nlq", f"modeling_nlq-{modeling_nlq.__version__}.dist-info"}
     for folder, pattern in (("configuration", "*/*.json"), ("configuration", "*/*.yaml"), ("training", "**/*.py")):
-        for path in (ROOT / folder).glob(pattern):
-            assert f"modeling_nlq/{path.relative_to(ROOT).as_posix()}" in names
+        for path in (REPOSITORY / folder).glob(pattern):
+            assert f"modeling_nlq/{path.relative_to(REPOSITORY).as_posix()}" in names
     assert "modeling_nlq/model_card.md" in names
 
 
@@ -58,16 +56,16 @@ def test_wheel_trains_a_named_recipe_outside_the_checkout(wheel, corpus, tmp_pat
 
 
 def test_one_version_everywhere():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert citation["version"] == modeling_nlq.__version__
-    assert f"## {modeling_nlq.__version__} " in (ROOT / "CHANGELOG.md").read_text()
-    assert f'"transformers>={MINIMUM_TRANSFORMERS},<6"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## {modeling_nlq.__version__} " in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f'"transformers>={MINIMUM_TRANSFORMERS},<6"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
 def test_constraints_are_what_is_installed():
     from importlib.metadata import version
 
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+    for line in (REPOSITORY / "constraints.txt").read_text().splitlines():
         name, _, pinned = line.partition("==")
         if name in ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers"):
             assert version(name).split("+")[0] == pinned, "the tests ran with other versions than constraints.txt names"

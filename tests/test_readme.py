@@ -6,18 +6,18 @@ import runpy
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.hub_server import HubServer
+from support.paths import REPOSITORY
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = REPOSITORY / "README.md"
 ATTENTION = README.parent / "docs" / "attention.md"
 
 
@@ -39,7 +39,7 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
 
 
 def test_snippets_of_the_other_side(run, tmp_path):
-    """A stranger's process, which has nothing but what was published, on a Hub of ours."""
+    """Snippets that load a published model run in a process without this package, on a local Hub."""
     shared = [snippet for snippet in snippets() if "you/" in snippet]
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:

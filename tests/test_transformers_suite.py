@@ -156,7 +156,7 @@ DESELECTED = (
 
 
 class ModelTester:
-    """What Transformers' tests ask for a configuration and inputs."""
+    """The configuration and inputs that Transformers' tests read from a tester."""
 
     batch_size = 3
     seq_length = 7

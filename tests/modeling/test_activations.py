@@ -44,7 +44,7 @@ class TestTable:
             assert (row.function(SCORES).min() >= 0) == row.non_negative
 
     def test_linear_is_no_function(self):
-        """Nor is it the function of that name in Transformers, which is the identity."""
+        """Transformers has a function named `linear`, the identity, which is another thing."""
         with pytest.raises(ValueError, match="attention_activation='linear_attention' is no function of the scores"):
             get_attention_activation("linear_attention").function(SCORES)
 
@@ -179,7 +179,7 @@ class TestRegistration:
         assert torch.equal(NLQForCausalLM.from_pretrained(tmp_path)(input_ids).logits, tiled(input_ids).logits)
 
     def test_saved_model_in_another_process(self, make_model, tmp_path):
-        """The name of the activation is saved and its function is not: the message says what to do, and doing it helps."""
+        """A saved model names the activation without its function. The error says what to do, and doing it helps."""
         register_attention_activation("cauchy", cauchy)
         make_model(attention_activation="cauchy").save_pretrained(tmp_path)
         code = f"""

@@ -2,31 +2,16 @@
 
 import pytest
 import torch
+from support.grids import parametrize_grid
+from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, SOFTMAX_KINDS, SPARSE_KINDS
 from transformers import CompileConfig
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
-
 # Blocks and scores that make random models choose many different tokens, and others for every activation
 SWITCHES = {"vocab_size": 31, "attention_scaling": 2.0, "norm_position": "post", "tie_word_embeddings": False}
-SOFTMAX = {
-    "softmax": {},
-    "softmax_sink_zero": {"attention_sink": "zero"},
-    "softmax_sink_learned": {"attention_sink": "learned"},
-}
-ELEMENTWISE = {
-    name: {"attention_activation": name}
-    for name in ("sigmoid", "relu", "relu_squared", "squared", "softplus", "tanh", "identity", "gelu", "silu", "leaky_relu")
-}
 BY_SUM = {
     f"{name}_sum": {"attention_activation": name, "attention_normalization": "sum"}
     for name in ("sigmoid", "relu", "relu_squared")
-}
-SPARSE = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15")}
-LINEAR = {
-    "linear": {"attention_activation": "linear_attention"},
-    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
-    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
 }
 HYBRID = {
     "hybrid": {
@@ -42,33 +27,40 @@ HYBRID = {
 LINEAR_HYBRID = {
     "linear_first": {
         "num_hidden_layers": 3,
-        "per_layer_config": {0: LINEAR["linear_learned"], 1: {"attention_activation": "sigmoid"}},
+        "per_layer_config": {0: LINEAR_KINDS["linear_learned"], 1: {"attention_activation": "sigmoid"}},
     },
     "linear_last": {
         "attention_activation": "entmax15",
         "num_hidden_layers": 3,
-        "per_layer_config": {0: {"attention_activation": "softmax"}, 2: LINEAR["linear_fixed"]},
+        "per_layer_config": {0: {"attention_activation": "softmax"}, 2: LINEAR_KINDS["linear_fixed"]},
     },
 }
-KINDS = {**SOFTMAX, **ELEMENTWISE, **BY_SUM, **HYBRID, **SPARSE, **LINEAR, **LINEAR_HYBRID}
+KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | BY_SUM | HYBRID | SPARSE_KINDS | LINEAR_KINDS | LINEAR_HYBRID
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
-    "sdpa": tuple(SOFTMAX),
-    "nlq_tiled": (*ELEMENTWISE, *BY_SUM),
-    "nlq_linear": tuple(LINEAR),
+    "sdpa": tuple(SOFTMAX_KINDS),
+    "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM),
+    "nlq_linear": tuple(LINEAR_KINDS),
     "flex_attention": ("softmax", "squared", "softplus", *BY_SUM),  # on the CPU: the sum only, and no sink
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
 CASES_WITH_STATIC_CACHE = [case for case in CASES if case[1] != "flex_attention"]
-
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6,))
 NEW_TOKENS = 8
 OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
 BEAMS = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
+    pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
+]
 
 
-pytestmark = pytest.mark.usefixtures("tiny_tiles", "uncompiled")
+def one_of_each(cases):
+    """Every kind with one of its backends, and every backend with one of its kinds; the other cases are slow."""
+    kinds, implementations = (list(dict.fromkeys(column)) for column in zip(*cases))
+    axes = {"kind": kinds, "implementation": implementations}
+    return parametrize_grid(axes, allowed=lambda **case: tuple(case.values()) in cases, strength=1)
 
 
 @pytest.fixture(scope="module")
@@ -132,22 +124,26 @@ def test_kinds_differ(expected_tokens):
 
 
 class TestGreedy:
-    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
-    @pytest.mark.parametrize("use_cache", [False, True], ids=["uncached", "cached"])
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @parametrize_grid(
+        {
+            "kind, implementation": CASES,
+            "use_cache": {"uncached": False, "cached": True},
+            "position_embedding": ("learned", "rope"),
+        },
+        strength=1,
+    )
     def test_padded_batch(self, make_kind, expected_tokens, kind, implementation, use_cache, position_embedding):
         model = make_kind(kind, implementation, position_embedding=position_embedding)
         generated = model.generate(**padded_prompts(), use_cache=use_cache, **OPTIONS)
         assert new_tokens(generated) == expected_tokens(kind, position_embedding=position_embedding)
 
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @one_of_each(CASES)
     def test_rows_alone(self, make_kind, expected_tokens, kind, implementation):
         model = make_kind(kind, implementation)
         generated = [new_tokens(model.generate(**row(prompt), **OPTIONS))[0] for prompt in PROMPTS[:2]]
         assert generated == expected_tokens(kind)[:2]
 
-    @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
-    @pytest.mark.parametrize("kind, implementation", CASES_WITH_STATIC_CACHE)
+    @parametrize_grid({"kind, implementation": CASES_WITH_STATIC_CACHE, "position_embedding": ("learned", "rope")}, strength=1)
     def test_static_cache(self, make_kind, expected_tokens, kind, implementation, position_embedding):
         model = make_kind(kind, implementation, position_embedding=position_embedding)
         options = {"cache_implementation": "static", "disable_compile": True, **OPTIONS}
@@ -156,9 +152,12 @@ class TestGreedy:
         alone = model.generate(**row(PROMPTS[0]), **options)
         assert new_tokens(alone) == expected_tokens(kind, position_embedding=position_embedding)[:1]
 
-    @pytest.mark.parametrize("implementation", ["eager", "nlq"])
-    @pytest.mark.parametrize(
-        "kind", ["softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID]
+    @parametrize_grid(
+        {
+            "kind": ("softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID),
+            "implementation": ("nlq", "eager"),
+        },
+        strength=1,
     )
     def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
         """One graph for all tokens after the prompt."""
@@ -179,7 +178,7 @@ class TestGreedy:
 
 
 class TestBeamSearch:
-    @pytest.mark.parametrize("kind, implementation", CASES)
+    @one_of_each(CASES)
     def test_scores_and_sequences(self, make_kind, kind, implementation):
         model, reference = make_kind(kind, implementation), make_kind(kind)
         generated = model.generate(**padded_prompts(), **BEAMS, **OPTIONS)
@@ -196,7 +195,7 @@ class TestBeamSearch:
         assert new_tokens(alone.sequences) == new_tokens(generated.sequences)[1:2]
 
     def test_finds_more_than_greedy(self, make_kind, expected_tokens):
-        """Else the beams would be untested."""
+        """Beams and greedy decoding differ for most kinds; otherwise the tests above would say nothing of beams."""
         different = 0
         for kind in KINDS:
             generated = make_kind(kind).generate(**padded_prompts(), **BEAMS, **OPTIONS)
@@ -210,7 +209,7 @@ class TestAssisted:
     A state cannot go back: models with linear layers refuse (`test_linear.py`).
     """
 
-    @pytest.mark.parametrize("kind, implementation", [case for case in CASES if case[0] not in {*LINEAR, *LINEAR_HYBRID}])
+    @one_of_each([case for case in CASES if case[0] not in {*LINEAR_KINDS, *LINEAR_HYBRID}])
     def test_model_of_one_layer(self, make_kind, expected_tokens, kind, implementation):
         # The model's own first layer, and tied embeddings: they agree about some tokens.
         switches = {"tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""A saved folder is all a stranger needs: it loads, generates and saves itself again without this package."""
+"""A saved folder loads, generates and is saved again in a process without this package."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import TESTS
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
@@ -57,7 +58,11 @@ def run_python(code: str, *arguments: object, cache: Path, **variables: str) -> 
     )
 
 
-@pytest.mark.parametrize("saved_class", [NLQForCausalLM, NLQForSequenceClassification], ids=lambda saved: saved.__name__)
+@pytest.mark.parametrize(
+    "saved_class",
+    [NLQForCausalLM, pytest.param(NLQForSequenceClassification, marks=pytest.mark.slow)],
+    ids=lambda saved: saved.__name__,
+)
 def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
     torch.manual_seed(0)
     switches = {"attention_activation": "sigmoid", "attention_gate": "headwise", "head_projection": True, "qk_norm": "l2"}
@@ -105,7 +110,7 @@ def test_label_smoothing_without_the_package(tmp_path):
 
 
 def test_linear_model_without_the_package(tmp_path):
-    """Its cache too comes from the folder."""
+    """The cache of linear attention comes from the folder too."""
     torch.manual_seed(0)
     layers = {1: {"attention_activation": "relu", "linear_attention_decay": None}}
     switches = {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "per_layer_config": layers}
@@ -144,7 +149,7 @@ else:
 
 
 def test_sparse_model_where_its_package_is_missing(tmp_path):
-    """Its code imports, the model loads and is saved again; only running it needs the package, and says so."""
+    """The model loads and is saved again without entmax. Running it raises an error that names the package."""
     model = NLQForCausalLM(tiny_config(attention_activation="entmax15")).eval()
     model.save_pretrained(tmp_path / "saved")
     done = run_python(WITHOUT_THIS_PACKAGE + WITHOUT_ENTMAX, tmp_path / "saved", tmp_path / "again", cache=tmp_path)
@@ -176,7 +181,7 @@ except ValueError as error:
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("has_triton", [True, False], ids=["triton", "no_triton"])
 def test_kernels_travel_with_the_model(has_triton, tmp_path):
-    """Where Triton is missing all else works, and whoever asks for the kernels is told."""
+    """Without Triton everything else works, and an error says what the kernels need."""
     model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()
     model.save_pretrained(tmp_path / "saved")
     script = WITHOUT_THIS_PACKAGE + ("" if has_triton else "sys.modules['triton'] = None\n") + KERNELS
@@ -256,8 +261,8 @@ except StrictDataclassError as error:
     assert "attention_activation='cube' is unknown" in str(error), error
     assert "register_attention_activation('cube', function) first" in str(error), error
 else:
-    raise AssertionError("a function that nobody registered was found")
-register = get_class_from_dynamic_module("activations_nlq.register_attention_activation", folder)
+    raise AssertionError("a function was found that had not been registered")
+register = get_class_from_dynamic_module("attention_nlq.register_attention_activation", folder)
 register("cube", lambda scores: scores**3)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
@@ -265,7 +270,7 @@ torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
 
 
 def test_registered_activation_elsewhere(tmp_path, monkeypatch):
-    """A saved model names it; whoever loads the model registers it through the model's own code."""
+    """A saved model names the activation, which is registered through the model's own code before loading."""
     monkeypatch.setattr(modeling_nlq.attention_nlq, "_REGISTERED", {})
     activations_nlq.register_attention_activation("cube", lambda scores: scores**3)
     torch.manual_seed(0)
@@ -420,7 +425,7 @@ dist.destroy_process_group()
 
 def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     folder = tmp_path / "saved"
-    done = run_python(FSDP, folder, tmp_path / "store", Path(__file__).parents[1], cache=tmp_path)
+    done = run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]

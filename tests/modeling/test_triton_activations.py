@@ -22,13 +22,11 @@ from modeling_nlq.triton_activations_nlq import TRITON_BODIES
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = {name: row for name, row in (ATTENTION_ACTIVATIONS | LIBRARY_ACTIVATIONS).items() if row.is_elementwise}
 # Relative error of the result, and of the score that it would belong to, that is allowed. Rounding costs 6e-8; a GPU's
 # exponential is less exact than the CPU's. In float64 there remains the error of the polynomials.
 TOLERANCE = {torch.float32: 6e-7 if DEVICE == "cpu" else 3e-6, torch.float64: 6e-8}
-
 # Special functions per score, of the weights alone and with the derivative
 SPECIAL_FUNCTIONS = {
     "sigmoid": (["ex2", "rcp"], ["ex2", "rcp"]),
@@ -44,7 +42,6 @@ SPECIAL_FUNCTIONS = {
     "laplace": (["ex2"], ["ex2", "ex2"]),
     **{name: ([], []) for name in ("relu", "relu_squared", "relu6", "leaky_relu", "hardswish", "squared", "identity")},
 }
-
 # What the functions are far from 0, to float32 accuracy, written without the cancellation of their formulas; from and to where
 TAILS = [
     ("sigmoid", torch.exp, -86, -20),
@@ -136,7 +133,7 @@ class TestValues:
 
     @pytest.mark.parametrize("name", TRITON_BODIES)
     def test_finite_differences(self, name):
-        """As `torch.autograd.gradcheck` takes them, of what Triton computes alone."""
+        """Central differences of the weights that Triton computes, as `torch.autograd.gradcheck` takes them."""
         scores, step = 12 * torch.rand(500, dtype=torch.float64) - 6, 1e-6
         difference = (run(name, scores + step)[0] - run(name, scores - step)[0]) / (2 * step)
         torch.testing.assert_close(run(name, scores)[1], difference, rtol=1e-6, atol=1e-6)
@@ -156,7 +153,7 @@ def special_functions(name: str, capability: int, with_slopes: bool) -> list[str
 
 
 def test_code_for_a_gpu():
-    """Every function compiles, and spends no special function on a derivative that nobody needs."""
+    """Every function compiles, and without slopes it uses no special function of the derivative."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from modeling_nlq.activations_nlq import get_attention_activation
@@ -38,15 +37,14 @@ ALL_COMBINATIONS = [
 ]
 
 
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
 def combinations(pairs):
     ids = [f"{name}-{normalization}" for name, normalization in pairs]
     return pytest.mark.parametrize("activation, normalization", pairs, ids=ids)
+
+
+def has_sum(activation, normalization, **others):
+    """True unless weights that may be negative are to be divided by their sum."""
+    return normalization != "sum" or activation in NON_NEGATIVE
 
 
 def reference(query, key, value, visible, activation, normalization, scaling, sink=None, kept=1.0):
@@ -219,11 +217,23 @@ LAYOUTS = {
     ),
 }
 all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+# A sum of weights that is too small to divide by
+almost_nothing = pytest.mark.parametrize(
+    "activation, score", [("relu", 1e-40), ("relu_squared", 1e-21), ("squared", -1e-21), ("softplus", -95.0)]
+)
+# All of `ALL_COMBINATIONS` with every layout
+PRODUCT = {"activation": tuple(PHI), "normalization": ("sum", "length", "none"), "layout": LAYOUTS}
+HALF_PRECISION = {
+    **{"-".join(("bfloat16", *pair)): (torch.bfloat16, *pair) for pair in ALL_COMBINATIONS},
+    **{f"float16-{name}-sum": (torch.float16, name, "sum") for name in NON_NEGATIVE},
+}
+# One of each normaliser; the first has a bias, the second a mean gradient
+THREE = [("sigmoid", "none"), ("softplus", "sum"), ("gelu", "length")]
 SCALING = 0.5  # a power of two: exact in every precision
 
 
 def layer(activation, normalization=None, *, heads=1, key_value_heads=1, training=False, sink=None, attention_sink=None):
-    """What the attention functions read of an attention layer."""
+    """A stand-in for an attention layer, with the attributes that the attention functions read."""
     row = get_attention_activation(activation)
     return SimpleNamespace(
         activation=row,
@@ -279,7 +289,7 @@ def check(actual, expected, tolerance):
 
 
 def check_rounding(actual, eager, expected):
-    """As close to `expected` as twice the error of eager in the same precision, which is a few roundings."""
+    """The error is at most twice that of eager in the same precision, which is a few roundings."""
     for name, one, other, exact in zip(NAMES, actual, eager, expected, strict=False):
         assert one.dtype == other.dtype, name
         rounding = torch.finfo(one.dtype).eps

@@ -1,4 +1,4 @@
-"""What the tests of conversion share: random models, checkpoints, and what it means that two models are the same."""
+"""Shared parts of the tests of conversion: random models, checkpoints, and comparisons of models."""
 
 import copy
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from support import paper_reference
+from support.model_cases import random_tokens
 from transformers import (
     GPT2Config,
     GPT2ForQuestionAnswering,
@@ -30,12 +30,6 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.cli import main
 
 
-def examples(count):
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
 def parametrize_cases(names, cases):
     """Over the values of a dictionary, its keys being the ids."""
     values = [pytest.param(*(case if "," in names else (case,)), id=name) for name, case in cases.items()]
@@ -47,10 +41,6 @@ parametrize_bias = pytest.mark.parametrize("use_bias", [False, True], ids=["no_b
 parametrize_dtype = pytest.mark.parametrize(
     "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
 )
-
-
-def random_tokens(batch_size, length, vocab_size=13):
-    return torch.randint(vocab_size, (batch_size, length))
 
 
 @torch.no_grad()
@@ -225,7 +215,7 @@ def check_folder(folder, is_gpt2=False):
     assert not [name for name in names if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n")
-    assert str(folder.parent) not in card  # nobody else has this folder
+    assert str(folder.parent) not in card  # other machines do not have this folder
     config = json.loads((folder / "config.json").read_text())
     if is_gpt2:
         assert config["model_type"] == "gpt2"

@@ -225,7 +225,7 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
 
 
 def after_the_weights(layer, head, output, parameters, gates, own):
-    """What a head's output passes through; `own` is its slice of all heads' columns."""
+    """The steps after a head's weighted sum; `own` is the head's slice of all heads' columns."""
     if layer.head_projection:
         output = output @ parameters["head_proj.weight"][head]
     if layer.attention_output_scaling is not None:
@@ -293,7 +293,7 @@ def mlp(config, x, parameters):
 
 
 def visible_keys(attention_mask, position_ids):
-    """What the queries of one sequence see: the past of their own document, without padding."""
+    """The keys that each query of one sequence sees: the past of its own document, without padding."""
     length = len(position_ids)
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):

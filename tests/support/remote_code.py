@@ -1,4 +1,4 @@
-"""What tests of saved folders share: a process in which this package is not installed, and a small configuration."""
+"""Shared parts of the tests of saved folders: a process without this package, and a small configuration."""
 
 from modeling_nlq import NLQConfig
 

@@ -15,10 +15,12 @@ from unittest import mock
 
 import pytest
 import transformers
+from filelock import FileLock
+from support.paths import REPOSITORY
 
 
 CACHE_VARIABLE = "NLQ_TEST_CACHE"
-CACHE = Path(os.environ.get(CACHE_VARIABLE) or Path(__file__).resolve().parents[2] / ".cache")
+CACHE = Path(os.environ.get(CACHE_VARIABLE) or REPOSITORY / ".cache")
 DISTRIBUTION = f"transformers-{transformers.__version__}"
 FOLDER = CACHE / DISTRIBUTION / "tests"
 
@@ -61,6 +63,12 @@ def fetch() -> None:
     if FOLDER.is_dir():
         return
     CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "transformers.lock"):  # of several processes, one downloads
+        if not FOLDER.is_dir():
+            _download()
+
+
+def _download() -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
         requirement = f"transformers=={transformers.__version__}"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "transformers", "--dest", temporary]
@@ -77,12 +85,7 @@ def fetch() -> None:
             members = [member for member in archive if member.name.startswith(f"{DISTRIBUTION}/tests/")]
             archive.extractall(temporary, members=members, filter="data")
         FOLDER.parent.mkdir(exist_ok=True)
-        try:
-            # in one step, so that a parallel run never finds half of it
-            (Path(temporary) / DISTRIBUTION / "tests").rename(FOLDER)
-        except OSError:
-            if not FOLDER.is_dir():  # else a parallel run was faster
-                raise
+        (Path(temporary) / DISTRIBUTION / "tests").rename(FOLDER)  # in one step
 
 
 def _add_stub(name: str, **contents) -> None:

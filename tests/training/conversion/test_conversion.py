@@ -408,7 +408,7 @@ class TestConvertFaults:
         assert not (tmp_path / "target").exists()
 
     def test_head_that_differs_from_tied_embeddings(self, source, tmp_path):
-        """What Transformers makes of such a folder, or nothing."""
+        """The model that Transformers loads from such a folder, or None."""
         edit_weights(source / "model.safetensors", lambda state: state.update({"lm_head.weight": torch.randn(48, 12)}))
         try:
             convert(str(source), tmp_path / "target")
@@ -428,7 +428,7 @@ class TestConvertFaults:
 
     @pytest.mark.parametrize("options", [(), ("--to", "gpt2"), ("--upcycle",)], ids=["nlq", "gpt2", "upcycle"])
     def test_code_of_the_source_is_not_run(self, nlq_folder, tmp_path, options):
-        """Nor carried on: the folder written holds the code that wrote it."""
+        """The code of the source is not copied either: the new folder holds the code that wrote it."""
         code = f"import os\nos.mkdir({str(tmp_path / 'made')!r})\n"
         for name in ("modeling_nlq.py", "configuration_nlq.py", "custom_generate/generate.py"):
             (nlq_folder / name).parent.mkdir(exist_ok=True)
@@ -490,7 +490,7 @@ class TestConvertFaults:
         assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
 
     def test_overwritten_again(self, source, tmp_path):
-        """With all that a tokenizer can bring along, folders included."""
+        """The tokenizer has every kind of file that one may have, folders included."""
         tokenizer = make_tokenizer()
         tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
         tokenizer.save_pretrained(source)

@@ -12,15 +12,15 @@ from support.conversion_cases import (
     assert_same_function,
     assert_same_gpt2_config,
     assert_same_state,
-    examples,
     make_gpt2,
     output_of,
     parametrize_bias,
     parametrize_cases,
     parametrize_dtype,
-    random_tokens,
     randomize,
 )
+from support.model_cases import random_tokens
+from support.properties import examples
 from transformers import (
     GenerationConfig,
     GPT2DoubleHeadsModel,

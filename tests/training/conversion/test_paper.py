@@ -23,9 +23,9 @@ from support.conversion_cases import (
     output_of,
     parametrize_bias,
     parametrize_cases,
-    random_tokens,
     write_text,
 )
+from support.model_cases import random_tokens
 from transformers import (
     AutoModelForCausalLM,
     GPT2LMHeadModel,

@@ -14,14 +14,15 @@ from support.conversion_cases import (
     assert_no_shared_memory,
     assert_same_function,
     assert_same_state,
-    examples,
     layer_switches,
     make_gpt2,
     output_of,
     parametrize_bias,
     parametrize_cases,
-    random_tokens,
 )
+from support.grids import parametrize_grid
+from support.model_cases import random_tokens
+from support.properties import examples
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -186,7 +187,7 @@ def make_source(make_model):
 
 
 def assert_only_these_changed(config, before, switches):
-    """The configuration has the values asked for, in layers that had others too, and all other fields as before."""
+    """The configuration has the given values in all layers, and its other fields as before."""
     expected = layer_switches(before)
     for index, layer in enumerate(expected):
         layer.update({name: value for name, value in switches.items() if name in PER_LAYER_SWITCHES})
@@ -200,7 +201,7 @@ def assert_only_these_changed(config, before, switches):
 
 
 def check_upcycled(source, switches, tolerance):
-    """What `upcycle` promises, but for the gradients; returns the new model."""
+    """Checks that the function stays and no memory is shared; returns the new model."""
     with Frozen(source):
         model = upcycle(source) if switches is None else upcycle(source, switches)
     assert type(model) is type(source)
@@ -213,8 +214,13 @@ def check_upcycled(source, switches, tolerance):
 
 
 class TestUpcycling:
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-6)], ids=["float64", "float32"])
-    @parametrize_cases("source, switches", UPCYCLING)
+    @parametrize_grid(
+        {
+            "source, switches": UPCYCLING,
+            "dtype, tolerance": {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-6)},
+        },
+        strength=1,
+    )
     def test_same_function(self, make_source, source, switches, dtype, tolerance):
         source = make_source(source, dtype)
         model = check_upcycled(source, switches, tolerance)
@@ -260,7 +266,7 @@ class TestUpcycling:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_low_precision(self, make_source, dtype):
-        """Where nothing is scaled, not one bit of the logits."""
+        """The logits stay the same to the bit where nothing is scaled."""
         source = make_source("gpt2", dtype)
         model = upcycle(source, {"query_projection": "upcycled", "head_projection": True})
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
@@ -290,7 +296,7 @@ class TestUpcycling:
             assert name not in source.state_dict() or re.search(r"mlp\.fc|embed_positions", name), name
 
     def test_new_weights(self, make_source):
-        """As in a new model: matrices as wide as `initializer_range`, the last gain 0."""
+        """New weights start as in a new model: matrices with deviation `initializer_range`, the last gain 0."""
         switches = {"query_projection": "upcycled", "projection_bottleneck_size": 200}
         model = upcycle(make_source({"hidden_size": 64, "initializer_range": 0.05}), switches)
         for layer in model.model.layers:
@@ -338,7 +344,7 @@ class TestUpcycling:
 
     @pytest.mark.parametrize("source", ["gpt2", "layers_differ"])
     def test_layers_that_differ_already(self, make_source, source):
-        """Whether new settings of layers replace the old ones or join them, the function stays, or nothing is made."""
+        """New settings of a layer join those that it has, and the function stays, or upcycling refuses."""
         source = make_source(LINEAR_SOURCES[source], torch.float64)
         switches = {"query_projection": "upcycled", "attention_output_scaling": 0.7}
         with Frozen(source):
@@ -370,7 +376,7 @@ class TestUpcycling:
 
     @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
     def test_mode(self, make_source, mode):
-        """The source's mode and gradients are nobody's business."""
+        """The mode of the source, training or not, stays as it is."""
         source = make_source({"residual_dropout": 0.3}).train(mode)
         with Frozen(source):
             upcycle(source)

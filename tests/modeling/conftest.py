@@ -1,0 +1,79 @@
+"""Fixtures of the tests of attention: small tiles and chunks, a faster interpreter of Triton, and tokens."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.elementwise_backends import set_tiled_tiles, set_triton_tiles
+from support.linear_cases import VOCABULARY
+
+from modeling_nlq import linear_nlq, triton_nlq
+from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the batch."""
+    set_tiled_tiles(monkeypatch, 4, 3, 4)
+    set_triton_tiles(monkeypatch, 8, 4)
+
+
+@pytest.fixture
+def splits(monkeypatch):
+    """The calls of `nlq_triton` whose keys were split, which all but the longest are."""
+    set_triton_tiles(monkeypatch, 4, 4)
+    monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
+    if IS_INTERPRETED:
+        monkeypatch.setattr(triton_nlq, "SPLIT_STEP", 4)
+    calls, function = [], triton_nlq._attend_in_parts
+
+    def counted(problem, **results):
+        calls.append(problem)
+        function(problem, **results)
+
+    monkeypatch.setattr(triton_nlq, "_attend_in_parts", counted)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def patched_once():
+    """The interpreter (Triton 3.9) patches its language at each call of each function, half of its time: once is enough."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch_language, done = interpreter._patch_lang, set()
+
+    def once(function):
+        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
+        names = frozenset(map(id, modules))
+        if names not in done:
+            patch_language(function)
+            done.add(names)
+        return SimpleNamespace(restore=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        yield
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of linear attention so small that short sequences take several."""
+    monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
+    monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCABULARY, (2, 9))

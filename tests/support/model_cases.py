@@ -1,0 +1,173 @@
+"""Switches of whole models, by name, and the activations with the normalisers that each allows."""
+
+import pytest
+import torch
+from support.attention_cases import PHI
+
+from modeling_nlq.attention_nlq import (
+    LIBRARY_ACTIVATIONS,
+)
+
+
+PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
+# Every allowed normaliser of every activation; None is the activation's own.
+NORMALIZATIONS = {
+    "softmax": (None, "sum"),
+    "sigmoid": (None, "none", "length", "sum"),
+    "relu": (None, "length", "sum", "none"),
+    "relu_squared": (None, "length", "sum", "none"),
+    "squared": (None, "sum", "length", "none"),
+    "softplus": (None, "sum", "length", "none"),
+    "tanh": (None, "length", "none"),
+    "identity": (None, "length", "none"),
+    "gelu": (None, "length", "none"),
+    "gelu_new": (None,),
+    "hardswish": (None,),
+    "laplace": (None,),
+    "leaky_relu": (None,),
+    "mish": (None,),
+    "quick_gelu": (None,),
+    "relu6": (None,),
+    "silu": (None, "length", "none"),
+    "sparsemax": (None, "sum"),
+    "entmax15": (None, "sum"),
+}
+ACTIVATION_AND_NORMALIZATION = [
+    pytest.param(name, normalization, id=f"{name}-{normalization}")
+    for name, normalizations in NORMALIZATIONS.items()
+    for normalization in normalizations
+]
+ROW_BY_ROW = ("softmax", "sparsemax", "entmax15")
+ELEMENTWISE_AND_NORMALIZATION = [case.values for case in ACTIVATION_AND_NORMALIZATION if case.values[0] not in ROW_BY_ROW]
+# Design A has a ReLU after each Add/Norm, design B has one before each sub-layer.
+BLOCKS = {
+    "pre": {},
+    "post": {"norm_position": "post"},
+    "design_a": {"norm_position": "post", "residual_activation": "relu"},
+    "design_b": {"norm_position": "post", "sublayer_activation": "relu"},
+    "pre_both_functions": {"sublayer_activation": "tanh", "residual_activation": "mish"},
+    "post_both_functions": {"norm_position": "post", "sublayer_activation": "silu", "residual_activation": "leaky_relu"},
+    "hidden_relu": {"hidden_act": "relu"},
+    "hidden_relu2": {"hidden_act": "relu2"},
+    "hidden_gelu_new": {"hidden_act": "gelu_new"},
+}
+SWITCHES = {
+    "defaults": {},
+    "attention_scaling": {"attention_scaling": 0.7},
+    "sink_zero": {"attention_sink": "zero"},
+    "sink_learned": {"attention_sink": "learned"},
+    "qk_norm_rms": {"qk_norm": "rms"},
+    "qk_norm_l2": {"qk_norm": "l2"},
+    "qk_norm_l2_and_attention_scaling": {"qk_norm": "l2", "attention_scaling": 0.7},
+    "gate_headwise": {"attention_gate": "headwise"},
+    "gate_elementwise": {"attention_gate": "elementwise"},
+    "head_projection": {"head_projection": True},
+    "output_scaling": {"attention_output_scaling": 0.3},
+    "output_activation": {"attention_output_activation": "gelu"},
+    "output_activation_linear": {"attention_output_activation": "linear"},
+    "everything_after_the_heads": {
+        "head_projection": True,
+        "attention_output_scaling": 3.0,
+        "attention_output_activation": "tanh",
+        "attention_gate": "elementwise",
+    },
+    "positions_none": {"position_embedding": "none"},
+    "grouped_queries": {"num_key_value_heads": 2},
+    "one_key_value_head": {"num_key_value_heads": 1, "attention_sink": "learned", "qk_norm": "l2", "head_projection": True},
+    "narrow_heads": {"head_dim": 2, "query_projection": "bottleneck", "attention_gate": "elementwise"},
+    "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "attention_gate": "headwise"},
+    "large_epsilon": {"layer_norm_eps": 0.1, "qk_norm": "rms"},
+    "untied_embeddings": {"tie_word_embeddings": False},
+    "bottleneck": {"projection_bottleneck_size": 5},
+    "projection_activation": {"projection_activation": "tanh"},
+    "projection_without_activation": {"projection_activation": "linear"},
+    "layers_differ": {
+        "query_projection": "linear",
+        "per_layer_config": {
+            1: {
+                "query_projection": "nonlinear",
+                "key_projection": "bottleneck",
+                "projection_activation": "silu",
+                "attention_activation": "squared",
+                "attention_normalization": "length",
+                "attention_scaling": 0.4,
+                "qk_norm": "rms",
+                "attention_gate": "headwise",
+                "attention_output_activation": "silu",
+                "attention_output_scaling": 1.5,
+                "head_projection": True,
+            }
+        },
+    },
+    "only_one_layer_has_sinks": {"per_layer_config": {0: {"attention_sink": "learned"}}},
+}
+LINEAR_SWITCHES = {
+    "plain": {},
+    "fixed_decay": {"linear_attention_decay": "fixed"},
+    "learned_decay": {"linear_attention_decay": "learned"},
+    "attention_scaling": {"attention_scaling": 1.7},
+    "qk_norm_rms": {"qk_norm": "rms", "linear_attention_decay": "learned"},
+    "qk_norm_l2": {"qk_norm": "l2", "linear_attention_decay": "fixed"},
+    "grouped_queries": {"num_key_value_heads": 2, "linear_attention_decay": "learned"},
+    "one_key_value_head": {"num_key_value_heads": 1, "linear_attention_decay": "fixed"},
+    "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "linear_attention_decay": "learned"},
+    "everything_after_the_heads": SWITCHES["everything_after_the_heads"],
+    "layers_differ": {
+        "linear_attention_decay": "learned",
+        "per_layer_config": {0: {"attention_activation": "softmax", "linear_attention_decay": None}},
+    },
+}
+# What the weights of a layer are: every activation, softmax with each sink, and linear attention with each decay.
+SOFTMAX_KINDS = {
+    "softmax": {"attention_activation": "softmax"},
+    "softmax_sink_zero": {"attention_activation": "softmax", "attention_sink": "zero"},
+    "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
+}
+ELEMENTWISE_KINDS = {name: {"attention_activation": name} for name in PHI}
+SPARSE_KINDS = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15")}
+LINEAR_KINDS = {
+    "linear": {"attention_activation": "linear_attention", "linear_attention_decay": None},
+    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
+    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
+}
+# Rotary angles are computed in float32 by Transformers, so these agree to about 1e-7 only.
+ROTARY = {
+    "default": {},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+        }
+    },
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "qk_norm_rms": {"qk_norm": "rms"},
+    "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},
+    "squared": {"attention_activation": "squared"},
+}
+
+
+def parametrize_switches(cases):
+    return pytest.mark.parametrize("switches", [pytest.param(switches, id=name) for name, switches in cases.items()])
+
+
+def random_tokens(batch_size, length, vocab_size=13):
+    return torch.randint(vocab_size, (batch_size, length))
+
+
+ALL_ACTIVATION_AND_NORMALIZATION = [
+    *ACTIVATION_AND_NORMALIZATION,
+    *(pytest.param(name, None, id=f"{name}-None") for name in LIBRARY_ACTIVATIONS if name not in NORMALIZATIONS),
+]
