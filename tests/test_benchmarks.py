@@ -17,7 +17,7 @@ from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Pr
 from support.flex_stand_in import dense_flex_attention
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from modeling_nlq import backends_nlq, flex_nlq
+from modeling_nlq import flex_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.training.parameters import measure as measure_model
@@ -152,7 +152,7 @@ class TestClaims:
 @pytest.fixture
 def arguments(tmp_path, monkeypatch):
     """Arguments for a run of seconds on the CPU, with a dense stand-in for FlexAttention."""
-    monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
+    monkeypatch.setattr(flex_nlq, "compile_friendly_flex_attention", dense_flex_attention)
     monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
     return argparse.Namespace(

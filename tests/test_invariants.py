@@ -38,7 +38,6 @@ BACKENDS = {
     "nlq": tuple(KINDS),
     "sdpa": tuple(kind for kind in KINDS if kind.startswith("softmax")),
     "nlq_tiled": tuple(ELEMENTWISE_KINDS),
-    "nlq_linear": tuple(LINEAR_KINDS),
     "flex_attention": ("softmax", *NON_NEGATIVE),
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
@@ -46,7 +45,7 @@ CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() fo
 QUICK_CASES = {
     *((kind, "nlq") for kind in KINDS if kind not in ("relu_squared", "softplus", "gelu", "linear_fixed")),
     *((kind, "eager") for kind in ("softmax_sink_learned", "sigmoid", "relu_squared", "entmax15", "linear_learned")),
-    *(("softmax", "sdpa"), ("softplus", "nlq_tiled"), ("gelu", "nlq_tiled"), ("linear_fixed", "nlq_linear")),
+    *(("softmax", "sdpa"), ("softplus", "nlq_tiled"), ("gelu", "nlq_tiled"), ("linear_fixed", "nlq")),
     *(("softmax", "flex_attention"), ("squared", "flex_attention")),
 }
 # One of each way to compute weights, for properties that do not depend on the activation
@@ -385,7 +384,7 @@ class TestBackends:
             results.append((logits.detach(), gradients))
         torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
-    @cases(without=["eager", "sdpa", "nlq", "nlq_tiled", "nlq_linear"])
+    @cases(without=["eager", "sdpa", "nlq", "nlq_tiled"])
     @examples(6)
     @given(st.data(), padded_or_packed())
     def test_outputs(self, draw_model, data, batch):
@@ -610,7 +609,7 @@ class TestAtRunTime:
         model = make_model(implementation=implementation, **switches)
         input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
         if kind in LINEAR_KINDS:
-            with pytest.raises(ValueError, match=r"attention_activation='linear_attention' .* has no weights to show"):
+            with pytest.raises(ValueError, match=r"attention_activation='linear_attention' .* computes no weights"):
                 model(input_ids, attention_mask=attention_mask, output_attentions=True)
             return
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "output_attentions": True}

@@ -12,7 +12,12 @@ from support.reference import CANONICAL_NORMALIZATION
 from transformers.activations import ACT2FN
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq
-from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation, register_attention_activation
+from modeling_nlq.activations_nlq import (
+    ATTENTION_ACTIVATIONS,
+    LIBRARY_ACTIVATIONS,
+    get_attention_activation,
+    register_attention_activation,
+)
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 

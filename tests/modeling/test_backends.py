@@ -5,13 +5,8 @@ from support.attention_cases import (
     NON_NEGATIVE,
 )
 
-from modeling_nlq.attention_nlq import (
-    get_attention_activation,
-)
-from modeling_nlq.backends_nlq import (
-    ATTENTION_BACKENDS,
-    find_backend,
-)
+from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, find_backend
 
 
 class TestChoice:
@@ -25,7 +20,6 @@ class TestChoice:
         **{name: {"eager", "nlq_tiled", "nlq_triton"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
         "sparsemax": {"eager", "nlq_sparse"},
         "entmax15": {"eager", "nlq_sparse"},
-        "linear_attention": {"eager", "nlq_linear"},
     }
     # The others: nlq_tiled
     AUTOMATIC = {
@@ -33,7 +27,6 @@ class TestChoice:
         "zero": "sdpa",
         "sparsemax": "nlq_sparse",
         "entmax15": "nlq_sparse",
-        "linear_attention": "nlq_linear",
     }
 
     @staticmethod
@@ -59,8 +52,6 @@ class TestChoice:
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
         assert find_backend("nlq", [0], *self.asked(name)) == automatic
         assert find_backend(None, [0], *self.asked(name)) == "eager"
-        if name == "linear_attention":  # has no weights, to drop or to show
-            return
         assert find_backend("nlq", [0], *self.asked(name), dropout=0.1) == automatic
         assert find_backend("nlq", [0], *self.asked(name), needs_weights=True) == "eager"
 
@@ -70,15 +61,6 @@ class TestChoice:
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
             "use one of nlq, eager, nlq_tiled, nlq_triton"
-        )
-
-    @pytest.mark.parametrize("backend", ["nlq", None, *ATTENTION_BACKENDS])
-    def test_no_weights_of_linear_attention(self, backend):
-        with pytest.raises(ValueError) as error:
-            find_backend(backend, [0, 3], *self.asked("linear_attention"), needs_weights=True)
-        assert str(error.value) == (
-            "output_attentions=True: attention_activation='linear_attention' (layer 0, 3) has no weights to show, for it "
-            "never forms them; leave output_attentions out, or use another activation there"
         )
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])

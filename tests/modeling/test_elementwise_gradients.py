@@ -26,7 +26,7 @@ from support.elementwise_backends import (
 )
 from support.grids import parametrize_grid
 
-from modeling_nlq.attention_nlq import make_visibility
+from modeling_nlq.masking_nlq import make_visibility
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 

@@ -8,7 +8,7 @@ from support.grids import parametrize_grid, slow_except
 from torch.utils.checkpoint import checkpoint
 
 from modeling_nlq import tiled_nlq, triton_nlq
-from modeling_nlq.attention_nlq import Visibility, read_mask
+from modeling_nlq.masking_nlq import Visibility, read_mask
 
 
 pytestmark = [pytest.mark.usefixtures("small_tiles", "patched_once", "fresh_compiler"), ignore_overflow]

@@ -17,13 +17,9 @@ from support.attention_cases import (
     run,
 )
 
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    eager_attention_forward,
-)
-from modeling_nlq.backends_nlq import (
-    sdpa_with_sink_forward,
-)
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 

@@ -23,15 +23,10 @@ from support.flex_stand_in import dense_flex_attention
 from support.grids import parametrize_grid
 from torch.nn.attention.flex_attention import create_block_mask
 
-from modeling_nlq import backends_nlq
-from modeling_nlq.attention_nlq import (
-    eager_attention_forward,
-    get_attention_activation,
-)
-from modeling_nlq.backends_nlq import (
-    flex_attention_with_log_forward,
-    log_function,
-)
+from modeling_nlq import flex_nlq
+from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.flex_nlq import FlexMask, flex_attention_with_log_forward, log_function
 
 
 def block_mask(layout):
@@ -48,7 +43,7 @@ NON_NEGATIVE_COMBINATIONS = [pair for pair in ALL_COMBINATIONS if pair[0] in NON
 
 def run_flex(layout, module, states, scaling=SCALING):
     count = layout.visible[:, 0].sum(dim=-1)
-    return flex_attention_with_log_forward(module, *states, block_mask(layout), scaling=scaling, visible_count=count)[0]
+    return flex_attention_with_log_forward(module, *states, FlexMask(block_mask(layout), count), scaling=scaling)[0]
 
 
 class TestFlexAttentionHere:
@@ -76,7 +71,7 @@ class TestFlexAttentionHere:
     )
     def test_other_normalisers(self, monkeypatch, activation, normalization, name):
         """The uncompiled function does return a log-sum-exp: the natural logarithm that the formula takes it for."""
-        monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+        monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
         layout = FLEX_LAYOUTS[name]
         states = [tensor.detach() for tensor in layout.states()]
         expected = reference(*states, layout.visible, activation, normalization, SCALING)
@@ -126,8 +121,8 @@ class TestFlexAttentionElsewhere:
 
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch):
-        monkeypatch.setattr(backends_nlq, "compile_friendly_flex_attention", dense_flex_attention)
-        monkeypatch.setattr(backends_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+        monkeypatch.setattr(flex_nlq, "compile_friendly_flex_attention", dense_flex_attention)
+        monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
 
     @parametrize_grid({"activation": NON_NEGATIVE, "normalization": ("sum", "length", "none"), "layout": FLEX_LAYOUTS})
     def test_float32(self, activation, normalization, layout):

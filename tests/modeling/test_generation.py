@@ -41,7 +41,6 @@ BACKENDS = {
     "nlq": tuple(KINDS),
     "sdpa": tuple(SOFTMAX_KINDS),
     "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM),
-    "nlq_linear": tuple(LINEAR_KINDS),
     "flex_attention": ("softmax", "squared", "softplus", *BY_SUM),  # on the CPU: the sum only, and no sink
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]

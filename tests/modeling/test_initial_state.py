@@ -46,7 +46,7 @@ class TestInitialState:
             vectors = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 1}
             for name, parameter in vectors.items():
                 expected = 0.0 if "bias" in name else 1.0
-                if name.endswith("q_proj.output_norm.weight"):
+                if name.endswith("q_proj.bottleneck.output_norm.weight"):
                     expected = 0.0
                 elif name.endswith("q_norm.scale"):
                     expected = math.sqrt(16)
@@ -76,8 +76,8 @@ class TestInitialState:
         for step in range(2):
             optimizer.zero_grad()
             model(input_ids, labels=input_ids).loss.backward()
-            assert projection.output_norm.weight.grad.abs().max() > 0
-            for matrix in (projection.fc1.weight, projection.fc2.weight):
+            assert projection.bottleneck.output_norm.weight.grad.abs().max() > 0
+            for matrix in (projection.bottleneck.fc1.weight, projection.bottleneck.fc2.weight):
                 assert (matrix.grad.abs().max() > 0) == (step == 1)
             optimizer.step()
 

@@ -17,11 +17,9 @@ from support.linear_cases import (
 from transformers import DynamicCache
 
 from modeling_nlq import (
-    linear_nlq,
+    cache_nlq,
 )
-from modeling_nlq.linear_nlq import (
-    NLQLinearAttentionCacheLayer,
-)
+from modeling_nlq.cache_nlq import NLQLinearAttentionCacheLayer
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -163,7 +161,7 @@ class TestCache:
     def test_layers(self, make_model):
         """One kind of layer for each; a model without linear layers is what it was."""
         config = make_model(**MODELS["linear_first"]).config
-        assert config.layer_types == [linear_nlq.LAYER_TYPE, "full_attention"]
+        assert config.layer_types == [cache_nlq.LAYER_TYPE, "full_attention"]
         assert isinstance(DynamicCache(config=config).layers[0], NLQLinearAttentionCacheLayer)
         assert type(DynamicCache(config=config).layers[1]).__name__ == "DynamicLayer"
         # Absent, not `None`: Transformers asks whether a configuration has it

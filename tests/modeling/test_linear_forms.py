@@ -29,11 +29,8 @@ from support.linear_cases import (
 from support.properties import examples
 from torch.utils.flop_counter import FlopCounterMode
 
-from modeling_nlq.attention_nlq import make_visibility
-from modeling_nlq.linear_nlq import (
-    feature_map,
-    linear_attention,
-)
+from modeling_nlq.linear_nlq import feature_map, linear_attention
+from modeling_nlq.masking_nlq import make_visibility
 
 
 class TestForms:

@@ -10,12 +10,8 @@ from modeling_nlq import (
     backends_nlq,
     linear_nlq,
 )
-from modeling_nlq.linear_nlq import (
-    LinearInputs,
-    LinearState,
-    chunked_form,
-    linear_attention,
-)
+from modeling_nlq.cache_nlq import LinearState
+from modeling_nlq.linear_nlq import LinearInputs, chunked_form, linear_attention
 
 
 def gated_linear_attention(q, k, v, g=None, scale=None, initial_state=None, output_final_state=False):

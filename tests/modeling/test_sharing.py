@@ -262,7 +262,7 @@ except StrictDataclassError as error:
     assert "register_attention_activation('cube', function) first" in str(error), error
 else:
     raise AssertionError("a function was found that had not been registered")
-register = get_class_from_dynamic_module("attention_nlq.register_attention_activation", folder)
+register = get_class_from_dynamic_module("activations_nlq.register_attention_activation", folder)
 register("cube", lambda scores: scores**3)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
@@ -271,7 +271,7 @@ torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
 
 def test_registered_activation_elsewhere(tmp_path, monkeypatch):
     """A saved model names the activation, which is registered through the model's own code before loading."""
-    monkeypatch.setattr(modeling_nlq.attention_nlq, "_REGISTERED", {})
+    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
     activations_nlq.register_attention_activation("cube", lambda scores: scores**3)
     torch.manual_seed(0)
     model = NLQForCausalLM(tiny_config(attention_activation="cube")).eval()
@@ -296,7 +296,7 @@ def test_registered_activations_belong_to_the_process(tmp_path):
         with torch.no_grad():
             assert torch.equal(remote_class.from_pretrained(tmp_path).eval()(inputs).logits, model(inputs).logits)
     finally:
-        del modeling_nlq.attention_nlq._REGISTERED[name]
+        del activations_nlq._REGISTERED[name]
 
 
 def test_revisions_have_caches_of_their_own(tmp_path):
@@ -304,7 +304,7 @@ def test_revisions_have_caches_of_their_own(tmp_path):
     torch.manual_seed(0)
     model = NLQForCausalLM(tiny_config(attention_activation="linear_attention", linear_attention_decay="learned")).eval()
     model.save_pretrained(tmp_path)
-    path = tmp_path / "linear_nlq.py"
+    path = tmp_path / "cache_nlq.py"
     source = path.read_text()
     # A revision that has another name for what a model asks of its cache
     assert "def get_state(" in source
@@ -325,7 +325,7 @@ def test_revisions_have_caches_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     "implementation, file, ours, others",
     [
-        ("nlq_tiled", "attention_nlq.py", "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"),
+        ("nlq_tiled", "activations_nlq.py", "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"),
         ("nlq_triton", "triton_activations_nlq.py", "return tl.maximum(scores, 0.0),", "return 2.0 * tl.maximum(scores, 0.0),"),
     ],
     ids=["nlq_tiled", "nlq_triton"],

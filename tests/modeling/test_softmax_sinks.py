@@ -18,12 +18,8 @@ from support.attention_cases import (
 )
 from support.grids import parametrize_grid
 
-from modeling_nlq.attention_nlq import (
-    eager_attention_forward,
-)
-from modeling_nlq.backends_nlq import (
-    sdpa_with_sink_forward,
-)
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 
 
 class TestSinks:

@@ -35,11 +35,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling_nlq import attention_nlq, tiled_nlq
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    eager_attention_forward,
-)
+from modeling_nlq import activations_nlq, tiled_nlq
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
+from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -172,8 +170,8 @@ class TestWork:
             sizes.append(tuple(scores.shape[1:]))
             return scores.tanh()
 
-        monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
-        attention_nlq.register_attention_activation("counted", function)
+        monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
+        activations_nlq.register_attention_activation("counted", function)
         sizes.clear()
         module, states = layer_for(layout, "counted"), layout.states()
         output, _ = tiled_attention_forward(module, *states, layout.mask(), scaling=SCALING)

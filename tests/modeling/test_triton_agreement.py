@@ -38,10 +38,8 @@ from support.triton_cases import (
     slow,
 )
 
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    eager_attention_forward,
-)
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
+from modeling_nlq.attention_nlq import eager_attention_forward
 
 
 pytestmark = MARKS

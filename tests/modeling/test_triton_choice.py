@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,20 +17,12 @@ from support.elementwise_backends import CPU
 from support.paths import REPOSITORY
 from support.triton_cases import DEVICE, MARKS, check_float32, interpreter_only
 
-from modeling_nlq import backends_nlq, modeling_nlq, triton_nlq
-from modeling_nlq.attention_nlq import (
-    get_attention_activation,
-)
-from modeling_nlq.backends_nlq import use_fused_kernels
-from modeling_nlq.triton_kernels_nlq import (
-    LAST_TILES,
-    TILES,
-    Tiles,
-    forward_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
-)
-from modeling_nlq.triton_nlq import DTYPES, refusal, triton_attention_forward
+from modeling_nlq import backends_nlq, triton_nlq
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.backends_nlq import find_backend
+from modeling_nlq.triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.triton_kernels_nlq import forward_kernel
+from modeling_nlq.triton_nlq import DTYPES, LAST_TILES, TILES, Tiles, refusal, triton_attention_forward
 
 
 triton = pytest.importorskip("triton")
@@ -169,7 +160,7 @@ class TestTiles:
                 if arguments["TILE"] > 64:
                     raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
 
-        monkeypatch.setattr(triton_nlq._Problem, "run", launch)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
         monkeypatch.setattr(triton_nlq, "_FITTING", {})
         return found
 
@@ -222,7 +213,7 @@ class TestTiles:
         """Results are right where the first line of tiles does not fit. Here the kernels run."""
         for kernel in TILES:
             monkeypatch.setitem(TILES, kernel, {4: {128: Tiles(128, 128, 8, 9), 256: Tiles(8, 8, 4, 1)}})
-        run_kernel, failures = triton_nlq._Problem.run, []
+        run_kernel, failures = triton_nlq._KernelCall.run, []
 
         def launch(problem, kernel, programs, options=None, **arguments):
             if options is not None and options["num_stages"] == 9:
@@ -230,77 +221,24 @@ class TestTiles:
                 raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
             run_kernel(problem, kernel, programs, options, **arguments)
 
-        monkeypatch.setattr(triton_nlq._Problem, "run", launch)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
         monkeypatch.setattr(triton_nlq, "_FITTING", {})
         check_float32("softplus", "sum", LAYOUTS["grouped_queries"])
         assert failures == [forward_kernel, query_gradient_kernel, key_value_gradient_kernel]
 
 
 class TestAutomaticChoice:
-    """`nlq` takes the kernels on CUDA where it can; a stand-in plays a query on CUDA."""
+    """Until the kernels have passed their tests on a GPU, they run only when asked for by name."""
 
-    @pytest.fixture(autouse=True)
-    def warnings(self, monkeypatch):
-        """The warnings, on a GPU that the kernels take."""
-        found = []
-        monkeypatch.setattr(triton_nlq, "_capability", lambda index: (9, 0))
-        monkeypatch.setattr(backends_nlq.logger, "warning_once", found.append)
-        return found
-
-    @staticmethod
-    def choose(name="nlq_tiled", activation="relu", device="cuda", dtype=torch.bfloat16, head_dim=64):
-        query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=torch.Size((2, 4, 7, head_dim)))
-        return use_fused_kernels(name, get_attention_activation(activation), query)
-
-    @pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu", "mish"])
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_on_cuda(self, warnings, activation, dtype):
-        assert self.choose(activation=activation, dtype=dtype) == "nlq_triton"
-        assert warnings == []
-
-    def test_elsewhere(self, warnings):
-        assert self.choose(device="cpu") == self.choose(device="meta") == self.choose(device="mps") == "nlq_tiled"
-        assert warnings == []
-
-    @pytest.mark.parametrize("name", ["sdpa", "eager", "nlq_sparse", "nlq_linear", "flex_attention"])
-    def test_other_backends_stay(self, warnings, name):
-        assert self.choose(name=name, activation="softmax") == name
-        assert warnings == []
+    @pytest.mark.parametrize("name", [*ATTENTION_ACTIVATIONS, *LIBRARY_ACTIVATIONS])
+    def test_is_another_backend(self, name):
+        assert find_backend("nlq", [0], get_attention_activation(name), None) != "nlq_triton"
 
     @pytest.mark.parametrize(
-        "options, reason",
-        [
-            ({"dtype": torch.float64}, "takes torch.float16, torch.bfloat16, torch.float32, not torch.float64"),
-            ({"head_dim": 512}, "takes head_dim up to 256, not 512"),
-        ],
-    )
-    def test_warns(self, monkeypatch, warnings, options, reason):
-        monkeypatch.setattr(triton_nlq, "IS_INTERPRETED", False)
-        assert self.choose(**options) == "nlq_tiled"
-        assert warnings == [f"attn_implementation='nlq' uses nlq_tiled, which is slower: nlq_triton {reason}"]
-
-    def test_warns_on_old_gpus_and_without_triton(self, monkeypatch, warnings):
-        monkeypatch.setattr(triton_nlq, "_capability", lambda index: (7, 0))
-        assert self.choose() == "nlq_tiled"
-        monkeypatch.setattr(triton_nlq, "triton", None)
-        assert self.choose() == "nlq_tiled"
-        assert [text.split("nlq_triton ")[1] for text in warnings] == [
-            "needs a GPU of compute capability 8.0 or more, not 7.0",
-            "needs the package triton: pip install triton",
-        ]
-
-    def test_no_warning_under_the_compiler(self, monkeypatch, warnings):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert self.choose(head_dim=512) == "nlq_tiled"
-        assert warnings == []
-
-    @pytest.mark.parametrize(
-        "implementation, function", [("nlq", "nlq_triton"), ("nlq_tiled", "nlq_tiled"), ("eager", "eager")]
+        "implementation, function", [("nlq", "nlq_tiled"), ("nlq_triton", "nlq_triton"), ("eager", "eager")]
     )
     def test_model(self, monkeypatch, make_model, implementation, function):
-        """Only the automatic choice asks for fused kernels, once per layer."""
-        asked, called = [], []
-        monkeypatch.setattr(modeling_nlq, "use_fused_kernels", lambda *inputs: asked.append(inputs[0]) or "nlq_triton")
+        called = []
         for name in ("nlq_triton", "nlq_tiled", "eager"):
             row = backends_nlq.ATTENTION_BACKENDS[name]
 
@@ -312,7 +250,6 @@ class TestAutomaticChoice:
         model = make_model(implementation=implementation, attention_activation="relu").to(DEVICE)
         model(torch.randint(13, (1, 3), device=DEVICE))
         assert called == [function] * 2
-        assert asked == (["nlq_tiled"] * 2 if implementation == "nlq" else [])
 
 
 def test_without_triton():

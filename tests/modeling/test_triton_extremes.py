@@ -19,11 +19,8 @@ from support.grids import parametrize_grid
 from support.triton_cases import DEVICE, MARKS
 
 from modeling_nlq import triton_nlq
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-    get_attention_activation,
-    make_visibility,
-)
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.masking_nlq import make_visibility
 from modeling_nlq.triton_nlq import triton_attention_forward
 
 

@@ -1,7 +1,6 @@
 """Registered activations with a Triton body."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +19,9 @@ from support.elementwise_backends import TRITON, set_triton_tiles
 from support.triton_cases import DEVICE, MARKS, TOLERANCE, interpreter_only
 from torch import nn
 
-from modeling_nlq import attention_nlq, triton_nlq
-from modeling_nlq.attention_nlq import (
-    eager_attention_forward,
-    get_attention_activation,
-    register_attention_activation,
-)
-from modeling_nlq.backends_nlq import use_fused_kernels
+from modeling_nlq import activations_nlq, triton_nlq
+from modeling_nlq.activations_nlq import get_attention_activation, register_attention_activation
+from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.triton_activations_nlq import triton_softplus
 from modeling_nlq.triton_nlq import triton_attention_forward
 
@@ -65,7 +60,7 @@ class TestRegisteredActivations:
 
     @pytest.fixture(autouse=True)
     def nothing_is_registered(self, monkeypatch):
-        monkeypatch.setattr(attention_nlq, "_REGISTERED", {})
+        monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
 
     @pytest.mark.parametrize("normalization", ["length", "none"])
     @pytest.mark.parametrize("name", ["one_key_value_head", "packed"])
@@ -81,7 +76,7 @@ class TestRegisteredActivations:
         models = [make_model(implementation=name, attention_activation="mine").to(DEVICE) for name in ("nlq_triton", "eager")]
         torch.testing.assert_close(*[model(input_ids.to(DEVICE)).logits for model in models], rtol=1e-4, atol=1e-5)
 
-    def test_without_a_body(self, monkeypatch, make_model):
+    def test_without_a_body(self, make_model):
         register_attention_activation("mine", nn.functional.softsign)
         with pytest.raises(ValueError) as error:
             make_model(implementation="nlq_triton", attention_activation="mine")
@@ -90,9 +85,6 @@ class TestRegisteredActivations:
         )
         with pytest.raises(ValueError, match="needs a Triton body of attention_activation='mine'; use one of nlq, nlq_tiled"):
             triton_attention_forward(layer("mine"), *[torch.randn(1, 1, 3, 4, device=DEVICE) for _ in range(3)], None, SCALING)
-        monkeypatch.setattr(triton_nlq, "_capability", lambda index: (9, 0))
-        query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(1, 2, 3, 4))
-        assert use_fused_kernels("nlq_tiled", get_attention_activation("mine"), query) == "nlq_tiled"
 
     @pytest.mark.parametrize(
         "body",

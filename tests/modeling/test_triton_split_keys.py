@@ -21,9 +21,7 @@ from support.elementwise_backends import TRITON
 from support.triton_cases import DEVICE, MARKS, TOLERANCE, apply, check_float32, check_half, interpreter_only
 
 from modeling_nlq import triton_nlq
-from modeling_nlq.triton_kernels_nlq import (
-    split_kernel,
-)
+from modeling_nlq.triton_kernels_nlq import split_kernel
 from modeling_nlq.triton_nlq import triton_attention_forward
 
 
@@ -73,14 +71,14 @@ class TestSplitKeys:
     @interpreter_only
     def test_there_are_several_parts(self, splits, monkeypatch):
         """A part is a multiple of SPLIT_STEP, and there are as many as the device has room for, or keys."""
-        found, function = [], triton_nlq._Problem.run_tiled
+        found, function = [], triton_nlq._KernelCall.run_tiled
 
         def run_tiled(problem, kernel, programs, **arguments):
             if kernel is split_kernel:
                 found.append((arguments["keys_per_split"], arguments["splits"], programs(1)))
             function(problem, kernel, programs, **arguments)
 
-        monkeypatch.setattr(triton_nlq._Problem, "run_tiled", run_tiled)
+        monkeypatch.setattr(triton_nlq._KernelCall, "run_tiled", run_tiled)
         for name in ("one_query", "two_groups", "batch", "padding"):
             layout = SPLIT_LAYOUTS[name]
             states = [tensor.detach() for tensor in layout.states()]

@@ -5,12 +5,8 @@ import torch
 from support.attention_cases import layer, mask_of
 from support.model_cases import ALL_ACTIVATION_AND_NORMALIZATION, NORMALIZATIONS, random_tokens
 
-from modeling_nlq.attention_nlq import (
-    ATTENTION_ACTIVATIONS,
-    attention_weights,
-    eager_attention_forward,
-    get_attention_activation,
-)
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, get_attention_activation
+from modeling_nlq.attention_nlq import attention_weights, eager_attention_forward
 
 
 # Two queries with five and three visible keys of six. Scores away from 0, 3 and 6, where some functions have a kink.

@@ -10,11 +10,11 @@ import torch
 from support.attention_cases import SCALING, results
 
 from modeling_nlq import tiled_nlq, triton_nlq
-from modeling_nlq.attention_nlq import Visibility, eager_attention_forward
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
-from modeling_nlq.triton_kernels_nlq import TILES, Tiles
-from modeling_nlq.triton_nlq import triton_attention_forward
+from modeling_nlq.triton_nlq import TILES, Tiles, triton_attention_forward
 
 
 CPU = torch.device("cpu")

@@ -17,12 +17,8 @@ from modeling_nlq import (
     NLQConfig,
     linear_nlq,
 )
-from modeling_nlq.linear_nlq import (
-    NLQLinearAttentionCacheLayer,
-    chunked_form,
-    linear_attention,
-    recurrent_form,
-)
+from modeling_nlq.cache_nlq import NLQLinearAttentionCacheLayer
+from modeling_nlq.linear_nlq import chunked_form, linear_attention, recurrent_form
 
 
 # The rate of each key and value head as a logit, as layers learn it.

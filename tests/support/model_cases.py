@@ -4,9 +4,7 @@ import pytest
 import torch
 from support.attention_cases import PHI
 
-from modeling_nlq.attention_nlq import (
-    LIBRARY_ACTIVATIONS,
-)
+from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 
 
 PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")

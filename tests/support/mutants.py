@@ -1,10 +1,11 @@
 """Measures the strength of the tests: plants one fault at a time in the code and counts the faults that the tests find.
 
     python tests/support/mutants.py --per_module 20 --output mutants.jsonl        # the quick tests, `make test`
-    python tests/support/mutants.py --all --survivors_of mutants.jsonl --output survivors.jsonl   # the slow ones, `make test-all`
+    python tests/support/mutants.py --all --survivors_of mutants.jsonl --output survivors.jsonl   # the slow ones, `make
+    test-all`
 
-Each mutant changes one token of one line: a comparison, an operator, a number, a condition. It runs the tests of its module in a
-copy of the repository and stops at the first failure. A mutant that no test fails for has survived.
+Each mutant changes one token of one line: a comparison, an operator, a number, a condition. It runs the tests of its module in
+a copy of the repository and stops at the first failure. A mutant that no test fails for has survived.
 """
 
 import argparse

@@ -11,10 +11,7 @@ import triton.language as tl
 
 from modeling_nlq import triton_kernels_nlq
 from modeling_nlq.triton_activations_nlq import triton_sigmoid
-from modeling_nlq.triton_kernels_nlq import (
-    LAST_TILES,
-    TILES,
-)
+from modeling_nlq.triton_nlq import LAST_TILES, TILES
 
 
 def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, one_head=False, **options):
@@ -54,7 +51,7 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
     if one_head:
         constants |= {"heads": 1, "group": 1}
     types = {
-        **dict.fromkeys(("scale", "mean_gradient", "log_count", "weighted_sums", "totals", "scaling", "dropout"), "fp32"),
+        **dict.fromkeys(("inverse_normalizer", "delta", "log_count", "weighted_sums", "totals", "scaling", "dropout"), "fp32"),
         **dict.fromkeys(("query_index", "visible_count", "document_start", "document_end", "seed"), "i64"),
         **dict.fromkeys(("key_is_valid", "visible"), "u8"),
         "valid_range": "i32",
