@@ -25,20 +25,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
+import pytest
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The files to change, and the tests that run for each, the most specific first.
+MODELS = ["tests/modeling", "tests/test_invariants.py"]
+# The files to change, and the tests that run for each, in stages. A fault that one stage finds needs no other.
 TESTS = {
-    "modeling_nlq/attention_nlq.py": ["tests/modeling", "tests/test_invariants.py"],
-    "modeling_nlq/masking_nlq.py": ["tests/modeling", "tests/test_invariants.py"],
-    "modeling_nlq/projections_nlq.py": ["tests/modeling", "tests/training/conversion", "tests/test_invariants.py"],
-    "modeling_nlq/tiled_nlq.py": ["tests/modeling", "tests/test_invariants.py"],
-    "modeling_nlq/linear_nlq.py": ["tests/modeling", "tests/test_invariants.py"],
-    "modeling_nlq/operators_nlq.py": ["tests/modeling", "tests/test_invariants.py"],
-    "training/comparison/statistics.py": ["tests/training/comparison"],
-    "training/conversion/upcycling.py": ["tests/training/conversion"],
-    "training/sharing/publishing.py": ["tests/training/sharing"],
+    "modeling_nlq/attention_nlq.py": [["tests/modeling/test_weights.py", "tests/modeling/test_extremes.py"], MODELS],
+    "modeling_nlq/masking_nlq.py": [["tests/modeling/test_model.py", "tests/modeling/test_tiled.py"], MODELS],
+    "modeling_nlq/projections_nlq.py": [["tests/modeling/test_formulas.py"], [*MODELS, "tests/training/conversion"]],
+    "modeling_nlq/tiled_nlq.py": [["tests/modeling/test_tiled.py", "tests/modeling/test_elementwise_gradients.py"], MODELS],
+    "modeling_nlq/linear_nlq.py": [["tests/modeling/test_linear_forms.py"], MODELS],
+    "modeling_nlq/operators_nlq.py": [["tests/modeling/test_tiled.py", "tests/modeling/test_elementwise_pytorch.py"], MODELS],
+    "training/comparison/statistics.py": [["tests/training/comparison/test_statistics.py"], ["tests/training/comparison"]],
+    "training/conversion/upcycling.py": [["tests/training/conversion/test_upcycling.py"], ["tests/training/conversion"]],
+    "training/sharing/publishing.py": [["tests/training/sharing"]],
 }
 SECONDS = 900
 
@@ -186,27 +189,33 @@ class Worker:
             command, cwd=self.folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
+    def _pytest(self, tests: list[str], markers: str) -> int:
+        """Runs tests up to the first failure, in a fork of the process; returns pytest's exit status."""
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", markers.replace(" ", "\0"), *tests]
+        self.process.stdin.write(" ".join(arguments) + "\n")
+        self.process.stdin.flush()
+        child = int(self.process.stdout.readline())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(self.process.stdout.readline)
+            try:
+                return int(waiting.result(timeout=SECONDS))
+            except TimeoutError:
+                os.killpg(child, signal.SIGKILL)
+                return int(waiting.result())
+
     def run(self, mutant: Mutant, markers: str) -> dict:
         """Runs the tests with a fault; tells whether it was found, by which test, and after how many seconds."""
         path = self.folder / mutant.file
         original = path.read_bytes()
         path.write_bytes(original[: mutant.start] + mutant.new.encode() + original[mutant.end :])
         start = time.monotonic()
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", markers.replace(" ", "\0")]
         try:
-            self.process.stdin.write(" ".join([*arguments, *TESTS[mutant.file]]) + "\n")
-            self.process.stdin.flush()
-            child = int(self.process.stdout.readline())
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(self.process.stdout.readline)
-                try:
-                    code = int(waiting.result(timeout=SECONDS))
-                except TimeoutError:
-                    os.killpg(child, signal.SIGKILL)
-                    code = int(waiting.result())
+            code = next((code for stage in TESTS[mutant.file] if (code := self._pytest(stage, markers)) != 0), 0)
         finally:
             path.write_bytes(original)
         log = (self.folder / "pytest.log").read_text(errors="replace")
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+            raise RuntimeError(f"no tests for {mutant.file}: {log[-1000:]}")
         failed = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
         found = failed[0][:200] if failed else "" if code == 0 else f"exit {code}"
         return {**asdict(mutant), "killed": code != 0, "by": found, "seconds": round(time.monotonic() - start, 1)}
