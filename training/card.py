@@ -9,12 +9,12 @@ from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.training.files import CARD_FILE
 from modeling_nlq.training.parameters import Size
 from modeling_nlq.training.traces import without_folders
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
-CARD_FILE = "README.md"
 
 _MEASURES = {
     "eval_loss": "validation loss (nats per token)",

@@ -4,7 +4,6 @@ Each function takes what `results.json` holds and returns a figure, or `None` wh
 the seeds of the reported runs. A run that diverged is in none of them, and the legend counts those that did.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
+
+from modeling_nlq.training.files import written_whole
 
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
@@ -39,9 +40,8 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(unfinished, format="png", dpi=150)
-    unfinished.replace(path)
+    with written_whole(path.parent) as folder:
+        figure.savefig(folder / path.name, format="png", dpi=150)
 
 
 def draw_curves(results: dict[str, Any]) -> Figure | None:

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.comparison.statistics import power_warning
+from modeling_nlq.training.files import check_keys, read_section, read_yaml
+from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-from modeling_nlq.training.run.recipe import ResolvedRecipe, check_keys, read_section, read_yaml, resolve_recipe
-from modeling_nlq.training.run.trainer import check_recipe, load_config
+from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.text import align
 from modeling_nlq.training.traces import without_folders
 
 
@@ -115,6 +117,11 @@ class Comparison:
     command: str
     given: dict[str, Any]
 
+    @property
+    def default_folder(self) -> Path:
+        """The results folder, unless another one is given."""
+        return Path(f"runs/compare-{self.name}")
+
     def sweep(self, model: str) -> list[Run]:
         """The runs that choose a model's learning rate; none where there is only one."""
         rates = self.variants[model].learning_rates
@@ -133,7 +140,7 @@ class Comparison:
         """The recipe of a run."""
         content = copy.deepcopy(self.variants[run.model].content)
         content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
-        return resolve_recipe(content, ["--output_dir", str(folder)], f"model {run.model!r}")
+        return resolve_recipe(content, {"output_dir": folder}, f"model {run.model!r}")
 
     def power_warning(self) -> str | None:
         """Why these seeds cannot settle anything, if they cannot."""
@@ -166,10 +173,7 @@ class Comparison:
                     str(self.runs_of(name)),
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for row in rows:
-            cells = (cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths)))
-            yield "  ".join(cells)
+        yield from align(rows)
         runs = sum(self.runs_of(name) for name in self.variants)
         flops = (
             sum(self.runs_of(name) * item.size.flops_per_token for name, item in self.variants.items()) * self.tokens_per_run
@@ -183,8 +187,8 @@ class Comparison:
 
 
 @_without_gpu_advice()
-def load_comparison(source: str, overrides: list[str] | None = None) -> Comparison:
-    """Reads a comparison, applies the command line, and checks that every run of it can be made.
+def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison:
+    """Reads a comparison, applies overrides, and checks that every run of it can be made.
 
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
@@ -193,7 +197,7 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     Raises:
         ValueError: for an unknown field, name or value.
     """
-    path = find("comparisons", source)
+    path = find("comparisons", str(source))
     given = read_yaml(path)
     check_keys(str(path), given, _FIELDS)
     models = read_section(given.get("models"), f"{path}: models")
@@ -212,8 +216,8 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
 
     # The recipe as every model has it
-    words = [word.removeprefix("--").split("=")[0] for word in overrides or [] if word.startswith("--")]
-    _check_set_by_run("command line", words)
+    overrides = dict(overrides or {})
+    _check_set_by_run("arguments", overrides)
     shared, recipe_source = given["recipe"], f"{path}: recipe"
     if not isinstance(shared, dict):
         recipe_source = str(find("recipes", str(shared)))
@@ -247,15 +251,9 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     resolved.update(
         name=own_name, recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in variants.items()}
     )
-    words = [Path(source).name if Path(source).is_file() else source, *map(_without_folder, overrides or [])]
-    command = shlex.join(["nlq", "compare", *words])
+    shown = Path(source).name if Path(source).is_file() else str(source)
+    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
     return Comparison(own_name, baseline, variants, list(seeds), sweep_seed, variants[baseline].tokens, command, resolved)
-
-
-def _without_folder(word: str) -> str:
-    """A word of the command line as it may be shown to others, `--option=/folder/file` included."""
-    option, separator, value = word.partition("=")
-    return f"{option}={without_folders(value)}" if separator and option.startswith("--") else without_folders(word)
 
 
 def _check_set_by_run(source: str, fields: Iterable[str]) -> None:

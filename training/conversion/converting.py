@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +19,23 @@ from transformers import (
 from transformers.utils import logging
 
 from modeling_nlq import NLQForSequenceClassification
-from modeling_nlq.training.card import CARD_FILE, base_model_of, render
-from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
+from modeling_nlq.training.card import base_model_of, render
+from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, from_gpt2, to_gpt2
 from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
 from modeling_nlq.training.conversion.upcycling import largest_difference
 from modeling_nlq.training.conversion.upcycling import upcycle as upcycle_model
-from modeling_nlq.training.parameters import size_of
-from modeling_nlq.training.run.data import check_vocabulary
-from modeling_nlq.training.run.trainer import METRICS_FILE, RECIPE_FILE, is_taken, write_text
-from modeling_nlq.training.sharing.publishing import CONVERSION_FILE, VOCABULARIES, files_to_publish
+from modeling_nlq.training.files import (
+    CARD_FILE,
+    CONVERSION_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    VOCABULARIES,
+    is_taken,
+    model_files,
+    written_whole,
+)
+from modeling_nlq.training.parameters import check_names, size_of
+from modeling_nlq.training.run.tokenization import check_vocabulary
 
 
 logger = logging.get_logger(__name__)
@@ -262,22 +269,16 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, done: Conversion, target: Path) -> None:
-    """Writes all files beside the target, and moves them there once they are complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".unfinished", dir=target.parent) as unfinished:
-        folder = Path(unfinished)
+    """Writes the new model into the target, and removes the files of an older one."""
+    # config.json is last: it makes a model of the folder
+    with written_whole(target, last="config.json") as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         record = asdict(done)
-        write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
+        (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
         card.save(folder / CARD_FILE)
-        target.mkdir(exist_ok=True)
-        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        stale = {*files_to_publish(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
-        for path in stale - {target / name for name in written}:
+        stale = {*model_files(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
+        for path in stale - {target / path.relative_to(folder) for path in folder.rglob("*")}:
             path.unlink(missing_ok=True)
-        for name in sorted(written, key=lambda name: name.name == "config.json"):  # last: it makes a model of the folder
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).replace(target / name)

@@ -7,7 +7,6 @@ Transformers keeps matrices transposed (`Conv1D`, input x output) and query, key
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from modeling_nlq import (
 )
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.conversion.upcycling import restructure
+from modeling_nlq.training.parameters import check_parameters
 
 
 # (class of GPT-2, class of NLQ, what the parameters of the head are called there and here)
@@ -230,39 +230,6 @@ def build(
     if getattr(source, "generation_config", None) is not None:
         model.generation_config = copy.deepcopy(source.generation_config)
     return model.eval()
-
-
-def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` naming parameters that are missing, not known, or of another shape than the model's.
-
-    Args:
-        model: may be on the meta device.
-        shapes: of the parameters there are, by name; a tied LM head may be left out.
-    """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:
-        expected.pop("lm_head.weight", None)
-    check_shapes(expected, shapes)
-
-
-def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` naming parameters that are missing, not known, or of another shape."""
-    check_names(expected.keys(), given.keys())
-    for name, shape in expected.items():
-        if tuple(given[name]) != tuple(shape):
-            raise ValueError(f"{name} has the shape {tuple(given[name])}, and {tuple(shape)} is needed")
-
-
-def check_names(expected: Set[str], given: Set[str]) -> None:
-    """Raises `ValueError` naming the parameters that are missing and those that nothing needs."""
-    problems = []
-    for what, names in (("missing", expected - given), ("not known", given - expected)):
-        if names:
-            names = sorted(names)
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            problems.append(f"{what}: {shown}")
-    if problems:
-        raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
 
 
 def to_nlq_name(name: str, split_as: str = "") -> str | None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.conversion.gpt2 import build, check_shapes, to_nlq_name
+from modeling_nlq.training.conversion.gpt2 import build, to_nlq_name
+from modeling_nlq.training.parameters import check_shapes
 
 
 # `query_mode` there, `query_projection` here, and what the rows of the fused `c_attn` are

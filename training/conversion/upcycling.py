@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.projections_nlq import PROJECTIONS
-from modeling_nlq.training.run.recipe import check_keys
+from modeling_nlq.training.files import check_keys
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
