@@ -87,6 +87,7 @@ def recipe_file(corpus, tmp_path_factory) -> Path:
         "training": {
             "max_steps": 8,
             "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 64,
             "learning_rate": 1e-2,
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},

@@ -60,9 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=_generate)
 
-    command = commands.add_parser(
-        "evaluate", help="loss, perplexity, bits per byte and token accuracy", allow_abbrev=False
-    )
+    command = commands.add_parser("evaluate", help="loss, perplexity, bits per byte and token accuracy", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
     command.add_argument("--dataset", default="python-stdlib", help="as in a recipe; its validation split is evaluated")
     command.add_argument("--dataset_config", default=None)
@@ -126,7 +124,8 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
     listed = descriptions(kind)
     width = max(map(len, listed))
     lines = [
-        f"  {shipped:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}" for shipped, text in listed.items()
+        f"  {shipped:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}"
+        for shipped, text in listed.items()
     ]
     return commands.add_parser(
         name,

@@ -26,16 +26,24 @@ class Size:
     flops_per_token: int
 
 
-def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
-    """Counts the parameters, and the FLOPs per token in a context of `context` tokens (by default `max_position_embeddings`).
+def measure(config: PreTrainedConfig, context: int | None = None, attn_implementation: str | None = "eager") -> Size:
+    """Counts the parameters, and the FLOPs per token of a full context.
 
     A weight of a matrix costs 2 operations a token forward and 4 backward; so does each of the `2 * context` products of a
     head with keys and values per element of `head_dim` (Chowdhery et al. 2022, appendix B: no discount for causality), or, of
     linear attention, of the `2 * head_dim` products with its state. Norms, activations and the softmax are not counted.
+
+    Args:
+        config: configuration of the model.
+        context: in tokens; by default `max_position_embeddings`.
+        attn_implementation: any backend that the model can use; `None` is the model's own choice.
+
+    Raises:
+        ValueError, ImportError: if the model cannot be made with this backend.
     """
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     return size_of(model, context)
 
 

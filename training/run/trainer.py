@@ -107,8 +107,10 @@ def train_recipe(
         return read_json(folder / METRICS_FILE)
     if is_main_process and (warning := unused_rows(recipe, config)):
         logger.warning(warning)
+    # Makes the model without weights, so that an impossible backend is an error before data are prepared
+    size = measure(config, recipe.block_size, recipe.attn_implementation)
     with full_disk_named(folder):
-        run = _build(resolved, tokenizer_folder or folder, callbacks)
+        run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)
         metrics = _collect(run)
         if run.trainer.is_world_process_zero():
@@ -162,14 +164,13 @@ class _Run:
     size: Size
 
 
-def _build(resolved: ResolvedRecipe, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
+def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
     """Prepares the data, makes the model, and puts both into a `Trainer`."""
     recipe, arguments = resolved.recipe, resolved.training_arguments
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
-    size = measure(model.config, recipe.block_size)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     trainer = _make_trainer(resolved, model, tokenizer, blocks, record)
