@@ -302,8 +302,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tqdm import tqdm
 
         hint = ": the same command goes on from the last checkpoint" if parsed.command in _RESUMABLE else ""
-        echo = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C where the cursor is
-        with tqdm.external_write_mode(file=sys.stderr):  # a progress bar may stand there, too
-            print(f"{echo}nlq: interrupted{hint}", file=sys.stderr)
+        for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
+            bar.close()
+        print(f"nlq: interrupted{hint}", file=sys.stderr)
         return 130
     return 0

@@ -83,14 +83,14 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a path is a file, or a folder that holds more than what an interrupted `written_whole` left there."""
+    """Tells whether a path is a file, or a folder that holds more than what an interrupted `written_whole` left there."""
     if not path.is_dir():
         return path.exists()
     return any(content.suffix != _UNFINISHED for content in path.iterdir())
 
 
 def has_little_space(folder: Path) -> bool:
-    """Whether a full disk is a likely reason for a failure in a folder."""
+    """Tells whether a full disk is a likely reason for a failure in a folder."""
     return shutil.disk_usage(folder).free < _LITTLE_SPACE
 
 

@@ -17,7 +17,7 @@ from modeling_nlq.training.text import one_line
 
 
 def is_saved_model(name: str) -> bool:
-    """Whether a name stands for weights (a folder, or a Hub name) rather than for a configuration."""
+    """Tells whether a name stands for weights (a folder, or a Hub name) rather than for a configuration."""
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 

@@ -90,7 +90,7 @@ def run_and_report(comparison: Comparison, folder: Path) -> dict[str, Any]:
 
 
 def is_main_process() -> bool:
-    """Whether this is the first of the processes that a launcher started on this machine, or the only one."""
+    """Tells whether this is the first of the processes that a launcher started on this machine, or the only one."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: which models, learning rates and seeds, on one recipe. Read, checked and sized before anything is trained."""
+"""The plan of a comparison: models, learning rates and seeds on one recipe, checked and sized before anything is trained."""
 
 import copy
 import logging
@@ -26,16 +26,16 @@ from modeling_nlq.training.traces import without_folders
 _FIELDS = ("name", "recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
 _MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
-# What differs between the runs of one model, by `seeds` and `learning_rates`
+# These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 @contextmanager
 def _without_gpu_advice() -> Iterator[None]:
-    """Drops one message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
+    """Drops a message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
 
-    A plan may be read on another machine than it runs on, and has a recipe for each model. A run that trains gives the message,
-    once, in its own log.
+    A plan may be read on another machine than it runs on, and makes the arguments of many runs. A run that trains gives the
+    message once, in its own log.
     """
 
     def is_no_advice(record: logging.LogRecord) -> bool:
@@ -55,8 +55,8 @@ class Run:
 
     Attributes:
         model: a name of the comparison.
-        learning_rate, seed: what it is trained with.
-        is_sweep: whether it is there to choose the learning rate, not to be reported.
+        learning_rate, seed: settings of the run.
+        is_sweep: whether it chooses the learning rate and is not reported.
     """
 
     model: str
@@ -75,13 +75,13 @@ class Variant:
     """A model of a comparison.
 
     Attributes:
-        content: its recipe, complete but for learning rate and seed, as `resolve_recipe` takes it.
-        learning_rates: to choose among.
+        content: its recipe without learning rate and seed, as `resolve_recipe` takes it.
+        learning_rates: the rates to choose among.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
-        tokens: trained on in each run, if every batch is full.
-        tokenizer: as in its recipe.
-        given: what the comparison's file says of it.
+        tokens: number of training tokens of each run, if every batch is full.
+        tokenizer: the tokenizer of its recipe.
+        given: its entry in the comparison's file.
     """
 
     content: dict[str, Any]
@@ -95,17 +95,17 @@ class Variant:
 
 @dataclass
 class Comparison:
-    """What is to be run.
+    """A comparison with all overrides applied.
 
     Attributes:
-        name: of the comparison.
-        baseline: the model all others are compared with.
+        name: its name.
+        baseline: the model that all others are compared with.
         variants: models by name.
-        seeds: of the reported runs, which all models share.
-        sweep_seed: of the runs that choose the learning rate.
-        tokens_per_run: trained on, if every batch is full; `gather` has what the runs saw.
-        command: what to type to run it.
-        given: the whole comparison after the command line, as one mapping: two with the same one are the same.
+        seeds: seeds of the reported runs, which all models share.
+        sweep_seed: seed of the runs that choose the learning rate.
+        tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
+        command: the command that runs it.
+        given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Comparison:
         return [Run(model, learning_rate, seed, False) for seed in self.seeds]
 
     def runs_of(self, model: str) -> int:
-        """How many runs a model takes."""
+        """The number of runs of a model."""
         return len(self.sweep(model)) + len(self.seeds)
 
     @_without_gpu_advice()
@@ -143,7 +143,7 @@ class Comparison:
         return resolve_recipe(content, {"output_dir": folder}, f"model {run.model!r}")
 
     def power_warning(self) -> str | None:
-        """Why these seeds cannot settle anything, if they cannot."""
+        """A warning if there are too few seeds for a verdict."""
         return power_warning(len(self.seeds), len(self.variants) - 1)
 
     def describe(self) -> Iterator[str]:
@@ -215,7 +215,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     _check_seeds(path, seeds, sweep_seed)
     learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
 
-    # The recipe as every model has it
+    # The recipe that all models share
     overrides = dict(overrides or {})
     _check_set_by_run("arguments", overrides)
     shared, recipe_source = given["recipe"], f"{path}: recipe"
@@ -290,7 +290,7 @@ def _check_learning_rates(source: str, rates: Any) -> list[float]:
 def _read_model(
     path: Path, name: Any, entry: Any, shared: dict[str, Any], learning_rates: list[float], match: Any, budget: Size | None
 ) -> Variant:
-    """One entry of `models`: `None`, the name of a configuration, or a mapping of what differs from the recipe."""
+    """Reads an entry of `models`: `None`, the name of a configuration, or a mapping of fields that differ from the recipe."""
     source = f"{path}: model {name!r}"
     if not isinstance(name, str):
         raise ValueError(f"{source}: a name must be a text; put it in quotes")
@@ -331,7 +331,7 @@ def _read_model(
             f"{source}: save_steps={arguments.save_steps} must be a multiple of logging_steps={arguments.logging_steps}, or a "
             "run that is interrupted would report another training loss"
         )
-    # Each run has one device, whatever this process sees
+    # Each run has one device, even if this process has several
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")

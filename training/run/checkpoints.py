@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 
 def is_complete_checkpoint(folder: Path) -> bool:
-    """Whether Trainer finished writing a checkpoint, and can resume from it.
+    """Tells whether Trainer finished writing a checkpoint, and can resume from it.
 
     The files it reads are its state, which is written last, the headers of the weights (sharded weights lie in folders of their
     own), and the archives of optimizer, scheduler and random state.

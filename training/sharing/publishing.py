@@ -1,7 +1,8 @@
-"""`nlq publish`: a folder to a repository on the Hub, in one commit of exactly the files that belong there.
+"""`nlq publish`: uploads a model to a repository on the Hub, in one commit of exactly the files that belong to it.
 
-What is uploaded is chosen by a list of what may be, not of what may not: a run folder also holds optimizer states, pickles,
-logs with names of machines, and whatever else somebody put there.
+A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines, and any
+other file of the user. `HfApi.upload_folder` would need a copy of the allowed files with the weights, and the patterns of its
+`delete_patterns` match in all folders: a user's own `examples/modeling_nlq.py` would be deleted.
 """
 
 import fnmatch
@@ -51,7 +52,7 @@ from modeling_nlq.training.traces import check_for_traces, without_folders
 
 
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
-# Fields in which a tokenizer or a configuration remembers where it was loaded from
+# Fields that hold the place a tokenizer or a configuration was loaded from
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
@@ -65,17 +66,17 @@ _STATUS = {
 
 
 class PublishingError(OSError):
-    """The Hub, or the way to it, failed. A commit is made whole or not at all."""
+    """The Hub, or the connection to it, failed. A commit is made whole or not at all."""
 
 
 @dataclass
 class Publication:
-    """What is, or would be, in the repository.
+    """The files of a model that are, or would be, in the repository.
 
     Attributes:
-        files: size in bytes by name.
-        url: of the commit; `None` if it was a dry run.
-        commit: its id.
+        files: sizes in bytes by name.
+        url: address of the commit; `None` after a dry run.
+        commit: id of the commit; `None` after a dry run.
     """
 
     files: dict[str, int]
@@ -95,23 +96,23 @@ def publish(
 ) -> Publication:
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    The repository is made if there is none. Files of an earlier publication that this one does not have are deleted in the same
-    commit; other files there are left alone.
+    The repository is created if it does not exist. Files of an earlier publication that this one does not have are deleted in
+    the same commit; other files are left alone.
 
     Args:
-        folder: of a run, a conversion, or any saved NLQ model.
+        folder: folder of a run, a conversion, or any saved NLQ model.
         repo_id: `owner/name`.
-        private: whether a new repository is private; by default as its owner has set.
-        revision: branch to publish to, made if there is none; by default the main one.
+        private: make a new repository private; by default its owner's setting counts.
+        revision: branch to publish to, which is created if it does not exist; by default the main one.
         comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
-        card: a card of one's own; by default it is written anew.
-        license: of the weights, for the card.
-        dry_run: whether to stop before anything is sent.
+        card: a Markdown file to use as the card; by default the card is generated.
+        license: license of the weights, for the card.
+        dry_run: stop before anything is sent.
 
     Raises:
         ValueError: if the folder holds no complete model, or the name of the repository is not valid.
-        PublishingError: if the Hub refuses, or cannot be reached. The repository then holds what it held before; only where the
-            connection broke while the commit was on its way, it may have arrived all the same.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged, unless the connection broke
+            while the commit was being sent: then it may have arrived.
     """
     folder = Path(folder)
     validate_repo_id(repo_id)
@@ -152,7 +153,7 @@ def publish(
 def _collect(
     folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
 ) -> dict[str, Path | bytes]:
-    """What is uploaded, by name: files as they are, and those that might tell of this machine rewritten."""
+    """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine."""
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
     if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
@@ -222,10 +223,10 @@ def _collect(
 
 
 def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
-    """The model without its weights, and the files that hold them.
+    """Returns the model without its weights, and the files that hold them.
 
     Raises:
-        ValueError: unless these are whole, and hold just what the model has.
+        ValueError: unless the files are complete and hold exactly the parameters of the model.
     """
     class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
@@ -234,7 +235,7 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
     with torch.device("meta"):
         model = getattr(modeling_nlq, class_name)(NLQConfig.from_pretrained(folder))
     model.config.architectures = [class_name]
-    # As Transformers looks for them
+    # In the order in which Transformers looks for them
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
     if not files[0].is_file() and index.is_file():
@@ -259,7 +260,7 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
 
 
 def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
-    """The folder of the comparison to report: that given, or the one that holds `runs/MODEL/RUN`."""
+    """The folder of the comparison to report: the given one, or the one that holds `runs/MODEL/RUN`."""
     if given is not None:
         if not (Path(given) / RESULTS_FILE).is_file():
             raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
@@ -285,7 +286,7 @@ def _may_be_ours(name: str) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """What the Hub or the connection said, in a line."""
+    """Explains an error of the Hub or of the connection in one line."""
     if isinstance(error, KeyError):
         return f"the Hub's answer makes no sense, it lacks {error}"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
