@@ -257,11 +257,11 @@ def _pool(differences: dict[str, np.ndarray]) -> Pool:
     nu = sum (n_k - 1) / (1 + (K - 1) / 4), a lower bound where models have different seeds.
 
     With few seeds Bartlett's test often misses one noisy model, and sets aside one that is less noisy by luck. So no model
-    counts as less noisy than its own runs show, or than the pool (see `_test`). In simulations of 3 to 5 seeds, 2 to 5 models and
-    alpha = 0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04 to 0.05 with a
-    baseline four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the others (0.08 to 0.10
-    with the pooled deviation alone). Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 % with the noisy baseline,
-    and 90 to 94 % of those of the noisy model.
+    counts as less noisy than its own runs show, or than the pool (see `_test`). In simulations of 3 to 5 seeds, 2 to 5
+    models and alpha = 0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04
+    to 0.05 with a baseline four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the
+    others (0.08 to 0.10 with the pooled deviation alone). Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 %
+    with the noisy baseline, and 90 to 94 % of those of the noisy model.
     """
     deviations = {name: _deviation(values) for name, values in differences.items()}
     # In the order of names, so that not even rounding depends on the order of the caller

@@ -246,7 +246,7 @@ def check_text(value, column: str) -> str:
 
 
 def _lies_between(document: dict, column: str, first: float, last: float) -> bool:
-    """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1): the same in every process, for every copy."""
+    """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1). It is the same in every process."""
     text = check_text(document[column], column)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
