@@ -1,6 +1,9 @@
 """Named configurations that ship with the package: models, recipes, comparisons and accelerate files."""
 
 import difflib
+import itertools
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -9,8 +12,25 @@ _SUFFIXES = {"models": ".json", "recipes": ".yaml", "comparisons": ".yaml", "acc
 
 
 def names(kind: str) -> list[str]:
-    """The names there are of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
+    """The shipped names of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
     return sorted(path.stem for path in (_ROOT / kind).glob(f"*{_SUFFIXES[kind]}"))
+
+
+def descriptions(kind: str) -> dict[str, str]:
+    """The first sentence of each shipped recipe or comparison, by name: its file begins with a comment."""
+    found = {}
+    for name in names(kind):
+        lines = find(kind, name).read_text(encoding="utf-8").splitlines()
+        comment = " ".join(line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines))
+        found[name] = re.match(r".*?[.?](?= |$)", comment)[0]
+    return found
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Ends a message about an unknown name: with the nearest known one, or with all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
 
 
 def find(kind: str, name: str) -> Path:
@@ -18,7 +38,7 @@ def find(kind: str, name: str) -> Path:
 
     Args:
         kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`.
-        name: a name without folder and suffix, or the path of a file of one's own.
+        name: a name without folder and suffix, or the path of a file.
 
     Raises:
         ValueError: if there is neither such a name nor such a file.
@@ -28,7 +48,5 @@ def find(kind: str, name: str) -> Path:
     path = _ROOT / kind / f"{name.removesuffix(_SUFFIXES[kind])}{_SUFFIXES[kind]}"
     if path.is_file():
         return path
-    known = names(kind)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? There are " if near else "there are "
-    raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}{', '.join(known)}")
+    hint = suggestion(name, names(kind))
+    raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}")

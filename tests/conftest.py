@@ -19,8 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
-from modeling_nlq.training.run.data import python_documents
-from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.documents import python_documents
 from modeling_nlq.training.run.trainer import train
 
 
@@ -97,6 +96,7 @@ def recipe_file(corpus, tmp_path_factory) -> Path:
         "training": {
             "max_steps": 8,
             "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 64,
             "learning_rate": 1e-2,
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
@@ -117,7 +117,7 @@ def recipe_file(corpus, tmp_path_factory) -> Path:
 def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
     """A finished run and its metrics."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    return folder, train(load_recipe(str(recipe_file), ["--output_dir", str(folder)]))
+    return folder, train(recipe_file, output_dir=folder)
 
 
 @pytest.fixture(scope="module")

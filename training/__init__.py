@@ -1,1 +1,35 @@
-"""From data to a folder that AutoModel loads, and to the Hub: `nlq train`, `nlq compare`, `nlq convert`, `nlq publish`, ..."""
+"""Trains, evaluates, compares, converts and publishes models: `from modeling_nlq.training import train, ...`.
+
+The functions do what the command line does. They are imported on first use, so that importing this package is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from modeling_nlq.training.comparison.local import compare
+    from modeling_nlq.training.conversion.converting import convert
+    from modeling_nlq.training.run.evaluation import evaluate
+    from modeling_nlq.training.run.trainer import train
+    from modeling_nlq.training.sharing.publishing import publish
+
+_MODULES = {
+    "compare": "comparison.local",
+    "convert": "conversion.converting",
+    "evaluate": "run.evaluation",
+    "publish": "sharing.publishing",
+    "train": "run.trainer",
+}
+
+__all__ = ["compare", "convert", "evaluate", "publish", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The model card: who made a model of what, how to load it, and what was measured."""
+"""The model card: the origin of a model, how to load it, and its results."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.training.files import CARD_FILE
 from modeling_nlq.training.parameters import Size
 from modeling_nlq.training.traces import without_folders
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
-CARD_FILE = "README.md"
 
 _MEASURES = {
     "eval_loss": "validation loss (nats per token)",
@@ -52,19 +52,20 @@ def render(
     has_plot: bool = False,
     has_tokenizer: bool = True,
 ) -> ModelCard:
-    """The card of a model, from the template `model_card.md`.
+    """Renders the card of a model from the template `model_card.md`.
 
     Args:
-        location: what to load it by: the name of its folder, or of its repository.
-        config: of the model.
-        size: of the model.
+        location: the name to load the model by, of its folder or of its repository.
+        config: configuration of the model.
+        size: size of the model.
         given: the recipe it was trained with, as it was given.
-        metrics: what `metrics.json` holds, if it was trained.
-        conversion: what `conversion.json` holds, if it was converted.
+        metrics: the content of `metrics.json`, if it was trained.
+        conversion: the content of `conversion.json`, if it was converted.
         comparison: verdicts of the comparison it took part in, as Markdown.
-        license: of the weights; by default Apache-2.0 if they were trained from nothing, and none where they may be others'.
-        has_plot: whether `loss.png` lies beside it.
-        has_tokenizer: whether a tokenizer does.
+        license: license of the weights; by default Apache-2.0 if they were trained from scratch, and none if they may belong to
+            others.
+        has_plot: whether `loss.png` lies beside the card.
+        has_tokenizer: whether a tokenizer lies beside the card.
     """
     given, metrics, conversion = (without_folders(record or {}) for record in (given, metrics, conversion))
     dataset = given.get("dataset", "python-stdlib")
@@ -128,7 +129,7 @@ def render(
 
 
 def base_model_of(model: str | Path) -> str | None:
-    """The model on the Hub whose weights another one comes from: itself, or what the card in its folder names."""
+    """The model on the Hub that given weights come from: the model itself, or the one that the card in its folder names."""
     if not Path(model).exists():
         return str(model)
     card = Path(model) / CARD_FILE
@@ -137,7 +138,7 @@ def base_model_of(model: str | Path) -> str | None:
     try:
         base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
     except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
-        return None  # somebody's own text
+        return None  # the card is a text of the user's own
     return base_model if isinstance(base_model, str) else None
 
 
@@ -162,7 +163,7 @@ def _origin(conversion: dict[str, Any]) -> str:
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
-    """The switches that are set to something; of layers that differ, their own values."""
+    """The switches that are set, with the values of layers that differ."""
     values = config.to_dict()
     switches = {name: values[name] for name in _SWITCHES if values.get(name) not in (None, False)}
     if layers := values.get("per_layer_config"):

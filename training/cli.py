@@ -1,8 +1,17 @@
-"""The command `nlq`: a thin layer of arguments and one-line errors over the functions of this package."""
+"""The command `nlq`: arguments, and errors in one line, over the functions of this package."""
 
 import argparse
 import os
 import sys
+import textwrap
+from pathlib import Path
+
+from modeling_nlq.configuration import descriptions
+
+
+_WIDTH = 100
+# These commands go on where they were interrupted
+_RESUMABLE = ("train", "compare")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -10,19 +19,21 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nlq", description="Train, compare, convert, publish and use NLQ models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser(
+    command = _add_listing_parser(
+        commands,
         "train",
         help="train a model from a recipe",
         description="Train a model from a recipe. Run again, the same command goes on where it was interrupted.",
         epilog="Any field of a recipe and of transformers.TrainingArguments can be set: --learning_rate 1e-3. "
         "A model switch is set by --set query_projection=linear. Several processes: accelerate launch --config_file "
         "configuration/accelerate/cpu-two-processes.yaml -m modeling_nlq.training train RECIPE",
-        allow_abbrev=False,
+        kind="recipes",
     )
     command.add_argument("recipe", help="name of a shipped recipe, or a YAML file")
     command.set_defaults(run=_train)
 
-    command = commands.add_parser(
+    command = _add_listing_parser(
+        commands,
         "compare",
         help="compare models over learning rates and seeds",
         description="Train the models of a comparison, each at its own best learning rate and over several seeds, and report "
@@ -31,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         "share the runs between them, each on a device of its own: accelerate launch --config_file "
         "configuration/accelerate/multi-gpu.yaml -m modeling_nlq.training compare COMPARISON, or the same command in several "
         "terminals.",
-        allow_abbrev=False,
+        kind="comparisons",
     )
     command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
     command.add_argument("--output_dir", default=None, help="results folder; by default runs/compare-NAME")
@@ -40,14 +51,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
-    command.add_argument("prompt", help="text to continue; a special token written in it is one")
-    command.add_argument("--max_new_tokens", type=int, default=None, help="in tokens; by default 100, or what the model holds")
+    command.add_argument("prompt", help="text to continue; a special token written in it is read as one")
+    command.add_argument(
+        "--max_new_tokens", type=int, default=None, help="in tokens; by default 100, or as many as fit the model"
+    )
     command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=_generate)
 
-    command = commands.add_parser("evaluate", help="loss, perplexity, bits per byte, token accuracy", allow_abbrev=False)
+    command = commands.add_parser("evaluate", help="loss, perplexity, bits per byte and token accuracy", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
     command.add_argument("--dataset", default="python-stdlib", help="as in a recipe; its validation split is evaluated")
     command.add_argument("--dataset_config", default=None)
@@ -55,21 +68,21 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--validation_fraction", type=float, default=None, help="as in a recipe; by default a local file is evaluated whole"
     )
-    command.add_argument("--max_validation_documents", type=int, default=None, help="evaluate at most so many documents")
+    command.add_argument("--max_validation_documents", type=int, default=None, help="evaluate at most this many documents")
     command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
     command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
     command.add_argument("--batch_size", type=int, default=8, help="blocks per device")
     command.set_defaults(run=_evaluate)
 
-    command = commands.add_parser("params", help="parameters and FLOPs per token of models", allow_abbrev=False)
+    command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
     command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
     command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
-    command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="also the MLP width that matches this budget")
+    command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="print the MLP width that matches this budget, too")
     command.set_defaults(run=_params)
 
     command = commands.add_parser(
         "convert",
-        help="GPT-2 or the paper's checkpoints to NLQ, and back",
+        help="convert GPT-2 or the paper's checkpoints to NLQ, and back",
         description="Write a GPT-2 model, a checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that "
         "computes the same, or as a GPT-2 model.",
         allow_abbrev=False,
@@ -77,18 +90,18 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("source", help="folder or Hub name of a saved model, or a ckpt.pt")
     command.add_argument("target", help="folder to write")
     command.add_argument("--to", choices=["nlq", "gpt2"], default="nlq")
-    command.add_argument("--upcycle", action="store_true", help="give it queries X W + f(X), where f is 0 at first")
+    command.add_argument("--upcycle", action="store_true", help="give it queries X W + f(X), where f(X) = 0 at first")
     command.add_argument(
-        "--set", action="append", metavar="SWITCH=VALUE", help="another switch to set; refused if the function would change"
+        "--set", action="append", metavar="SWITCH=VALUE", help="set another switch; refused if the outputs would change"
     )
     command.add_argument("--tokenizer", default=None, help="folder or Hub name; by default the source's own")
-    command.add_argument("--allow-lossy", "--allow_lossy", action="store_true", help="go on where something would be lost")
-    command.add_argument("--overwrite", action="store_true", help="replace the model that is in the target")
+    command.add_argument("--allow-lossy", "--allow_lossy", action="store_true", help="convert even if something is lost")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in the target")
     command.set_defaults(run=_convert)
 
     command = commands.add_parser(
         "publish",
-        help="a trained or converted model to the Hub",
+        help="upload a trained or converted model to the Hub",
         description="Upload weights, configuration, code, tokenizer, results and card in one commit, and nothing else.",
         allow_abbrev=False,
     )
@@ -97,43 +110,57 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     command.add_argument("--revision", default=None, help="branch to publish to; by default the main one")
     command.add_argument("--comparison", default=None, help="results folder of `nlq compare`, whose verdicts go into the card")
-    command.add_argument("--card", default=None, help="a card of your own; by default it is written anew")
+    command.add_argument("--card", default=None, help="a Markdown file to use as the card; by default the card is generated")
     command.add_argument(
-        "--license", default=None, help="of the weights, as the Hub names it; by default apache-2.0 for new ones"
+        "--license", default=None, help="license of the weights, as the Hub names it; by default apache-2.0 for new weights"
     )
     command.add_argument("--dry-run", "--dry_run", action="store_true", help="list the files and their sizes, and stop")
     command.set_defaults(run=_publish)
     return parser
 
 
-def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from modeling_nlq.training.run.recipe import load_recipe
-    from modeling_nlq.training.run.trainer import train
+def _add_listing_parser(commands, name: str, help: str, description: str, epilog: str, kind: str) -> argparse.ArgumentParser:
+    """Adds a command whose help lists the shipped configurations of a kind, with a line for each."""
+    listed = descriptions(kind)
+    width = max(map(len, listed))
+    lines = [
+        f"  {shipped:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}"
+        for shipped, text in listed.items()
+    ]
+    return commands.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(description, _WIDTH),
+        epilog="\n".join([f"shipped {kind}:", *lines, "", textwrap.fill(epilog, _WIDTH, break_long_words=False)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
-    resolved = load_recipe(arguments.recipe, overrides)
-    metrics = train(resolved)
+
+def _train(arguments: argparse.Namespace, words: list[str]) -> None:
+    from modeling_nlq.training.run.recipe import load_recipe, read_overrides
+    from modeling_nlq.training.run.trainer import train_recipe
+
+    resolved = load_recipe(arguments.recipe, read_overrides(words))
+    metrics = train_recipe(resolved)
     if resolved.training_arguments.process_index == 0:
         print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 
 
-def _compare(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from pathlib import Path
-
+def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
+    from modeling_nlq.training.comparison.local import is_main_process, run_and_report
     from modeling_nlq.training.comparison.plan import load_comparison
+    from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.run.recipe import read_overrides
 
-    comparison = load_comparison(arguments.comparison, overrides)
-    is_main_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if is_main_process:
+    comparison = load_comparison(arguments.comparison, read_overrides(words))
+    if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
     if arguments.dry_run:
         return
-    from modeling_nlq.training.comparison.local import compare
-    from modeling_nlq.training.comparison.report import describe, write_report
-
-    folder = Path(arguments.output_dir or f"runs/compare-{comparison.name}")
-    results = compare(comparison, folder)
-    if is_main_process:
-        write_report(results, folder)
+    folder = Path(arguments.output_dir or comparison.default_folder)
+    results = run_and_report(comparison, folder)
+    if is_main_process():
         print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
 
 
@@ -150,74 +177,34 @@ def _describe(metrics: dict) -> str:
     return ", ".join(parts)
 
 
-def _load_model(name: str):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import modeling_nlq  # noqa: F401 - registers the Auto classes
-
-    if not os.path.isdir(name) and "/" not in name:
-        raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
-    try:
-        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except OSError as error:
-        if os.path.isdir(name):
-            raise
-        raise ValueError(
-            f"model {name!r}: there is no such folder, and the Hub does not give it: {_one_line(error)}"
-        ) from error
-
-
 def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
-    import torch
-    from transformers import set_seed
+    from modeling_nlq.training.run.generation import generate_text
 
-    model, tokenizer = _load_model(arguments.model)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    set_seed(arguments.seed)
-    # As in training: some tokenizers would end the prompt with end-of-text
-    inputs = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-    length = inputs["input_ids"].shape[1]
-    if length == 0:
-        raise ValueError("the prompt is empty")
-    new_tokens = arguments.max_new_tokens
-    if getattr(model.config, "position_embedding", None) == "learned":
-        context = model.config.max_position_embeddings
-        room = context + 1 - length  # the last token generated is not read
-        new_tokens = min(100, room) if new_tokens is None else new_tokens
-        if not 0 < new_tokens <= room:
-            raise ValueError(f"a prompt of {length} tokens and max_new_tokens={new_tokens} do not fit {context} positions")
-    sampling = {"do_sample": False}
-    if arguments.temperature > 0:
-        sampling = {"do_sample": True, "temperature": arguments.temperature, "top_k": arguments.top_k}
-    output = model.generate(**inputs, max_new_tokens=100 if new_tokens is None else new_tokens, **sampling)
-    print(tokenizer.decode(output[0], skip_special_tokens=True))
+    options = ("max_new_tokens", "temperature", "top_k", "seed")
+    print(generate_text(arguments.model, arguments.prompt, **{name: getattr(arguments, name) for name in options}))
 
 
 def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.run.recipe import Recipe
-    from modeling_nlq.training.run.trainer import evaluate_model
+    from modeling_nlq.training.run.evaluation import evaluate
 
-    model, tokenizer = _load_model(arguments.model)
-    recipe = Recipe(
-        model=arguments.model,
-        tokenizer=arguments.model,
-        dataset=arguments.dataset,
+    metrics = evaluate(
+        arguments.model,
+        arguments.dataset,
         dataset_config=arguments.dataset_config,
         text_column=arguments.text_column,
-        validation_fraction=0.02 if arguments.validation_fraction is None else arguments.validation_fraction,
+        validation_fraction=arguments.validation_fraction,
         max_validation_documents=arguments.max_validation_documents,
-        block_size=arguments.block_size or model.config.max_position_embeddings,
+        block_size=arguments.block_size,
         packing=arguments.packing,
+        batch_size=arguments.batch_size,
     )
-    is_whole = arguments.validation_fraction is None and os.path.isfile(arguments.dataset)
-    print(f"{arguments.model}: {_describe(evaluate_model(model, tokenizer, recipe, arguments.batch_size, is_whole))}")
+    print(f"{arguments.model}: {_describe(metrics)}")
 
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
+    from modeling_nlq.training.models import load_config
     from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-    from modeling_nlq.training.run.trainer import load_config
+    from modeling_nlq.training.text import align
 
     budget = None
     if arguments.match is not None:
@@ -230,13 +217,7 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
         size = measure(config, arguments.context)
         row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print(
-            "  ".join(
-                cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(row, widths))
-            )
-        )
+    print("\n".join(align(rows)))
 
 
 def _switches(texts: list[str]) -> dict:
@@ -295,33 +276,34 @@ def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
     print(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
 
 
-def _one_line(error: BaseException) -> str:
-    while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; what a user can cause ends in one line on stderr and exit status 1."""
+    """Runs a command; an error that a user can cause ends in one line on stderr and exit status 1."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and parsed.command not in ("train", "compare"):
+    if rest and parsed.command not in _RESUMABLE:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
+    from modeling_nlq.training.text import one_line
+
     try:
         parsed.run(parsed, rest)
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
-        print(f"nlq: error: {_one_line(error)}", file=sys.stderr)
+        print(f"nlq: error: {one_line(error)}", file=sys.stderr)
         return 1
-    except Exception as error:  # of some library, for something a user gave it; NLQ_TRACEBACK=1 shows where
+    except Exception as error:  # a library raised it, for a value that a user gave; NLQ_TRACEBACK=1 shows where
         if os.environ.get("NLQ_TRACEBACK"):
             raise
-        print(f"nlq: error: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
+        print(f"nlq: error: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("nlq: interrupted", file=sys.stderr)
+        from tqdm import tqdm
+
+        hint = ": the same command goes on from the last checkpoint" if parsed.command in _RESUMABLE else ""
+        for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
+            bar.close()
+        print(f"nlq: interrupted{hint}", file=sys.stderr)
         return 130
     return 0

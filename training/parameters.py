@@ -1,6 +1,7 @@
-"""Sizes and costs of a configuration, without allocating it."""
+"""Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
 
 import copy
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +13,11 @@ from modeling_nlq.cache_nlq import LAYER_TYPE
 
 @dataclass
 class Size:
-    """What a model weighs.
+    """The size of a model, and its cost.
 
     Attributes:
         total: number of parameters; tied ones count once.
-        non_embedding: without token embeddings, learned positions, and LM head.
+        non_embedding: the same without token embeddings, learned positions, and LM head.
         flops_per_token: floating-point operations of forward and backward for one token of a full context.
     """
 
@@ -25,21 +26,29 @@ class Size:
     flops_per_token: int
 
 
-def measure(config: PreTrainedConfig, context: int | None = None) -> Size:
-    """Parameters, and FLOPs per token in a context of `context` tokens (by default `max_position_embeddings`).
+def measure(config: PreTrainedConfig, context: int | None = None, attn_implementation: str | None = "eager") -> Size:
+    """Counts the parameters, and the FLOPs per token of a full context.
 
     A weight of a matrix costs 2 operations a token forward and 4 backward; so does each of the `2 * context` products of a
     head with keys and values per element of `head_dim` (Chowdhery et al. 2022, appendix B: no discount for causality), or, of
     linear attention, of the `2 * head_dim` products with its state. Norms, activations and the softmax are not counted.
+
+    Args:
+        config: configuration of the model.
+        context: in tokens; by default `max_position_embeddings`.
+        attn_implementation: any backend that the model can use; `None` is the model's own choice.
+
+    Raises:
+        ValueError, ImportError: if the model cannot be made with this backend.
     """
     with torch.device("meta"):
-        # A copy, for the backend named here is written into the configuration, which may be that of a model in use
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        # `from_config` writes the backend into the configuration, which may belong to a model in use
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     return size_of(model, context)
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """The same of a model, with whatever head it has; it may be on the meta device."""
+    """Measures a model with any head; it may be on the meta device."""
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -64,12 +73,12 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
 def matching_intermediate_size(
     config: PreTrainedConfig, budget: Size, match: Literal["parameters", "flops"] = "parameters", context: int | None = None
 ) -> int:
-    """The MLP width that brings a model nearest to a budget.
+    """Finds the MLP width that brings a model nearest to a budget.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         budget: the size to match.
-        match: whether in non-embedding parameters or in FLOPs per token.
+        match: match the non-embedding parameters or the FLOPs per token.
         context: as in `measure`, for FLOPs.
 
     Raises:
@@ -88,3 +97,36 @@ def matching_intermediate_size(
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {what}")
     return width
+
+
+def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape than the model's.
+
+    Args:
+        model: it may be on the meta device.
+        shapes: shapes of the parameters by name; a tied LM head may be left out.
+    """
+    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:
+        expected.pop("lm_head.weight", None)
+    check_shapes(expected, shapes)
+
+
+def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
+    """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape."""
+    check_names(expected.keys(), given.keys())
+    for name, shape in expected.items():
+        if tuple(given[name]) != tuple(shape):
+            raise ValueError(f"{name} has the shape {tuple(given[name])}, and {tuple(shape)} is needed")
+
+
+def check_names(expected: Set[str], given: Set[str]) -> None:
+    """Raises `ValueError` that names the parameters that are missing and those that nothing needs."""
+    problems = []
+    for what, names in (("missing", expected - given), ("not known", given - expected)):
+        if names:
+            names = sorted(names)
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            problems.append(f"{what}: {shown}")
+    if problems:
+        raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")

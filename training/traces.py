@@ -1,4 +1,4 @@
-"""What a published file must not tell of the machine it comes from: absolute paths, and tokens of services."""
+"""Traces of a machine in files that are published: absolute paths, and tokens of services."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 from safetensors import safe_open
 
 
-# Fields and files that hold tokens of a vocabulary; so does every field whose name ends in `_token`
+# Fields and files that hold tokens of a vocabulary, as every field does whose name ends in `_token`
 _VOCABULARY = (
     "added_tokens",
     "added_tokens_decoder",
@@ -25,7 +25,7 @@ _VOCABULARY = (
     "vocab",
 )
 _VOCABULARY_FILES = ("added_tokens.json", "merges.txt", "vocab.json", "vocab.txt")
-# Fields that a model or its tokenizer computes with: a path in them is a path, and must stay as it is
+# Fields that a model or its tokenizer computes with, which must stay as they are
 _FIXED = (
     "chat_template",
     "id2label",
@@ -37,9 +37,9 @@ _FIXED = (
 )
 
 _NAME = r"[^\s\x00-\x1f/\\\"'`,;:<>|]+"
-# Not in a relative path, an address, a closing tag, nor after a variable
+# Not inside a relative path, an address or a closing tag, and not after a variable
 _START = r"(?<![\w./\\~*)\]}>$<^-])"
-# A local address; any other address, which is no path; a drive; a share; a home; from the root
+# A local address; another address, which is no path; a drive; a share; a home; a path from the root
 _PATH = re.compile(
     rf"\b(?:file:/+|[A-Za-z][\w+.-]{{1,30}}:///+)(?:[A-Za-z]:/+)?{_NAME}(?:/+{_NAME})*/*"
     r"|(?P<address>\b[A-Za-z][\w+.-]{1,30}://[^\s:\"'`<>|,]*(?::\d+[^\s:\"'`<>|,]*)?)"
@@ -48,16 +48,16 @@ _PATH = re.compile(
     rf"|{_START}~(?:[A-Za-z_][\w.-]*)?(?:/+{_NAME})+/*"
     rf"|{_START}/+{_NAME}(?:/+{_NAME})*/*"
 )
-# A text that is nothing but one path: it may have blanks in it, and may be relative
+# A text that is only one path: it may contain blanks, and may be relative
 _WHOLE = re.compile(
     r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/|[A-Za-z]:[\\/]|\\\\[\w.-]+\\)(?:(?!\s(?:[/~\\]|[A-Za-z]:[\\/]))[^\n])*"
 )
-# First parts of paths that are alike on all machines
+# First parts of paths that are the same on all machines
 _SYSTEM = ("bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "Applications", "Library", "System", "Windows")
 
 # Between the name of a key and its value
 _IS = r"[\"'`\s\])]{0,20}[:=,]?[\"'`\s]{0,20}"
-# How the tokens of a service look. What has no form of its own (40 letters, as a commit has them) is known by its name only
+# Patterns of tokens by service. A token without a form of its own (40 letters, like a commit) is recognised by its name
 _TOKENS = {
     "a token of Hugging Face": r"hf_(?:[a-z]+_)?[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{30,}",
     "a token of GitHub": r"gh[oprsu]_[A-Za-z0-9]{36,}|github_pat_\w{36,}",
@@ -72,18 +72,18 @@ _TOKENS = {
     "a private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,200}?[A-Za-z0-9+/=]{40}",
 }
 _KINDS = dict(zip((f"kind{index}" for index in range(len(_TOKENS))), _TOKENS))
-# At the beginning of a word, or behind a line break as code writes it
+# At the beginning of a word, or after a line break as code writes it
 _TOKEN = re.compile(
     r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:" + "|".join(f"(?P<{group}>{_TOKENS[kind]})" for group, kind in _KINDS.items()) + ")"
 )
 
 
 def without_folders(value: Any) -> Any:
-    """A value without absolute paths: they say nothing to a reader elsewhere, and may say too much; the last part is enough.
+    """Cuts absolute paths to their last part, which is all that a reader on another machine needs.
 
     Args:
-        value: a text, or mappings and lists of texts and of anything else. Texts that a model or its tokenizer computes with
-            (tokens, labels, templates, by the name of their field) stay as they are.
+        value: a text, or mappings and lists of texts and other values. Texts that a model or its tokenizer computes with
+            (tokens, labels and templates, by the name of their field) stay as they are.
     """
     if isinstance(value, dict):
         return {
@@ -101,7 +101,7 @@ def _cut(match: re.Match) -> str:
     path = match[0]
     if match["address"] is not None:
         return path
-    # Of one part there are many that are no paths: `/no_think`, `[/INST]`, "tokens /s"
+    # Many texts of one part are no paths: `/no_think`, `[/INST]`, "tokens /s"
     is_short = path.startswith("/") and "/" not in path.strip("/")
     if is_short and not re.search(r"\.[A-Za-z]\w*$", path) and not os.path.exists(path):
         return path
@@ -116,11 +116,11 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
     """Looks for tokens of services, and for paths of this machine.
 
     Args:
-        folder: that is published.
-        contents: files, or what is uploaded in their place, by name.
+        folder: the folder that is published.
+        contents: files, or the bytes that are uploaded instead, by name.
 
     Raises:
-        ValueError: naming the file and the line or field. A token itself is not repeated.
+        ValueError: naming the file and the line or field, but not the token itself.
     """
     texts = [(name, *found) for name, content in contents.items() for found in _texts(name, content)]
     token = get_token()
@@ -147,9 +147,9 @@ def _line(text: str, position: int) -> str:
 
 
 def _path_of_this_machine(text: str, places: set[str]) -> tuple[int, str] | None:
-    """Position and text of the first path below one of the places, or whose first two parts are there on this machine."""
+    """Position and text of the first path that is below one of the places, or whose first two parts exist on this machine."""
     for place in sorted(places):
-        # As a path: not as the end of an address, nor as the beginning of another name; `/root` or `/app` alone tells nothing
+        # Not the end of an address, not the beginning of another name; `/root` or `/app` alone reveals nothing
         end = r"(?![\w-])" if len(Path(place).parts) > 2 else "(?=/)"
         if found := re.search(rf"(?:(?<![\w./-])|(?<=://)){re.escape(place)}{end}[^\s\"'`,;<>|]*", text):
             return found.start(), found[0].rstrip(".)]}!?*")
@@ -165,7 +165,7 @@ def _path_of_this_machine(text: str, places: set[str]) -> tuple[int, str] | None
 
 
 def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, bool]]:
-    """The texts in a file: where it stands (`None`: count the lines), itself, and whether these are tokens of a vocabulary."""
+    """The texts in a file: their place (`None`: count the lines), themselves, and whether they are tokens of a vocabulary."""
     yield "its name", name, False
     suffix = Path(name).suffix
     if suffix == ".safetensors":
@@ -194,7 +194,7 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
 
 
 def _fields(value: Any, field: str = "") -> Iterator[tuple[str, str, bool]]:
-    """The texts of a nested value by their fields. Each key stands before its value: some tokens are known by their name."""
+    """The texts of a nested value by their fields. Each key stands before its value: some tokens are found by their name."""
     name = field.rpartition(".")[2]
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -226,7 +226,7 @@ def _is_vocabulary(key: Any) -> bool:
 
 
 def _image_texts(path: Path | bytes) -> dict[str, str]:
-    """The texts that a PNG carries beside its picture."""
+    """The texts in the metadata of a PNG."""
     try:
         with Image.open(path) as image:
             image.load()
@@ -239,13 +239,13 @@ def _image_texts(path: Path | bytes) -> dict[str, str]:
 
 
 def _sentencepiece_texts(data: bytes) -> dict[str, Any]:
-    """What a SentencePiece model says of its own training; its pieces are a vocabulary."""
+    """The texts about its training in a SentencePiece model; its pieces are a vocabulary."""
     from google.protobuf.message import DecodeError
     from transformers.convert_slow_tokenizer import import_protobuf
 
     model = import_protobuf().ModelProto()
     try:
         model.ParseFromString(data)
-    except DecodeError:  # of another kind, a list of tokens
+    except DecodeError:  # the file has another format, a list of tokens
         return {}
     return {"trainer_spec": {"input": list(model.trainer_spec.input), "model_prefix": model.trainer_spec.model_prefix}}

@@ -14,9 +14,9 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.trainer import load_config
 
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16}
@@ -55,7 +55,7 @@ def test_shipped_models_build(name):
 
 @pytest.mark.parametrize("name", names("recipes"))
 def test_shipped_recipes_go_through_the_parser(name):
-    resolved = load_recipe(name, ["--bf16", "false", "--torch_compile", "false"])
+    resolved = load_recipe(name, {"bf16": False, "torch_compile": False})
     config = load_config(resolved.recipe.model, resolved.switches)
     assert resolved.recipe.block_size <= config.max_position_embeddings
     arguments = resolved.training_arguments
@@ -63,7 +63,7 @@ def test_shipped_recipes_go_through_the_parser(name):
 
 
 def test_papers_recipe_has_its_numbers():
-    resolved = load_recipe("openwebtext-paper", ["--bf16", "false", "--torch_compile", "false"])
+    resolved = load_recipe("openwebtext-paper", {"bf16": False, "torch_compile": False})
     arguments = resolved.training_arguments
     tokens = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * resolved.recipe.block_size
     assert tokens == 491_520

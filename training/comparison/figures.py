@@ -1,10 +1,9 @@
-"""The figures of a comparison: how its models trained, what they gain for what they cost, how stable their attention was.
+"""The figures of a comparison: losses over steps, improvement against cost, and stability of attention.
 
-Each function takes what `results.json` holds and returns a figure, or `None` where there is nothing to draw. Means are over
-the seeds of the reported runs. A run that diverged is in none of them, and the legend counts those that did.
+Each function takes the content of `results.json` and returns a figure, or `None` if there are no data for it. Means are over
+the seeds of the reported runs, without those that diverged, which the legend counts.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
+from modeling_nlq.training.files import written_whole
+
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
-# Of another number than the colours, so that no pair comes twice in many models
+# Not as many as the colours, so that pairs of colour and marker differ for many models
 _MARKERS = "osD^vPX*"
 _BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 _NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
 
-# Of each quantity: what it is, its unit, and how several layers become one curve
+# Title of each quantity, its unit, and the function that makes one curve of several layers
 _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
     "entropy": ("Entropy, mean over layers", "nats", np.mean),
     "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
@@ -39,9 +40,8 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(unfinished, format="png", dpi=150)
-    unfinished.replace(path)
+    with written_whole(path.parent) as folder:
+        figure.savefig(folder / path.name, format="png", dpi=150)
 
 
 def draw_curves(results: dict[str, Any]) -> Figure | None:
@@ -90,12 +90,12 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
 
 
 def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
-    """Improvement against what it costs, as in Figure 2 of arXiv 2603.13381.
+    """Improvement against cost, as in Figure 2 of arXiv 2603.13381.
 
     Args:
-        results: of the comparison.
+        results: the content of `results.json`.
         cost: a number of each model, `non_embedding_parameters` or `flops_per_token`.
-        label: of its axis.
+        label: label of the axis.
     """
     styles, baseline = _styles(results), results["baseline"]
     effects = {baseline: {"loss_improvement": 0.0, "loss_improvement_interval": None}, **results["statistics"]["effects"]}
@@ -135,7 +135,7 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
 def draw_stability(results: dict[str, Any]) -> Figure | None:
     """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
 
-    Runs that diverged are dotted, one by one: of a model that cannot be trained at any learning rate, those of its sweep.
+    Runs that diverged are dotted, one by one; of a model that diverged at every learning rate, these are the runs of its sweep.
     """
     models, styles = results["models"], _styles(results)
     runs = {name: [*model["runs"], *([] if model["runs"] else model["sweep"])] for name, model in models.items()}
@@ -143,7 +143,7 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
         quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
         for quantity in _QUANTITIES
     }
-    # A quantity that never changes says nothing, such as the rows without weight under softmax
+    # A quantity that never changes is left out, such as the rows without weight under softmax
     panels = [
         quantity
         for quantity, found in curves.items()
@@ -183,7 +183,7 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
 
 
 def _styles(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """How the line of each model looks, in every figure."""
+    """The style of each model's line, the same in every figure."""
     others = [name for name in results["models"] if name != results["baseline"]]
     styles = {results["baseline"]: _BASELINE}
     for index, name in enumerate(others):
@@ -197,14 +197,14 @@ def _finished(model: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which every curve has a value, and the values `(curve, step)`; of no curves, one without steps."""
+    """The steps at which every curve has a value, and the values `(curve, step)`; without curves, one that has no steps."""
     found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
     steps = sorted(set.intersection(*(set(curve) for curve in found)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
 
 
 def _over_layers(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
-    """A run's curve of a quantity, over the layers that have it at that step."""
+    """The curve of a quantity in a run, over the layers that have it at each step."""
     history = run["history"]
     layers = [layer[quantity] for layer in history["stability"].values() if quantity in layer]
     values: dict[int, list[float]] = {}
@@ -230,7 +230,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
-    """Leaves out the first tenth of training, whose fall would press all that follows into one line."""
+    """Sets the range without the first tenth of training, whose fall would flatten the rest of the curve."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
@@ -268,7 +268,7 @@ def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
 
 
 def _dodge(places: Sequence[float]) -> list[float]:
-    """Sets points that would cover each other side by side, around the middle of where they belong."""
+    """Moves points that would cover each other side by side, around the middle of their places."""
     gap = 0.03 * ((max(places) - min(places)) or abs(places[0]))
 
     def spread(group: list[int]) -> np.ndarray:
@@ -295,7 +295,7 @@ def _add_legend(
     others: list[Line2D | Patch],
     spikes: dict[str, int] | None = None,
 ) -> None:
-    """Below the axes, where it covers nothing: the models, with what their curves do not show."""
+    """Adds the legend below the axes: the models, and the runs and spikes that their curves do not show."""
     handles = []
     for name, style in styles.items():
         model, notes = results["models"][name], ["baseline"] if name == results["baseline"] else []

@@ -1,7 +1,7 @@
-"""`nlq compare`: every run of a comparison, each once, then the results.
+"""`nlq compare` on local machines: makes every run of a comparison once, then the results.
 
 Any number of processes may work on one results folder, started by `accelerate launch` or by hand, on one machine or on several
-that share the folder: a run belongs to the process that holds its lock, which the operating system takes from a dead one.
+that share the folder. A run belongs to the process that holds its lock; the operating system frees the lock of a dead process.
 """
 
 import json
@@ -22,23 +22,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from datasets import disable_progress_bars
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import RESULTS_FILE, best_learning_rate, gather, read_metrics, run_folder
-from modeling_nlq.training.run.recipe import read_yaml, resolve_recipe
-from modeling_nlq.training.run.trainer import differences, is_taken, prepare_data, train, write_text
+from modeling_nlq.training.comparison.plan import Comparison, Run, load_comparison
+from modeling_nlq.training.comparison.report import write_report
+from modeling_nlq.training.comparison.results import best_learning_rate, gather, read_metrics, run_folder
+from modeling_nlq.training.files import (
+    COMPARISON_FILE,
+    RESULTS_FILE,
+    differences,
+    has_little_space,
+    is_taken,
+    read_yaml,
+    write_text,
+    write_yaml,
+)
+from modeling_nlq.training.run.data import prepare_data
+from modeling_nlq.training.run.recipe import resolve_recipe
+from modeling_nlq.training.run.trainer import train_recipe
 
 
-COMPARISON_FILE = "comparison.yaml"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
 _BUSY = "busy"
-_LITTLE_SPACE = 2**26  # bytes on a disk that explain a failure
-# What launchers tell their processes, and a run of its own must not read
+# Variables of the launcher that started this process, which the process of a run must not read
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -51,28 +60,62 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-def compare(comparison: Comparison, folder: Path) -> dict[str, Any]:
-    """Makes all runs that are not finished, and returns the results.
+def compare(comparison: str | Path, output_dir: str | Path | None = None, **overrides: Any) -> dict[str, Any]:
+    """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
+
+    Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
 
     Args:
-        comparison: what to run.
-        folder: where the runs lie, or will.
+        comparison: name of a shipped comparison, or a YAML file.
+        output_dir: results folder; by default `runs/compare-NAME`.
+        overrides: fields of the recipe that all models share, as for `train`.
+
+    Returns:
+        The content of `results.json` in the results folder (see `gather`).
+
+    Raises:
+        ValueError: for an unknown field, name or value, or a folder that holds another comparison or something else.
+        ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
+    """
+    loaded = load_comparison(comparison, overrides)
+    return run_and_report(loaded, Path(output_dir or loaded.default_folder))
+
+
+def run_and_report(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
+    results = run_comparison(comparison, folder)
+    if is_main_process():
+        write_report(results, folder)
+    return results
+
+
+def is_main_process() -> bool:
+    """Tells whether this is the first of the processes that a launcher started on this machine, or the only one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def run_comparison(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """Makes all runs that are not finished, and returns the results without a report.
+
+    Args:
+        comparison: the runs to make.
+        folder: folder of the runs.
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     if not sys.stderr.isatty():
-        disable_progress_bars()  # those of the data, which a log file does not need
+        disable_progress_bars()  # a log file does not need those of the data
     _claim_folder(folder, comparison)
     with FileLock(folder / "tokenizer.lock"):
-        # Once for all runs, which then find the data in the cache
+        # Once for all runs, which find the data in the cache then
         first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
         _, _, fingerprint = prepare_data(first.recipe, folder / "tokenizer")
         _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
     _run_all(comparison, folder)
     for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
-        shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its end
+        shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its last step
     text = json.dumps(gather(comparison, folder), allow_nan=False)
     write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
@@ -86,12 +129,11 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
     elif is_taken(folder):
         raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, yaml.safe_dump(comparison.given, sort_keys=False))
+        write_yaml(file, comparison.given)
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    """Raises `ValueError` if runs of a comparison were, or would be, made with another dataset."""
+    """Raises `ValueError` if the dataset differs from that of earlier runs."""
     if file.is_file() and (before := file.read_text(encoding="utf-8").strip()) != str(fingerprint):
         raise ValueError(
             f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now); put the "
@@ -101,7 +143,7 @@ def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
 
 
 def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:
-    """The runs that can begin now, in their order, and how many runs are not finished."""
+    """The runs that can begin now, in their order, and the number of runs that are not finished."""
     ready, count = [], 0
     for model in comparison.variants:
         sweep = [run for run in comparison.sweep(model) if read_metrics(folder, run) is None]
@@ -112,19 +154,19 @@ def _unfinished(comparison: Comparison, folder: Path) -> tuple[list[Run], int]:
             reported = [run for run in comparison.reported(model, rate) if read_metrics(folder, run) is None]
             ready += reported
             count += len(reported)
-    # All sweeps first, then seed by seed: what is there early is of all models
+    # All sweeps first, then seed by seed, so that early results cover all models
     order = {seed: index for index, seed in enumerate(comparison.seeds)}
     return sorted(ready, key=lambda run: -1 if run.is_sweep else order[run.seed]), count
 
 
 def _run_all(comparison: Comparison, folder: Path) -> None:
     """Makes the runs that are not finished, one after another, each in a process of its own."""
-    context = multiprocessing.get_context("forkserver")  # imports once, and every run is still a fresh process
+    context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
     context.set_forkserver_preload([__name__])
     steps = context.Value("q", 0)
     total = sum(comparison.runs_of(model) for model in comparison.variants)
     steps_per_run = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder).training_arguments.max_steps
-    # A terminal sees every second where things are, a log file every run
+    # A terminal shows the progress every second, a log file after every run
     pace = {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
     _, count = _unfinished(comparison, folder)
     with (
@@ -143,7 +185,7 @@ def _run_all(comparison: Comparison, folder: Path) -> None:
                 if not _is_locked(folder, run) and _run_one(comparison, run, folder, context, steps, progress) != _BUSY:
                     break
             else:
-                time.sleep(1.0)  # others are at work on all that is left
+                time.sleep(1.0)  # other processes make all runs that are left
 
 
 def _lock_file(folder: Path, run: Run) -> Path:
@@ -162,7 +204,7 @@ def _is_locked(folder: Path, run: Run) -> bool:
 
 
 def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, progress: tqdm) -> str | None:
-    """One run in a process of its own, with the progress shown while it lasts."""
+    """Makes one run in a process of its own, and shows its progress."""
     started_from = progress.n
     steps.value = 0
     progress.set_postfix_str(run.name)
@@ -180,17 +222,16 @@ def _run_one(comparison: Comparison, run: Run, folder: Path, context, steps, pro
             children = set(multiprocessing.active_children()) - others
             for process in children:
                 os.kill(process.pid, signal.SIGINT)
-            # Leaving the executor waits for the run, which may have lost the interrupt: Python drops one in a destructor
+            # Leaving the executor waits for the run, which may have lost the interrupt: Python ignores one in a destructor
             if future is None or wait([future], timeout=10.0).not_done:
                 for process in children:
                     process.kill()
             raise
         except BrokenProcessPool as error:
-            reason = "died, of too little memory perhaps"
-            raise ChildProcessError(f"run {run.name} {reason}; see {_log_file(folder, run)}") from error
+            text = f"run {run.name} died, perhaps of too little memory; see {_log_file(folder, run)}"
+            raise ChildProcessError(text) from error
         except Exception as error:
-            is_full = shutil.disk_usage(folder).free < _LITTLE_SPACE
-            reason = "failed, for the disk is full" if is_full else "failed"
+            reason = "failed, because the disk is full" if has_little_space(folder) else "failed"
             text = f"run {run.name} {reason}: {type(error).__name__}: {error}; see {_log_file(folder, run)}"
             raise ChildProcessError(text) from error
 
@@ -219,7 +260,7 @@ def _interrupts_blocked():
 
 @contextmanager
 def _environment_of_one_run():
-    """What the processes of runs inherit: one device, and nothing of the launcher that started this process."""
+    """Sets the environment that the processes of runs inherit: one device, and no variables of a launcher."""
     before = dict(os.environ)
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -235,11 +276,11 @@ def _environment_of_one_run():
         os.environ.update(before)
 
 
-# What follows runs in the process of a run
+# The process of a run
 
 
 class _Progress(TrainerCallback):
-    """Tells how far a run is."""
+    """Counts the steps of a run."""
 
     def on_step_end(self, args, state, control, **kwargs):
         _steps.value = state.global_step
@@ -247,7 +288,7 @@ class _Progress(TrainerCallback):
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os._exit(1)  # the next process that works on this comparison goes on from the last checkpoint
+    os._exit(1)  # another process goes on from the last checkpoint
 
 
 def _start_run(steps, log_file: Path) -> None:
@@ -264,13 +305,9 @@ def _start_run(steps, log_file: Path) -> None:
 def _train_alone(content: dict[str, Any], folder: Path, lock_file: Path, tokenizer_folder: Path) -> str | None:
     try:
         with FileLock(lock_file, timeout=0):
-            train(
-                resolve_recipe(content, ["--output_dir", str(folder), "--disable_tqdm", "true"]),
-                tokenizer_folder,
-                [_Progress()],
-            )
+            train_recipe(resolve_recipe(content, {"output_dir": folder, "disable_tqdm": True}), tokenizer_folder, [_Progress()])
             for checkpoint in folder.glob("checkpoint-*"):
-                # A finished run needs none, and many runs would fill the disk. Another process may be removing them too
+                # A finished run needs none, and many runs would fill the disk. Another process may remove them too
                 shutil.rmtree(checkpoint, ignore_errors=True)
     except Timeout:
         return _BUSY

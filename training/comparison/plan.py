@@ -1,11 +1,11 @@
-"""Comparisons: which models, learning rates and seeds, on one recipe. Read, checked and sized before anything is trained."""
+"""The plan of a comparison: models, learning rates and seeds on one recipe, checked and sized before anything is trained."""
 
 import copy
 import logging
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +15,27 @@ from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.comparison.statistics import power_warning
+from modeling_nlq.training.files import check_keys, read_section, read_yaml
+from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-from modeling_nlq.training.run.recipe import ResolvedRecipe, check_keys, read_section, read_yaml, resolve_recipe
-from modeling_nlq.training.run.trainer import check_recipe, load_config
+from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.text import align
 from modeling_nlq.training.traces import without_folders
 
 
 _FIELDS = ("name", "recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
 _MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
-# What differs between the runs of one model, by `seeds` and `learning_rates`
+# These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 @contextmanager
 def _without_gpu_advice() -> Iterator[None]:
-    """Drops one message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
+    """Drops a message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
 
-    A plan may be read on another machine than it runs on, and has a recipe for each model. A run that trains gives the message,
-    once, in its own log.
+    A plan may be read on another machine than it runs on, and makes the arguments of many runs. A run that trains gives the
+    message once, in its own log.
     """
 
     def is_no_advice(record: logging.LogRecord) -> bool:
@@ -53,8 +55,8 @@ class Run:
 
     Attributes:
         model: a name of the comparison.
-        learning_rate, seed: what it is trained with.
-        is_sweep: whether it is there to choose the learning rate, not to be reported.
+        learning_rate, seed: settings of the run.
+        is_sweep: whether it chooses the learning rate and is not reported.
     """
 
     model: str
@@ -73,13 +75,13 @@ class Variant:
     """A model of a comparison.
 
     Attributes:
-        content: its recipe, complete but for learning rate and seed, as `resolve_recipe` takes it.
-        learning_rates: to choose among.
+        content: its recipe without learning rate and seed, as `resolve_recipe` takes it.
+        learning_rates: the rates to choose among.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
-        tokens: trained on in each run, if every batch is full.
-        tokenizer: as in its recipe.
-        given: what the comparison's file says of it.
+        tokens: number of training tokens of each run, if every batch is full.
+        tokenizer: the tokenizer of its recipe.
+        given: its entry in the comparison's file.
     """
 
     content: dict[str, Any]
@@ -93,17 +95,17 @@ class Variant:
 
 @dataclass
 class Comparison:
-    """What is to be run.
+    """A comparison with all overrides applied.
 
     Attributes:
-        name: of the comparison.
-        baseline: the model all others are compared with.
+        name: its name.
+        baseline: the model that all others are compared with.
         variants: models by name.
-        seeds: of the reported runs, which all models share.
-        sweep_seed: of the runs that choose the learning rate.
-        tokens_per_run: trained on, if every batch is full; `gather` has what the runs saw.
-        command: what to type to run it.
-        given: the whole comparison after the command line, as one mapping: two with the same one are the same.
+        seeds: seeds of the reported runs, which all models share.
+        sweep_seed: seed of the runs that choose the learning rate.
+        tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
+        command: the command that runs it.
+        given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
     """
 
     name: str
@@ -115,6 +117,11 @@ class Comparison:
     command: str
     given: dict[str, Any]
 
+    @property
+    def default_folder(self) -> Path:
+        """The results folder, unless another one is given."""
+        return Path(f"runs/compare-{self.name}")
+
     def sweep(self, model: str) -> list[Run]:
         """The runs that choose a model's learning rate; none where there is only one."""
         rates = self.variants[model].learning_rates
@@ -125,7 +132,7 @@ class Comparison:
         return [Run(model, learning_rate, seed, False) for seed in self.seeds]
 
     def runs_of(self, model: str) -> int:
-        """How many runs a model takes."""
+        """The number of runs of a model."""
         return len(self.sweep(model)) + len(self.seeds)
 
     @_without_gpu_advice()
@@ -133,10 +140,10 @@ class Comparison:
         """The recipe of a run."""
         content = copy.deepcopy(self.variants[run.model].content)
         content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
-        return resolve_recipe(content, ["--output_dir", str(folder)], f"model {run.model!r}")
+        return resolve_recipe(content, {"output_dir": folder}, f"model {run.model!r}")
 
     def power_warning(self) -> str | None:
-        """Why these seeds cannot settle anything, if they cannot."""
+        """A warning if there are too few seeds for a verdict."""
         return power_warning(len(self.seeds), len(self.variants) - 1)
 
     def describe(self) -> Iterator[str]:
@@ -166,10 +173,7 @@ class Comparison:
                     str(self.runs_of(name)),
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for row in rows:
-            cells = (cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths)))
-            yield "  ".join(cells)
+        yield from align(rows)
         runs = sum(self.runs_of(name) for name in self.variants)
         flops = (
             sum(self.runs_of(name) * item.size.flops_per_token for name, item in self.variants.items()) * self.tokens_per_run
@@ -183,8 +187,8 @@ class Comparison:
 
 
 @_without_gpu_advice()
-def load_comparison(source: str, overrides: list[str] | None = None) -> Comparison:
-    """Reads a comparison, applies the command line, and checks that every run of it can be made.
+def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison:
+    """Reads a comparison, applies overrides, and checks that every run of it can be made.
 
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
@@ -193,7 +197,7 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     Raises:
         ValueError: for an unknown field, name or value.
     """
-    path = find("comparisons", source)
+    path = find("comparisons", str(source))
     given = read_yaml(path)
     check_keys(str(path), given, _FIELDS)
     models = read_section(given.get("models"), f"{path}: models")
@@ -211,9 +215,9 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     _check_seeds(path, seeds, sweep_seed)
     learning_rates = _check_learning_rates(f"{path}: learning_rates", given.get("learning_rates"))
 
-    # The recipe as every model has it
-    words = [word.removeprefix("--").split("=")[0] for word in overrides or [] if word.startswith("--")]
-    _check_set_by_run("command line", words)
+    # The recipe that all models share
+    overrides = dict(overrides or {})
+    _check_set_by_run("arguments", overrides)
     shared, recipe_source = given["recipe"], f"{path}: recipe"
     if not isinstance(shared, dict):
         recipe_source = str(find("recipes", str(shared)))
@@ -247,15 +251,9 @@ def load_comparison(source: str, overrides: list[str] | None = None) -> Comparis
     resolved.update(
         name=own_name, recipe=shared, sweep_seed=sweep_seed, models={name: item.given for name, item in variants.items()}
     )
-    words = [Path(source).name if Path(source).is_file() else source, *map(_without_folder, overrides or [])]
-    command = shlex.join(["nlq", "compare", *words])
+    shown = Path(source).name if Path(source).is_file() else str(source)
+    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
     return Comparison(own_name, baseline, variants, list(seeds), sweep_seed, variants[baseline].tokens, command, resolved)
-
-
-def _without_folder(word: str) -> str:
-    """A word of the command line as it may be shown to others, `--option=/folder/file` included."""
-    option, separator, value = word.partition("=")
-    return f"{option}={without_folders(value)}" if separator and option.startswith("--") else without_folders(word)
 
 
 def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
@@ -292,7 +290,7 @@ def _check_learning_rates(source: str, rates: Any) -> list[float]:
 def _read_model(
     path: Path, name: Any, entry: Any, shared: dict[str, Any], learning_rates: list[float], match: Any, budget: Size | None
 ) -> Variant:
-    """One entry of `models`: `None`, the name of a configuration, or a mapping of what differs from the recipe."""
+    """Reads an entry of `models`: `None`, the name of a configuration, or a mapping of fields that differ from the recipe."""
     source = f"{path}: model {name!r}"
     if not isinstance(name, str):
         raise ValueError(f"{source}: a name must be a text; put it in quotes")
@@ -333,7 +331,7 @@ def _read_model(
             f"{source}: save_steps={arguments.save_steps} must be a multiple of logging_steps={arguments.logging_steps}, or a "
             "run that is interrupted would report another training loss"
         )
-    # Each run has one device, whatever this process sees
+    # Each run has one device, even if this process has several
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")

@@ -1,7 +1,6 @@
-"""The results of a comparison: everything its runs measured, and what follows from it, as one JSON-able mapping."""
+"""The results of a comparison: the measurements of its runs, and their analysis, as one mapping for JSON."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,27 +9,24 @@ from transformers.trainer_callback import TrainerState
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+from modeling_nlq.training.files import METRICS_FILE, STATE_FILE, read_json
 from modeling_nlq.training.run.stability import loss_spikes, read_stability
-from modeling_nlq.training.run.trainer import METRICS_FILE
 from modeling_nlq.training.traces import without_folders
 
 
-RESULTS_FILE = "results.json"
-
-
 def run_folder(folder: Path, run: Run) -> Path:
-    """Where a run lies in the folder of its comparison."""
+    """The folder of a run in that of its comparison."""
     return folder / "runs" / run.name
 
 
 def read_metrics(folder: Path, run: Run) -> dict[str, Any] | None:
-    """What a finished run measured; `None` if it is not finished."""
+    """The metrics of a finished run; `None` if it is not finished."""
     file = run_folder(folder, run) / METRICS_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def best_learning_rate(comparison: Comparison, folder: Path, model: str) -> float | None:
-    """The rate with the lowest validation loss in the sweep, whose runs are finished; `None` if all of them diverged."""
+    """The rate with the lowest validation loss in the finished sweep; `None` if all its runs diverged."""
     runs = comparison.sweep(model)
     if not runs:
         return comparison.variants[model].learning_rates[0]
@@ -40,19 +36,19 @@ def best_learning_rate(comparison: Comparison, folder: Path, model: str) -> floa
 
 
 def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
-    """The content of `results.json`, from the finished runs of a comparison.
+    """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the chosen `learning_rate` (`None` if
-      every rate diverged), whether it `is_at_edge` of the rates tried, its `rate_gap` (how clearly it was the best, see the
-      function), and the runs of the sweep and those that are reported.
+      every rate diverged), whether it `is_at_edge` of the rates tried, its `rate_gap` (see that function), and the runs of the
+      sweep and the reported ones.
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
-    * `tokens_per_run`: the most that a run saw to its end; the plan's number if every run was stopped. The plan counts the last
-      batch of an epoch as full, which it may not be.
-    * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in one order;
-      `None` if no run saw them to the end.
-    * `statistics`: what `analyse` makes of the test losses.
+    * `tokens_per_run`: the most tokens that a finished run saw; the plan's number if every run was stopped early. The plan
+      counts the last batch of an epoch as full, which it may not be.
+    * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in the same
+      order; `None` if every run was stopped early.
+    * `statistics`: the result of `analyse` for the test losses.
     """
     models = {}
     for name, variant in comparison.variants.items():
@@ -73,12 +69,12 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
             "sweep": sweep,
             "runs": runs,
         }
-    # A run that was stopped saw the beginning only
+    # A run that was stopped early saw only the first tokens
     whole = [run for model in models.values() for run in [*model["sweep"], *model["runs"]] if run["diverged_at"] is None]
     streams: dict[int, set[str]] = {}
     for run in whole:
         streams.setdefault(run["seed"], set()).add(run["token_stream"])
-    # A model none of whose rates can be trained has diverged on every seed
+    # A model that diverged at every rate counts as diverged on every seed
     losses = {
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
         for name, model in models.items()
@@ -113,7 +109,7 @@ def _all_runs(comparison: Comparison, folder: Path, model: str) -> list[Run]:
 def _read_run(folder: Path, run: Run) -> dict[str, Any]:
     path = run_folder(folder, run)
     metrics = read_metrics(folder, run)
-    history = TrainerState.load_from_json(str(path / "trainer_state.json")).log_history
+    history = TrainerState.load_from_json(str(path / STATE_FILE)).log_history
     curves = {
         name: [(entry["step"], entry[key]) for entry in history if key in entry]
         for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
@@ -124,7 +120,7 @@ def _read_run(folder: Path, run: Run) -> dict[str, Any]:
         "learning_rate": run.learning_rate,
         "diverged": metrics["diverged"],
         "diverged_at": metrics["diverged_at"],
-        # The loss of a model that diverged is no result
+        # The loss of a model that diverged is not reported
         "test_loss": None if metrics["diverged"] else metrics["test_loss"],
         "validation_loss": metrics.get("eval_loss"),
         "train_loss": metrics["train_loss"],
@@ -149,5 +145,5 @@ def _validation_losses(runs: list[dict[str, Any]]) -> list[float | None]:
 
 
 def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
-    """JSON knows neither NaN nor infinity."""
+    """Replaces NaN and infinity, which JSON does not have."""
     return [(step, value if math.isfinite(value) else None) for step, value in curve]

@@ -4,8 +4,8 @@ Runs of one seed saw the same tokens in the same order, so each model is compare
 paired t-test, 1908). Several models share one estimate of the noise where their noises agree, and share one error rate
 (Holm 1979). Losses are in nats per token; K counts models, n seeds, s is a sample standard deviation (n - 1 in its divisor).
 
-Every error rate and interval is of runs whose settings are given. Where a learning rate was chosen by a run, as a sweep does,
-the error of that choice comes on top: `rate_gap` tells how large it may be, `benchmarks/selection.py` what it does.
+Error rates and intervals hold for given settings. Where a sweep chose the learning rate, the error of that choice is added:
+`rate_gap` tells how large it may be, and `benchmarks/selection.py` measures its effect.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Effect:
-    """One model against the baseline. What cannot be computed is None; without a test, so is all from `standard_error` on.
+    """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is none.
 
-    Intervals are t intervals of the one model, of nominally `Analysis.confidence`: not widened for the number of models, so one
-    of them may exclude 0 where the verdict, which is corrected, says "within noise". Neither verdicts nor intervals know the
-    error of choosing a learning rate.
+    Intervals are t intervals of the one model, of nominally `Analysis.confidence`. They are not widened for the number of
+    models, so one may exclude 0 where the verdict, which is corrected, says "within noise". Neither verdicts nor intervals
+    include the error of choosing a learning rate.
 
     Attributes:
         verdict: "better", "worse", "within noise", "too few seeds: no verdict", "diverged", "diverged in K of N runs", or "no
@@ -66,8 +66,8 @@ class Effect:
         difference_deviation: the model's own standard deviation of these differences, in nats.
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        is_pooled: whether the test takes its degrees of freedom from `Analysis.pool`, and the larger of its own deviation and
-            the pooled one.
+        is_pooled: whether the test uses the degrees of freedom of `Analysis.pool`, and the larger of the model's own deviation
+            and the pooled one.
         standard_error: of `mean_difference`, in nats, as the test used it.
         degrees_of_freedom: of the test.
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
@@ -123,11 +123,11 @@ class Analysis:
 def analyse(losses: dict[str, dict[int, float | None]], baseline: str, alpha: float = 0.05) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
-    A model with a diverged run is not tested on the others, for leaving out its failures would flatter it; nor is it where the
-    baseline diverged on one of the model's seeds. Such models do not count among the tests either. "Better" and "worse" need
-    a corrected p-value below `alpha`. Short of that the verdict is "within noise", or "too few seeds" where even the least
-    detectable effect, at the strictest of Holm's steps, is beyond `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model
-    that equals the baseline in each pair has p = 1; one that differs by the same amount in each has p = 0, the limit for
+    A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it. Neither is a
+    model tested if the baseline diverged on one of its seeds. Such models do not count among the tests. "Better" and "worse"
+    need a corrected p-value below `alpha`. Otherwise the verdict is "within noise", or "too few seeds" where even the smallest
+    detectable effect, at the strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below two pairs there is no test. A
+    model that equals the baseline in each pair has p = 1; one that differs by the same amount in each has p = 0, the limit for
     vanishing noise.
 
     Args:
@@ -149,7 +149,7 @@ def analyse(losses: dict[str, dict[int, float | None]], baseline: str, alpha: fl
 
     tested = {name: effect for name, effect in effects.items() if not effect.verdict}
     pool = _pool({name: _differences(models[name], reference) for name in tested})
-    # Who was set aside for being quieter than the pool is judged by it nevertheless: a small variance may be luck
+    # A model that was set aside because it is less noisy than the pool is tested with the pool: a small variance may be luck
     quieter = {name for name, effect in tested.items() if effect.difference_deviation < (pool.deviation or 0.0)}
     tested = {name: _test(effect, pool if name in {*pool.models, *quieter} else None) for name, effect in tested.items()}
     for (name, effect), corrected in zip(tested.items(), holm(effect.p for effect in tested.values())):
@@ -209,9 +209,9 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
-    """A line for a plan whose verdicts would be "too few seeds" at worst, or None; arguments and errors of `critical_t`.
+    """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough.
 
-    One seed is a plan too, and gets a line rather than an error.
+    Arguments and errors are those of `critical_t`, but one seed gets a warning, not an error.
     """
     enough = next(count for count in itertools.count(2) if detectable_effect(count, models, alpha) <= PLAUSIBLE_EFFECT)
     if seeds >= enough:
@@ -227,10 +227,10 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
 
 
 def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) -> float | None:
-    """How clearly the best learning rate of a model was chosen: the gap between the two best, in standard deviations of a run.
+    """The gap between the two best learning rates of a model, in standard deviations of a run.
 
-    The rate is chosen by one run each, so a gap below `CLEAR_RATE_GAP` may be luck. The standard deviation is that of the
-    reported runs, all at the chosen rate (n - 1 in its divisor).
+    Each rate is tried by one run, so a gap below `CLEAR_RATE_GAP` may be luck. The standard deviation is that of the reported
+    runs, which all have the chosen rate (n - 1 in its divisor).
 
     Args:
         sweep: validation loss of each rate in the sweep, in nats per token; None, NaN or infinity if that run diverged.
@@ -256,15 +256,15 @@ def _pool(differences: dict[str, np.ndarray]) -> Pool:
     while nu independent degrees of freedom would give 2 sigma^4 / nu. Equating the two, as Satterthwaite (1946) does:
     nu = sum (n_k - 1) / (1 + (K - 1) / 4), a lower bound where models have different seeds.
 
-    With few seeds Bartlett's test often misses one noisy model, and sets aside one that was quiet by luck. So no model counts
-    as less noisy than its own runs show, nor than the pool (see `_test`). Simulated for 3 to 5 seeds, 2 to 5 models and alpha =
-    0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04 to 0.05 with a baseline
-    four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the others; with the pooled
-    deviation alone that last would be 0.08 to 0.10. Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 % with the
-    noisy baseline, and 90 to 94 % of the noisy model's.
+    With few seeds Bartlett's test often misses one noisy model, and sets aside one that is less noisy by luck. So no model
+    counts as less noisy than its own runs show, or than the pool (see `_test`). In simulations of 3 to 5 seeds, 2 to 5
+    models and alpha = 0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04
+    to 0.05 with a baseline four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the
+    others (0.08 to 0.10 with the pooled deviation alone). Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 %
+    with the noisy baseline, and 90 to 94 % of those of the noisy model.
     """
     deviations = {name: _deviation(values) for name, values in differences.items()}
-    # In the order of names, not of the caller, so that not even rounding depends on the latter
+    # In the order of names, so that not even rounding depends on the order of the caller
     candidates = sorted(name for name, deviation in deviations.items() if deviation)
     agreement_p = None
     while len(candidates) >= 2:
@@ -284,7 +284,7 @@ def _pool(differences: dict[str, np.ndarray]) -> Pool:
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None]) -> Effect:
-    """What can be said without a test; the verdict is why there is none, or empty."""
+    """Describes a model without a test; the verdict says why there is no test, or is empty."""
     finished = [loss for loss in runs.values() if loss is not None]
     diverged = len(runs) - len(finished)
     pairs, differences = _pairs(runs, reference), _differences(runs, reference)
@@ -337,7 +337,7 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effe
         tests: number of models tested.
         alpha: family-wise error rate.
     """
-    # In nats; both deviations are the one of the test, so a model without noise of its own is never short of seeds
+    # In nats; both use the deviation of the test, so a model without noise of its own never has too few seeds
     detectable = _critical_t(effect.degrees_of_freedom, tests, alpha) * effect.standard_error
     plausible = PLAUSIBLE_EFFECT * effect.standard_error * math.sqrt(effect.pairs)
     if effect.holm_p < alpha:

@@ -1,8 +1,7 @@
-"""`nlq convert`, folder to folder: GPT-2 and the paper's checkpoints to NLQ, NLQ to other switches or to GPT-2."""
+"""`nlq convert`: writes GPT-2 and the paper's checkpoints as NLQ models, and NLQ models with other switches or as GPT-2."""
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +19,23 @@ from transformers import (
 from transformers.utils import logging
 
 from modeling_nlq import NLQForSequenceClassification
-from modeling_nlq.training.card import CARD_FILE, base_model_of, render
-from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, check_names, from_gpt2, to_gpt2
+from modeling_nlq.training.card import base_model_of, render
+from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, from_gpt2, to_gpt2
 from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
 from modeling_nlq.training.conversion.upcycling import largest_difference
 from modeling_nlq.training.conversion.upcycling import upcycle as upcycle_model
-from modeling_nlq.training.parameters import size_of
-from modeling_nlq.training.run.data import check_vocabulary
-from modeling_nlq.training.run.trainer import METRICS_FILE, RECIPE_FILE, is_taken, write_text
-from modeling_nlq.training.sharing.publishing import CONVERSION_FILE, VOCABULARIES, files_to_publish
+from modeling_nlq.training.files import (
+    CARD_FILE,
+    CONVERSION_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    VOCABULARIES,
+    is_taken,
+    model_files,
+    written_whole,
+)
+from modeling_nlq.training.parameters import check_names, size_of
+from modeling_nlq.training.run.tokenization import check_vocabulary
 
 
 logger = logging.get_logger(__name__)
@@ -40,17 +47,17 @@ _TOLERANCE = 1e-4
 
 @dataclass
 class Conversion:
-    """What was converted to what; `conversion.json` holds it.
+    """The record of a conversion, which `conversion.json` holds.
 
     Attributes:
         source: a Hub name, or the last part of a path.
-        source_class, target_class: of the models.
-        base_model: the model on the Hub that the weights come from, if that is known.
-        switches: fields that were set anew.
-        lost: what the new model cannot do as the old one did; empty if both compute the same.
-        difference: of the outputs on random tokens, in float32, relative to the largest; `None` if there is no other model to
-            compare with, as of a checkpoint.
-        parameters: of the new model.
+        source_class, target_class: classes of the models.
+        base_model: the model on the Hub that the weights come from, if it is known.
+        switches: fields that were changed.
+        lost: the differences between the new model and the old one, in words; empty if both compute the same.
+        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output; `None` if
+            there is no other model to compare with, as for a checkpoint.
+        parameters: number of parameters of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
     """
 
@@ -80,20 +87,20 @@ def convert(
     Args:
         source: folder or Hub name of a GPT-2 or NLQ model, or a checkpoint of the paper's code or of nanoGPT.
         target: folder to write.
-        to: what to write, an NLQ model or a GPT-2 model of Transformers.
-        upcycle: whether to give it `upcycled` queries, which compute the same at first.
-        switches: other fields of `NLQConfig` to set without changing what the model computes.
+        to: write an NLQ model, or a GPT-2 model of Transformers.
+        upcycle: give it `upcycled` queries, which compute the same at first.
+        switches: other fields of `NLQConfig` to change without changing the outputs.
         tokenizer: folder or Hub name of a tokenizer to put beside the weights; by default the source's own.
-        allow_lossy: whether to go on where the new model cannot do what the old one did.
-        overwrite: whether to replace a model that is in the target; other files there are left alone.
+        allow_lossy: convert even if something is lost.
+        overwrite: replace a model in the target; other files there are left alone.
 
     Returns:
-        What was done.
+        The record of the conversion.
 
     Raises:
-        ValueError: for a source that is none of these or is damaged, a target that is taken, or switches that would change what
-            the model computes. Nothing has been written then.
-        LossyConversion: where something would be lost, and that is not allowed.
+        ValueError: for a source that is none of these or is damaged, a target that is taken, or switches that would change the
+            outputs. Nothing has been written then.
+        LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source, target = str(source), Path(target)
     switches = dict(switches or {})
@@ -120,7 +127,7 @@ def convert(
         new, more = _lossily(to_gpt2, new, allow_lossy)
         lost = [*lost, *more]
     difference = None if new is old else largest_difference(old, new)
-    # A matrix that is computed anew, as W - I, is rounded to the weights' own precision
+    # A matrix that is computed, such as W - I, is rounded to the precision of the weights
     tolerance = max(_TOLERANCE, torch.finfo(new.dtype).eps)
     if difference is not None and not lost and not difference <= tolerance:
         raise ValueError(
@@ -145,10 +152,10 @@ def convert(
 
 
 def load_source(source: str) -> PreTrainedModel:
-    """The model in a folder, on the Hub, or in a checkpoint of the paper's code or of nanoGPT, in its own precision.
+    """Loads a model from a folder, the Hub, or a checkpoint of the paper's code or of nanoGPT, in its own precision.
 
     Raises:
-        ValueError: if it is no such model, naming what is missing, damaged or too much.
+        ValueError: if it is no such model, naming the parts that are missing, damaged or unknown.
     """
     path = find_checkpoint(source)
     if path is not None:
@@ -172,7 +179,7 @@ def load_source(source: str) -> PreTrainedModel:
 
 
 def find_checkpoint(source: str) -> Path | None:
-    """The checkpoint file that a source names, itself or by its folder; `None` if it is no such file."""
+    """The checkpoint file of a source, which is the file or its folder; `None` if there is none."""
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
         return path / PAPER_CHECKPOINT
@@ -195,7 +202,7 @@ def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
     except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source!r}: the weights cannot be read: {str(error).splitlines()[0]}") from error
     except Exception as error:
-        # Of a pickle that asks for more than tensors, torch says so at length
+        # torch has a long message for a pickle that holds more than tensors
         if "weights_only" not in str(error) and "Unsupported" not in str(error):
             raise
         raise ValueError(
@@ -205,7 +212,7 @@ def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
         name, there, expected = min(found["mismatched_keys"])
         raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and config.json says {tuple(expected)}")
     missing = set(found["missing_keys"])
-    # The value of hidden scores, which Transformers saved until 4.27, is no parameter
+    # Transformers saved the value of masked scores until 4.27; it is no parameter
     unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
     try:
         check_names(missing, unexpected)
@@ -215,7 +222,7 @@ def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """A conversion, and what it lost."""
+    """Converts a model, and returns with it the list of losses."""
     try:
         return conversion(model), []
     except LossyConversion as error:
@@ -225,7 +232,7 @@ def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[Pre
 
 
 def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, whose special tokens the model then knows, or that of the source, if there is one."""
+    """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is one."""
     if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
     try:
@@ -262,22 +269,16 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, done: Conversion, target: Path) -> None:
-    """Writes all files beside the target, and moves them there once they are complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".unfinished", dir=target.parent) as unfinished:
-        folder = Path(unfinished)
+    """Writes the new model into the target, and removes the files of an older one."""
+    # config.json is last: it makes a model of the folder
+    with written_whole(target, last="config.json") as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         record = asdict(done)
-        write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
+        (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
         card.save(folder / CARD_FILE)
-        target.mkdir(exist_ok=True)
-        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-        stale = {*files_to_publish(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
-        for path in stale - {target / name for name in written}:
+        stale = {*model_files(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
+        for path in stale - {target / path.relative_to(folder) for path in folder.rglob("*")}:
             path.unlink(missing_ok=True)
-        for name in sorted(written, key=lambda name: name.name == "config.json"):  # last: it makes a model of the folder
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).replace(target / name)

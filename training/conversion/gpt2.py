@@ -1,13 +1,12 @@
-"""GPT-2 models of Transformers as NLQ models, and back: the same numbers under other names.
+"""Converts GPT-2 models of Transformers to NLQ models and back: the same numbers under other names.
 
-Both are a GPT-2 (Radford et al. 2019), of which NLQ's `query_projection="linear"`, `attention_activation="softmax"` is a case.
-Transformers keeps matrices transposed (`Conv1D`, input x output) and query, key and value in one, `c_attn`.
+An NLQ model with `query_projection="linear"` and `attention_activation="softmax"` is a GPT-2 (Radford et al. 2019).
+Transformers stores its matrices transposed (`Conv1D`, input x output), and query, key and value in one matrix, `c_attn`.
 """
 
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -34,9 +33,10 @@ from modeling_nlq import (
 )
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.conversion.upcycling import restructure
+from modeling_nlq.training.parameters import check_parameters
 
 
-# (class of GPT-2, class of NLQ, what the parameters of the head are called there and here)
+# (class of GPT-2, class of NLQ, names of the head's parameters there and here)
 _CLASSES = (
     (GPT2LMHeadModel, NLQForCausalLM, ("lm_head", "lm_head")),
     (GPT2Model, NLQModel, None),
@@ -68,10 +68,10 @@ _FIELDS = (
     ("eos_token_id", "eos_token_id"),
     ("pad_token_id", "pad_token_id"),
 )
-# Of any Transformers model, and of its head
+# Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout")
 
-# (GPT-2's and the paper's name, NLQ's) of what a block and the body around the blocks own
+# (name in GPT-2 and the paper's code, name in NLQ) of the modules of a block, and of the body around the blocks
 BLOCK_NAMES = (
     ("ln_1", "self_attn_norm"),
     ("attn.c_proj", "self_attn.o_proj"),
@@ -85,7 +85,7 @@ _SPLIT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 class LossyConversion(ValueError):
-    """A conversion that would lose something, which it names."""
+    """A conversion would lose something, which the message names."""
 
     def __init__(self, lost: list[str]):
         super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}")
@@ -93,11 +93,11 @@ class LossyConversion(ValueError):
 
 
 def from_gpt2(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
-    """An NLQ model that computes what a GPT-2 model computes, with the same head.
+    """Makes an NLQ model that computes the same as a GPT-2 model, with the same head.
 
     Args:
         model: any of Transformers' GPT-2 models.
-        allow_lossy: whether to leave out what an NLQ model has no place for.
+        allow_lossy: leave out the parts that an NLQ model does not have.
 
     Raises:
         ValueError: if the model is no GPT-2.
@@ -135,14 +135,14 @@ def from_gpt2(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTraine
 
 
 def to_gpt2(model: NLQPreTrainedModel, allow_lossy: bool = False) -> PreTrainedModel:
-    """A GPT-2 model of Transformers that computes what an NLQ model computes, with the same head.
+    """Makes a GPT-2 model of Transformers that computes the same as an NLQ model, with the same head.
 
-    Grouped queries are expanded, `"identity"` and `"residual"` projections written as matrices, and factors of scores and
-    outputs moved into the weights.
+    Grouped queries are expanded, `"identity"` and `"residual"` projections become matrices, and factors of scores and outputs
+    move into the weights.
 
     Args:
         model: an NLQ model.
-        allow_lossy: whether to go on where GPT-2 cannot do what it does.
+        allow_lossy: convert even if GPT-2 cannot compute the same.
 
     Raises:
         ValueError: if there is no GPT-2 of its shape.
@@ -190,7 +190,7 @@ def to_gpt2(model: NLQPreTrainedModel, allow_lossy: bool = False) -> PreTrainedM
     if head is not None:
         theirs, ours = head
         new_state.update({name.replace(ours, theirs, 1): value for name, value in state.items() if name.startswith(f"{ours}.")})
-    if target is GPT2ForTokenClassification:  # ours may go without
+    if target is GPT2ForTokenClassification:  # NLQ's may have no bias
         new_state.setdefault("classifier.bias", torch.zeros_like(new_state["classifier.weight"][:, 0]))
     gpt2_config = GPT2Config(
         **{theirs: getattr(config, ours) for theirs, ours in _FIELDS},
@@ -209,16 +209,16 @@ def build(
     state: dict[str, torch.Tensor],
     source: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """A model with all its weights given, in evaluation mode.
+    """Makes a model from all its weights, in evaluation mode.
 
     Args:
-        target: its class.
-        config: its configuration.
-        state: its parameters by name; copied.
+        target: class of the model.
+        config: configuration of the model.
+        state: parameters by name; they are copied.
         source: the model it is made from, whose generation settings it takes over.
 
     Raises:
-        ValueError: naming parameters that are missing, too many, or of another shape.
+        ValueError: naming parameters that are missing, unknown, or of another shape.
     """
     with torch.device("meta"):
         model = target(copy.deepcopy(config))
@@ -232,45 +232,12 @@ def build(
     return model.eval()
 
 
-def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` naming parameters that are missing, not known, or of another shape than the model's.
-
-    Args:
-        model: may be on the meta device.
-        shapes: of the parameters there are, by name; a tied LM head may be left out.
-    """
-    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:
-        expected.pop("lm_head.weight", None)
-    check_shapes(expected, shapes)
-
-
-def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` naming parameters that are missing, not known, or of another shape."""
-    check_names(expected.keys(), given.keys())
-    for name, shape in expected.items():
-        if tuple(given[name]) != tuple(shape):
-            raise ValueError(f"{name} has the shape {tuple(given[name])}, and {tuple(shape)} is needed")
-
-
-def check_names(expected: Set[str], given: Set[str]) -> None:
-    """Raises `ValueError` naming the parameters that are missing and those that nothing needs."""
-    problems = []
-    for what, names in (("missing", expected - given), ("not known", given - expected)):
-        if names:
-            names = sorted(names)
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            problems.append(f"{what}: {shown}")
-    if problems:
-        raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
-
-
 def to_nlq_name(name: str, split_as: str = "") -> str | None:
-    """What a parameter of a GPT-2 body is called in NLQ's; `None` if it is none of its own.
+    """Translates the name of a parameter of a GPT-2 body to NLQ; `None` if NLQ has no such parameter.
 
     Args:
         name: without the prefix `transformer.`.
-        split_as: what the part of the fused `c_attn` is called that is asked for.
+        split_as: name of the wanted part of the fused `c_attn`.
     """
     return _rename(
         name, r"h\.(\d+)\.", "layers.{}.", (*BLOCK_NAMES, (_FUSED, split_as)) if split_as else BLOCK_NAMES, BODY_NAMES
@@ -292,7 +259,7 @@ def _rename(name: str, block: str, new_block: str, block_names, body_names) -> s
 
 
 def _transposed(name: str, value: torch.Tensor) -> torch.Tensor:
-    """`Conv1D` keeps its weights input x output."""
+    """Transposes the weights of a `Conv1D`, which are input x output."""
     return value.t() if name.endswith(".weight") and re.search(r"\.(c_attn|c_proj|c_fc)\.", name) else value
 
 
@@ -317,5 +284,5 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _scaling_by_layer(scaling: float, layers: int) -> dict[int, dict[str, float]]:
-    """What `scale_attn_by_inverse_layer_idx` does; the first layer has the usual scaling."""
+    """The switches for `scale_attn_by_inverse_layer_idx`; the first layer has the usual scaling."""
     return {index: {"attention_scaling": scaling / (index + 1)} for index in range(1, layers)}

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.conversion.gpt2 import build, check_shapes, to_nlq_name
+from modeling_nlq.training.conversion.gpt2 import build, to_nlq_name
+from modeling_nlq.training.parameters import check_shapes
 
 
-# `query_mode` there, `query_projection` here, and what the rows of the fused `c_attn` are
+# `query_mode` there, `query_projection` here, and the parts that the rows of the fused `c_attn` are
 _QUERY_MODES = {
     "original": ("linear", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     "residual": ("residual", ("self_attn.q_proj.linear", "self_attn.k_proj", "self_attn.v_proj")),
@@ -29,7 +30,7 @@ _BOTTLENECK_NAMES = {
     "residual_out": "bottleneck.fc2",
     "residual_layernorm_output": "bottleneck.output_norm",
 }
-# What the paper's code takes where `model_args` has no such key; the scale is that of a head of 64 whatever the head
+# Defaults of the paper's code for keys missing from `model_args`; the scale is that of a head of 64 for any head size
 _DEFAULTS = {
     "block_size": 1024,
     "vocab_size": 50304,
@@ -43,7 +44,7 @@ _DEFAULTS = {
     "query_mode": "original",
     "mlp_hidden_size": 4 * 768,
 }
-# What its model does not read
+# Fields that its model does not read
 _TRAINING_ONLY = {
     "accumulation_size",
     "batch_size",
@@ -63,7 +64,7 @@ _TRAINING_ONLY = {
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint, read without executing anything in it.
+    """Reads a checkpoint without executing anything in it.
 
     Raises:
         ValueError: if the file is damaged, is no checkpoint, or would need to run code to be read.
@@ -93,14 +94,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
-    """The model of a checkpoint.
+    """Makes the model of a checkpoint.
 
     Args:
-        checkpoint: with `"model"`, the weights by name, and `"model_args"`.
+        checkpoint: it holds `"model"`, the weights by name, and `"model_args"`.
 
     Raises:
-        ValueError: for a field or a mode that the paper's code does not have, and naming weights that are missing, too many,
-            of another shape, or tied and yet different.
+        ValueError: for a field or a mode that the paper's code does not have, and for weights that are missing, unknown, of
+            another shape, or tied and yet different.
     """
     for part in ("model", "model_args"):
         if not isinstance(checkpoint.get(part), dict):
@@ -111,7 +112,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
-    # The causal mask of attention without a kernel is no parameter
+    # The causal mask, which attention without a kernel saves, is no parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
     shapes = _shapes(config)
     head, embedding = "lm_head.weight", "transformer.wte.weight"
@@ -131,7 +132,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
 
 
 def _shapes(config: NLQConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of such a model in a checkpoint, by name."""
+    """The shapes of the parameters in a checkpoint of this configuration, by name."""
     d, r, inner = config.hidden_size, config.hidden_size // 2, config.intermediate_size
     parts = len(next(parts for projection, parts in _QUERY_MODES.values() if projection == config.query_projection))
     block = {
@@ -190,7 +191,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
 
 
 def _nlq_names(name: str, parts: tuple[str, ...]) -> list[str]:
-    """The new name of a parameter, or those of the parts its rows are."""
+    """The new name of a parameter, or the names of the parts that its rows are."""
     if name == "lm_head.weight":
         return [name]
     name = name.removeprefix("transformer.")

@@ -1,7 +1,7 @@
-"""Switching a trained model over without changing what it computes, so that fine-tuning moves on from there.
+"""Changes the switches of a trained model without changing its outputs, so that fine-tuning goes on from there.
 
-New parameters start where they do nothing and yet have a gradient: `f` of an upcycled query behind a gain of 0, a gate at 1/2
-with the output projection doubled, a fourth matrix at the identity. What cannot start so is refused, with the reason.
+New parameters start where they have no effect and yet have a gradient: `f` of an upcycled query after a gain of 0, a gate at
+1/2 with the output projection doubled, a fourth matrix at the identity. A switch without such a start is refused.
 
 Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
 """
@@ -18,20 +18,20 @@ from transformers import PreTrainedModel
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.projections_nlq import PROJECTIONS
-from modeling_nlq.training.run.recipe import check_keys
+from modeling_nlq.training.files import check_keys
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Read by training or by generation, but not by a forward pass in evaluation mode
+# Training or generation reads these fields; a forward pass in evaluation mode does not
 _WITHOUT_EFFECT = {
     "attention_dropout",
     "embedding_dropout",
     "initializer_range",
     "residual_dropout",
     "use_cache",
-    *_TOKEN_IDS,  # but for a rule below
+    *_TOKEN_IDS,  # a rule below has an exception
 }
-# Fields of the whole model that cannot change, or not without another function
+# Fields of the whole model that cannot change
 _FIXED = {
     "head_dim": "the weights of every head are of this width",
     "hidden_size": "all weights are of this width",
@@ -55,9 +55,9 @@ class LayerChange:
     """One layer before and after.
 
     Attributes:
-        before, after: its configuration.
-        source: its attention, which is left alone.
-        target: the new attention, which has taken over every parameter of the same name and shape.
+        before, after: configuration of the layer.
+        source: its attention, which stays unchanged.
+        target: the new attention, which has every parameter of the same name and shape.
     """
 
     before: NLQConfig
@@ -66,19 +66,19 @@ class LayerChange:
     target: NLQAttentionProjections
 
     def differs(self, field: str) -> bool:
-        """Whether a field changes its value."""
+        """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """The same function with other switches, as a new model; by default with `upcycled` queries, `X W + f(X)` where `f = 0`.
+    """Makes a new model with the same outputs and other switches; by default `upcycled` queries, `X W + f(X)` with `f = 0`.
 
     Args:
-        model: an NLQ model; it is left as it is.
+        model: an NLQ model; it stays unchanged.
         switches: fields of `NLQConfig` and their new values.
 
     Raises:
-        ValueError: for a field that there is not, or whose new value would change what the model computes.
+        ValueError: for an unknown field, or a value that would change the outputs.
     """
     switches = {"query_projection": "upcycled"} if switches is None else switches
     if not isinstance(model.config, NLQConfig):
@@ -86,7 +86,7 @@ def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> P
     values = model.config.to_dict()
     check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
     if "per_layer_config" not in switches and values.get("per_layer_config"):
-        # A switch is set in all layers, those with a value of their own included
+        # A switch is set in all layers, also in those with a value of their own
         layers = values["per_layer_config"].items()
         kept = {index: {name: value for name, value in own.items() if name not in switches} for index, own in layers}
         values["per_layer_config"] = {index: own for index, own in kept.items() if own} or None
@@ -97,17 +97,17 @@ def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> P
 
 
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
-    """A new model of another configuration that computes the same as far as that is possible.
+    """Makes a new model of another configuration that computes the same as far as possible.
 
     Args:
-        model: an NLQ model; it is left as it is.
-        config: of the same shape.
+        model: an NLQ model; it stays unchanged.
+        config: a configuration of the same shape.
 
     Returns:
-        The new model, in evaluation mode, and what it cannot do as the old one did, in words.
+        The new model, in evaluation mode, and a list of the differences, in words.
 
     Raises:
-        ValueError: where the weights do not fit the new configuration at all.
+        ValueError: if the weights do not fit the new configuration.
     """
     before = model.config
     for field, reason in _FIXED.items():
@@ -157,7 +157,7 @@ def _refusal(field: str, before: Any, after: Any, reason: str) -> str:
     return f"{field}={before!r} cannot become {after!r}: {reason}"
 
 
-# Rules of the whole model: from the old model and the new one to what is lost
+# Rules of the whole model: they take the old model and the new one, and return what is lost
 
 
 def _pad_token_id(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
@@ -223,7 +223,7 @@ _MODEL_RULES = {
 
 
 def _widen(source: nn.Module, target: nn.Module) -> None:
-    """`W1: d x r`, `W2: r x d` with a larger r: what the new inner units compute is multiplied by 0 (Chen et al. 2016)."""
+    """Widens `W1: d x r`, `W2: r x d` to a larger r. The outputs of new inner units are multiplied by 0 (Chen et al. 2016)."""
     width = min(source.fc1.out_features, target.fc1.out_features)
     target.fc1.weight[:width] = source.fc1.weight[:width]
     target.fc2.weight.zero_()
@@ -232,7 +232,7 @@ def _widen(source: nn.Module, target: nn.Module) -> None:
         target.fc1.bias[:width] = source.fc1.bias[:width]
 
 
-# Rules of a layer: they set the parameters that are left, and return why the function changes where it does
+# Rules of a layer: they set the other parameters, and return the reason if the outputs change
 
 
 def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
@@ -276,7 +276,7 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
                 if getattr(new_module, name) is not None and (old_module, name) != (source.fc2, "weight"):
                     getattr(new_module, name).copy_(parameter)
     elif new.bottleneck:
-        # The gain has a gradient at once, what is behind it from the first step on
+        # The gain has a gradient at once, the parameters before it from the first step on
         output_norm = target.bottleneck.output_norm
         output_norm.weight.zero_()
         if output_norm.bias is not None:
@@ -285,7 +285,7 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
 
 
 def _has_bottlenecks(change: LayerChange) -> bool:
-    """Whether some projection has a bottleneck before and after."""
+    """Tells whether some projection has a bottleneck before and after."""
     fields = ("query_projection", "key_projection", "value_projection")
     return any(all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields)
 
@@ -389,7 +389,7 @@ def _unchanged(field: str, reason: str) -> Callable[[LayerChange], str | None]:
     return lambda change: reason if change.differs(field) else None
 
 
-# One row for each switch of a layer, in the order in which their factors end up in the weights
+# A rule for each switch of a layer, in the order in which their factors are multiplied into the weights
 _LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "query_projection": _rule_of_projection("query"),
     "key_projection": _rule_of_projection("key"),
@@ -410,11 +410,11 @@ _LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
-    """How far apart the outputs of two models are, on random tokens and in float32, relative to the largest.
+    """The largest difference between the outputs of two models on random tokens, in float32, relative to the largest output.
 
     Args:
         model: the reference.
-        other: of the same vocabulary and kind of head.
+        other: a model with the same vocabulary and kind of head.
     """
     config = model.config
     length = min(32, config.max_position_embeddings)

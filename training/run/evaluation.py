@@ -1,20 +1,27 @@
-"""Evaluation inside `Trainer`, through the `evaluate` metric that ships here."""
+"""Evaluation of language models: inside `Trainer`, and of saved models. The `evaluate` metric ships here."""
 
+import tempfile
 from pathlib import Path
+from typing import Literal
 
-import evaluate
 import torch
-from transformers import EvalPrediction
+from evaluate import load as load_metric
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from modeling_nlq.training.models import load_model
+from modeling_nlq.training.run.data import BlockCollator, make_blocks
+from modeling_nlq.training.run.documents import load_documents
+from modeling_nlq.training.run.recipe import Recipe
 
 
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduces logits to two numbers a token, so that an evaluation fits in memory (`preprocess_logits_for_metrics`).
+    """Reduces logits to two numbers per token, so that an evaluation fits in memory (`preprocess_logits_for_metrics`).
 
     Args:
-        logits: `(batch, length, vocabulary)`; a tuple that begins with them is read as Transformers' models return it.
+        logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
         labels: `(batch, length)`; -100 is ignored.
 
     Returns:
@@ -27,15 +34,15 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
 
 
 class LanguageModelingMetrics:
-    """Trainer's `compute_metrics` with `batch_eval_metrics=True`: sums batch after batch, computes at the end.
+    """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
     Args:
-        bytes_per_token: of the evaluated text, for bits per byte; `None` leaves those out.
+        bytes_per_token: bytes per token of the evaluated text, for bits per byte; `None` leaves those out.
     """
 
     def __init__(self, bytes_per_token: float | None = None):
         self.bytes_per_token = bytes_per_token
-        self.metric = evaluate.load(str(METRIC), keep_in_memory=True)
+        self.metric = load_metric(str(METRIC), keep_in_memory=True)
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
         losses, correct = prediction.predictions
@@ -45,3 +52,81 @@ class LanguageModelingMetrics:
             tokens=(prediction.label_ids[:, 1:] != -100).sum().item(),
         )
         return self.metric.compute(bytes_per_token=self.bytes_per_token) if compute_result else {}
+
+
+def evaluate(
+    model: str | Path,
+    dataset: str | Path = "python-stdlib",
+    *,
+    dataset_config: str | None = None,
+    text_column: str = "text",
+    validation_fraction: float | None = None,
+    max_validation_documents: int | None = None,
+    block_size: int | None = None,
+    packing: Literal["stream", "documents"] = "stream",
+    batch_size: int = 8,
+) -> dict[str, float]:
+    """Evaluates a saved model on held-out text.
+
+    Args:
+        model: folder or Hub name of a saved model with its tokenizer.
+        dataset: as in a recipe; its validation split is evaluated.
+        dataset_config: the configuration of a Hub dataset.
+        text_column: the dataset's column of text.
+        validation_fraction: as in a recipe; by default 0.02, and a local file is evaluated whole.
+        max_validation_documents: evaluate at most this many documents.
+        block_size: in tokens; by default the model's context.
+        packing: as in a recipe.
+        batch_size: blocks per device.
+
+    Returns:
+        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed.
+
+    Raises:
+        ValueError: for a model or a dataset that cannot be loaded.
+    """
+    name, dataset = str(model), str(dataset)
+    loaded, tokenizer = load_model(name)
+    recipe = Recipe(
+        model=name,
+        tokenizer=name,
+        dataset=dataset,
+        dataset_config=dataset_config,
+        text_column=text_column,
+        validation_fraction=0.02 if validation_fraction is None else validation_fraction,
+        max_validation_documents=max_validation_documents,
+        block_size=block_size or loaded.config.max_position_embeddings,
+        packing=packing,
+    )
+    is_whole = validation_fraction is None and Path(dataset).is_file()
+    return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole)
+
+
+def evaluate_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, batch_size: int, is_whole: bool = False
+) -> dict[str, float]:
+    """Evaluates a model on the validation split of a recipe's dataset.
+
+    Args:
+        model: any causal language model.
+        tokenizer: the tokenizer of the model.
+        recipe: names the dataset, block size and packing.
+        batch_size: blocks per device.
+        is_whole: evaluate on all documents instead.
+    """
+    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                folder,
+                per_device_eval_batch_size=batch_size,
+                batch_eval_metrics=True,
+                dataloader_pin_memory=torch.cuda.is_available(),
+                report_to="none",
+            ),
+            data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token),
+            preprocess_logits_for_metrics=token_losses,
+        )
+        return trainer.evaluate(validation.dataset)

@@ -1,22 +1,28 @@
 """Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
 
 import dataclasses
-import difflib
-import re
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 
+from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
 from modeling_nlq.configuration import find
+from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
+from modeling_nlq.training.models import is_saved_model
 
 
-def is_saved_model(name: str) -> bool:
-    """Whether a recipe's `model` names weights to go on from (a folder, or a Hub name) rather than a configuration."""
-    return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
+# Bytes and end-of-text
+SMALLEST_VOCABULARY = 257
+# Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
+_PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub")
+_PRIVATE_PREFIX = "hub_"
 
 
 @dataclass
@@ -49,12 +55,11 @@ class Recipe:
             "help": "Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."
         },
     )
-    max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most so many documents."})
+    max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most this many documents."})
     test_fraction: float = field(
         default=0.0,
         metadata={
-            "help": "Share of documents held out once more, for a result that no choice was made by, where the dataset has no "
-            "test split; 0 leaves the result out."
+            "help": "Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."
         },
     )
     tokenizer: str | None = field(
@@ -79,7 +84,7 @@ class Recipe:
     record_stability: bool = field(
         default=False, metadata={"help": "Record entropy, normaliser and scores of every attention layer while training."}
     )
-    stability_steps: int = field(default=50, metadata={"help": "Record them every so many optimizer steps."})
+    stability_steps: int = field(default=50, metadata={"help": "Optimizer steps between two records."})
 
     def __post_init__(self):
         for name in ("model", "dataset", "text_column"):
@@ -87,6 +92,11 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
         if self.tokenizer is None:
             self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
+        if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is a whole number of at least "
+                f"{SMALLEST_VOCABULARY} (256 bytes and end-of-text), or a saved tokenizer"
+            )
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
@@ -100,16 +110,22 @@ class Recipe:
         if self.packing not in ("stream", "documents"):
             raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
 
+    @property
+    def new_vocabulary_size(self) -> int | None:
+        """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
+        size = self.tokenizer.removeprefix("bpe:")
+        return int(size) if size != self.tokenizer and size.isdecimal() else None
+
 
 @dataclass
 class ResolvedRecipe:
-    """A recipe after the command line.
+    """A recipe with all overrides applied.
 
     Attributes:
         recipe: model, data and packing.
         switches: fields of the model configuration that the recipe sets.
         training_arguments: for `Trainer`.
-        given: all that was given in the file and on the command line, but for `output_dir` and the like, as one mapping.
+        given: all fields given in the file and by overrides, without `output_dir` and the like, as one mapping.
     """
 
     recipe: Recipe
@@ -123,126 +139,6 @@ class _RecipeParser(HfArgumentParser):
         raise ValueError(message)
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 takes `2e-5` for text: the number needs `2.0e-5` there. Here both are numbers.
-
-    And of a key that is given twice it keeps the last without a word; here that is an error.
-    """
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
-            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def check_keys(source: str, keys, known) -> None:
-    """Raises `ValueError` for a key that is not known, with the nearest that is."""
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
-            raise ValueError(f"{source}: unknown field {key!r}{hint}")
-
-
-def read_section(section: Any, source: str) -> dict[str, Any]:
-    """A copy of a mapping in a YAML file, empty if it is not there.
-
-    Raises:
-        ValueError: if it is anything else.
-    """
-    if section is not None and not isinstance(section, dict):
-        raise ValueError(f"{source} must hold fields and values, not {section!r}")
-    return dict(section or {})
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        ValueError: if the file cannot be read or holds anything else.
-    """
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
-    return content
-
-
-def load_recipe(source: str, overrides: list[str] | None = None) -> ResolvedRecipe:
-    """Reads a recipe and applies the command line.
-
-    Args:
-        source: the name of a shipped recipe or a YAML file.
-        overrides: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
-
-    Raises:
-        ValueError: for an unknown recipe, field or value.
-    """
-    path = find("recipes", source)
-    return resolve_recipe(read_yaml(path), overrides, str(path))
-
-
-def resolve_recipe(content: dict[str, Any], overrides: list[str] | None = None, source: str = "recipe") -> ResolvedRecipe:
-    """A recipe from what its file holds.
-
-    Args:
-        content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
-        overrides: as in `load_recipe`.
-        source: where the content is from, for error messages; its stem names the default `output_dir`.
-
-    Raises:
-        ValueError: for an unknown field or value.
-    """
-    content = dict(content)
-    training, switches = (read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches"))
-    recipe_fields = {item.name for item in dataclasses.fields(Recipe)}
-    training_fields = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
-    check_keys(source, content, recipe_fields | {"training", "switches"})
-    check_keys(f"{source}: training", training, training_fields)
-
-    # argparse tells what the command line gives from what it fills in only by a first pass without defaults
-    given_parser = _make_parser()
-    given_parser.set_defaults(**dict.fromkeys(recipe_fields | training_fields, None))
-    arguments, unknown = given_parser.parse_known_args(overrides or [])
-    if unknown:
-        options = {f"--{name}" for name in recipe_fields | training_fields | {"set"}}
-        check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
-        raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
-    command_line = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
-    switches = {**switches, **dict(parse_switch(text) for text in arguments.set or [])}
-
-    content.update({name: value for name, value in command_line.items() if name in recipe_fields})
-    training.update({name: value for name, value in command_line.items() if name in training_fields})
-    training.setdefault("output_dir", f"runs/{Path(source).stem}")
-    parser = _make_parser()
-    # What suits the device, unless the recipe says otherwise
-    has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each other
-    device_defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
-    if not {"bf16", "fp16"} & set(training):
-        device_defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
-    parser.set_defaults(**{**device_defaults, **content, **training})
-    if "model" not in content:
-        raise ValueError(f"{source}: the field 'model' is missing")
-    namespace = parser.parse_args([])  # converts what YAML gave as text, such as 1e-3
-    recipe, training_arguments = (
-        kind(**{item.name: getattr(namespace, item.name) for item in dataclasses.fields(kind) if item.init})
-        for kind in (Recipe, TrainingArguments)
-    )
-    # Where a run lies, where it goes on and whom it is shared with is no part of what it is; a token must not be written down
-    private = ("output_dir", "resume_from_checkpoint", "push_to_hub")
-    training = {name: value for name, value in training.items() if name not in private and not name.startswith("hub_")}
-    return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": training})
-
-
 def _make_parser() -> _RecipeParser:
     parser = _RecipeParser((Recipe, TrainingArguments), add_help=False, allow_abbrev=False)
     for action in parser._actions:
@@ -251,9 +147,179 @@ def _make_parser() -> _RecipeParser:
     return parser
 
 
+def _field_names(kind: type) -> set[str]:
+    return {item.name for item in dataclasses.fields(kind) if item.init}
+
+
+def read_overrides(words: list[str]) -> dict[str, Any]:
+    """Reads the overrides of a recipe from a command line.
+
+    Args:
+        words: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
+
+    Returns:
+        The fields that were given; those of `--set` are a mapping under `"switches"`.
+
+    Raises:
+        ValueError: for an unknown field, or a value that cannot be read.
+    """
+    fields = _field_names(Recipe) | _field_names(TrainingArguments)
+    parser = _make_parser()
+    # Without defaults, argparse returns only what the command line gives
+    parser.set_defaults(**dict.fromkeys(fields, None))
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        options = {f"--{name}" for name in fields | {"set"}}
+        check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
+        raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
+    overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    if arguments.set:
+        overrides["switches"] = dict(map(parse_switch, arguments.set))
+    return overrides
+
+
 def parse_switch(text: str) -> tuple[str, Any]:
-    """Name and value of `switch=value`, the value read as YAML."""
+    """Splits `switch=value` into name and value; the value is read as YAML."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ValueError(f"--set {text!r} must have the form switch=value")
-    return name, None if value == "None" else yaml.load(value, Loader=_YamlLoader)
+    return name, None if value == "None" else yaml.load(value, Loader=YamlLoader)
+
+
+def override_words(overrides: Mapping[str, Any]) -> list[str]:
+    """Writes overrides as the words of a command line: the inverse of `read_overrides`."""
+    words = []
+    for name, value in overrides.items():
+        if name == "switches":
+            for switch, setting in value.items():
+                words += ["--set", f"{switch}={_word(setting)}"]
+        else:
+            words += [f"--{name}", *(map(_word, value) if isinstance(value, list) else [_word(value)])]
+    return words
+
+
+def _word(value: Any) -> str:
+    return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
+
+
+def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) -> ResolvedRecipe:
+    """Reads a recipe and applies overrides.
+
+    Args:
+        source: the name of a shipped recipe or a YAML file.
+        overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a mapping.
+
+    Raises:
+        ValueError: for an unknown recipe, field or value.
+    """
+    path = find("recipes", str(source))
+    return resolve_recipe(read_yaml(path), overrides, str(path))
+
+
+def resolve_recipe(
+    content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "recipe"
+) -> ResolvedRecipe:
+    """Makes a recipe from the content of its file.
+
+    Args:
+        content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
+        overrides: as in `load_recipe`.
+        source: the origin of the content, for error messages; its stem names the default `output_dir`.
+
+    Raises:
+        ValueError: for an unknown field or value.
+    """
+    content = dict(content)
+    overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
+    training, switches = (read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches"))
+    recipe_fields, training_fields = _field_names(Recipe), _field_names(TrainingArguments)
+    check_keys(source, content, recipe_fields | {"training", "switches"})
+    check_keys(f"{source}: training", training, training_fields)
+    check_keys("arguments", overrides, recipe_fields | training_fields | {"switches"})
+    switches.update(read_section(overrides.pop("switches", None), "arguments: switches"))
+    content.update({name: value for name, value in overrides.items() if name in recipe_fields})
+    training.update({name: value for name, value in overrides.items() if name in training_fields})
+    training.setdefault("output_dir", f"runs/{Path(source).stem}")
+    if "model" not in content:
+        raise ValueError(f"{source}: the field 'model' is missing")
+
+    parser = _make_parser()
+    parser.set_defaults(**{**_device_defaults(training), **content, **training})
+    namespace = parser.parse_args([])  # converts values that YAML read as text, such as 1e-3
+    recipe, training_arguments = (
+        kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)
+    )
+    shared = {name: value for name, value in training.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
+    return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": shared})
+
+
+def _device_defaults(training: dict[str, Any]) -> dict[str, Any]:
+    """Values of `TrainingArguments` that suit the device, unless the recipe sets them."""
+    has_gpu = torch.cuda.is_available()
+    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each other
+    defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
+    if not {"bf16", "fp16"} & set(training):
+        defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
+    return defaults
+
+
+def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
+    """Finds every conflict between settings before anything heavy starts.
+
+    Raises:
+        ValueError: naming all of them.
+    """
+    recipe, arguments = resolved.recipe, resolved.training_arguments
+    conflicts = []
+    if getattr(config, "position_embedding", "learned") == "learned" and recipe.block_size > config.max_position_embeddings:
+        conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
+    if (recipe.new_vocabulary_size or 0) > config.vocab_size:
+        conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
+    if recipe.new_vocabulary_size and is_saved_model(recipe.model):
+        conflicts.append(f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another")
+    if recipe.record_stability and not isinstance(config, NLQConfig):
+        conflicts.append(f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}")
+    if names := _activations_without_package(config):
+        conflicts.append(
+            f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use another "
+            "activation"
+        )
+    if arguments.push_to_hub:
+        conflicts.append("push_to_hub would upload more than the model; share the finished run by `nlq publish`")
+    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+        conflicts.append(
+            f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
+            "set one of them above 0"
+        )
+    if arguments.restore_callback_states_from_checkpoint:
+        conflicts.append(
+            "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
+            "remove it"
+        )
+    if arguments.prediction_loss_only:
+        conflicts.append("prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it")
+    if recipe.streaming and arguments.max_steps <= 0:
+        conflicts.append("streaming needs max_steps")
+    if recipe.streaming and recipe.max_validation_documents is None:
+        conflicts.append("streaming needs max_validation_documents")
+    if conflicts:
+        raise ValueError("; ".join(conflicts))
+
+
+def _activations_without_package(config: PreTrainedConfig) -> list[str]:
+    """The activations of a model that need the package `entmax`, where it is missing."""
+    if not isinstance(config, NLQConfig) or find_spec("entmax") is not None:
+        return []
+    names = {layer.attention_activation for layer in config.per_layer_config}
+    return sorted(name for name in names if name in ATTENTION_ACTIVATIONS and ATTENTION_ACTIVATIONS[name].kind == "simplex")
+
+
+def unused_rows(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """Says how many token embeddings the tokenizer will never use, if it is smaller than the model's vocabulary."""
+    size = recipe.new_vocabulary_size
+    if size is None or size >= config.vocab_size:
+        return None
+    return (
+        f"tokenizer={recipe.tokenizer!r} uses {size:,} of the model's vocab_size={config.vocab_size:,} token embeddings: the "
+        f"other {config.vocab_size - size:,} are wasted; --set vocab_size={size} leaves them out"
+    )

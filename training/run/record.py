@@ -1,4 +1,4 @@
-"""What a run writes down of itself beside its losses: which tokens it saw, how fast it went, and whether it diverged."""
+"""The record of a run beside its losses: the tokens it saw, its speed, and whether it diverged."""
 
 import hashlib
 import math
@@ -11,24 +11,25 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
 
-# Tokens that wait to be hashed, where nothing is logged, evaluated or saved for long
+# Batches that wait to be hashed at most
 _BATCHES_TO_KEEP = 256
 
 
 class RunRecord(TrainerCallback, ExportableState):
-    """Keeps the record of a run, through checkpoints as well, and stops a run whose loss is infinite or not a number.
+    """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or not a number.
 
     Args:
-        processes: how many train together, on batches of the same size.
+        processes: number of processes that train together, on batches of the same size.
         global_batch_size: samples of an optimizer step, of all processes together.
-        dataset_fingerprint: of the training documents, or `None` if it is unknown (a stream from the Hub).
+        dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
-        conditions: these three; a checkpoint keeps them, and a run goes on in the same order of data only under the same ones.
-        tokens_seen: how many tokens all processes trained on so far, with those that Accelerate repeats to fill a last batch.
+        conditions: these three. A checkpoint keeps them: only under the same ones does a run see its data in the same order.
+        tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill a last
+            batch.
         token_stream: a hash of all tokens that this process trained on so far, row by row in their order. Two runs with the
-            same one saw the same data.
-        seconds: spent on training steps, data loading included, evaluation and saving not.
+            same hash saw the same data.
+        seconds: time of the training steps, with data loading, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
 
@@ -49,7 +50,7 @@ class RunRecord(TrainerCallback, ExportableState):
         self._started_at: float | None = None
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
-        """Notes a batch; it is hashed later, for reading it now would make an accelerator wait."""
+        """Adds a batch. It is hashed later, because reading it now would make an accelerator wait."""
         self.tokens_seen += input_ids.numel() * self.conditions["processes"]
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
@@ -57,25 +58,25 @@ class RunRecord(TrainerCallback, ExportableState):
 
     def _hash_batches(self) -> None:
         for batch in self._batches:
-            for row in batch.cpu().to(torch.int32).numpy():  # the same hash, however many rows go at a time
+            for row in batch.cpu().to(torch.int32).numpy():  # row by row, so that the batch size does not change the hash
                 self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
         self._batches.clear()
 
     def state(self) -> dict:
-        """What a checkpoint keeps (`ExportableState`)."""
+        """The state that a checkpoint keeps (`ExportableState`)."""
         self._hash_batches()
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def conditions_of(self, state: TrainerState) -> dict | None:
-        """The conditions that a checkpoint kept, those that are known both there and here; `None` if it kept none."""
+        """The conditions of a checkpoint that are known there and here; `None` if it kept none."""
         before = self._kept(state).get("conditions")
         if before is None:
             return None
         return {name: before[name] for name, now in self.conditions.items() if now is not None and before.get(name) is not None}
 
     def restore(self, state: TrainerState) -> None:
-        """Goes on from what a checkpoint kept."""
+        """Takes over the state of a checkpoint."""
         for name, value in self._kept(state).items():
             if name != "conditions":
                 setattr(self, name, value)
@@ -84,7 +85,7 @@ class RunRecord(TrainerCallback, ExportableState):
         return state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:  # also where `auto_find_batch_size` begins anew
+        if state.global_step == 0:  # also when `auto_find_batch_size` begins anew
             self._reset()
         else:
             self.restore(state)
@@ -96,7 +97,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_log or control.should_evaluate or control.should_save or state.global_step >= state.max_steps:
-            # An accelerator may still be at work on the steps so far
+            # An accelerator may still compute earlier steps
             if torch.accelerator.is_available() and args.device.type != "cpu":
                 torch.accelerator.synchronize()
             self.seconds += time.perf_counter() - self._started_at
@@ -110,7 +111,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
 
 def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
-    """The path of the best checkpoint so far, also where the run folder has moved since; `None` if there is none yet."""
+    """The path of the best checkpoint so far, even if the run folder has moved since; `None` if there is none yet."""
     best = state.best_model_checkpoint
     return best if best is None else os.path.join(run_folder, os.path.basename(best))
 
@@ -119,7 +120,7 @@ class RecordingTrainer(Trainer):
     """A `Trainer` whose `record` sees every batch.
 
     Args:
-        record: also one of the callbacks.
+        record: it becomes a callback, too.
     """
 
     def __init__(self, *args, record: RunRecord, **kwargs):
@@ -131,16 +132,16 @@ class RecordingTrainer(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result):
-        # A checkpoint holds tied weights once, which Trainer (Transformers 5.23) takes for missing ones
+        # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing
         tied = self.model.all_tied_weights_keys
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most memory this process has held so far, in bytes: on the accelerator if it trains there, else of the machine.
+    """The peak memory of this process so far, in bytes: of the accelerator if it trains there, else of the machine.
 
-    Windows does not tell: `None`.
+    It is `None` on Windows, which does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -153,11 +154,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:
-    """Whether a model ended worse than it began.
+    """Tells whether a model ended worse than an untrained one.
 
     Args:
-        loss: on the validation split, in nats per token.
-        vocab_size: an untrained model guesses evenly among so many tokens; half a nat of room is left for one that has hardly
-            begun to learn.
+        loss: loss on the validation split, in nats per token.
+        vocab_size: an untrained model has the loss `log(vocab_size)`. Half a nat is added, for models that have hardly learned.
     """
     return not loss <= math.log(vocab_size) + 0.5  # true for NaN

@@ -1,4 +1,4 @@
-"""How stable attention is while it trains: per layer its entropy, its extremes and its normaliser, and where the loss leaps.
+"""Stability of attention while training: entropy, extremes and normaliser of each layer, and spikes of the loss.
 
 Shapes: batch, heads, query, key, head_dim; a row is one query of one head of one sequence.
 """
@@ -17,15 +17,16 @@ from modeling_nlq.attention_nlq import attention_weights
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
+from modeling_nlq.modeling_nlq import NLQAttention
 
 
-# Optimizer steps between two records; one of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
+# Optimizer steps between two records; a record of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
 DEFAULT_INTERVAL = 50
 
-# Queries looked at together, so that memory grows with the length and not with its square
+# Queries computed together, so that memory grows with the length and not with its square
 QUERY_CHUNK = 256
 
-# Logged losses that one is compared with
+# Number of earlier losses that a loss is compared with
 SPIKE_WINDOW = 10
 
 _PREFIX = "attention/layer_"
@@ -47,21 +48,21 @@ def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
 def attention_statistics(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
 ) -> list[dict[str, float]]:
-    """What the attention of each layer looks like on given tokens, without dropout, whatever backend the model runs on.
+    """Measures the attention of each layer on given tokens, without dropout, with any backend.
 
     The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees; `p_ij = |w_ij| /
-    sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with a single key is left out
-    of all but the scores: where the weights sum to one, its own is 1 whatever the model does.
+    sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with a single key counts only
+    for the scores: where the weights sum to one, its only weight is always 1.
 
     * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats; a row of zeros has no `p` and is left out.
     * `largest_weight`: the maximum of `|w_ij|`.
     * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its document; a row
       of zeros is left out.
     * `zero_rows`: share of the rows whose weights are all 0.
-    * `smallest_log_normalizer`: the minimum of `log Z_i`, a sink's `exp(b)` included in `Z_i`. Only for the normaliser `sum`,
-      for the others do not depend on the scores, and not for the projections `sparsemax` and `entmax15`. Softmax is computed
-      in a safe order and bears any value; the rest divide by `Z_i`. Their sum counts as 0 below some number (see
-      `counts_as_zero`), and that is the least reported for it.
+    * `smallest_log_normalizer`: the minimum of `log Z_i`, with the `exp(b)` of a sink in `Z_i`. Only for the normaliser `sum`,
+      since the others do not depend on the scores, and not for the projections `sparsemax` and `entmax15`. Softmax is computed
+      in an order that is safe for any value; the others divide by `Z_i`. Their sum counts as 0 below some number (see
+      `counts_as_zero`), which is the smallest that is reported.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
     The model is left as it was, its random state included. Scores and what follows are in float32 at least.
@@ -72,8 +73,8 @@ def attention_statistics(
         position_ids: `(batch, length)`, for packed documents.
 
     Returns:
-        A dictionary per layer; a quantity that does not exist is not in it, such as the entropy of nothing but zeros. That of
-        a layer of linear attention, which has no weights, is empty.
+        A dictionary per layer, without quantities that do not exist, such as the entropy of a layer whose weights are all 0. It
+        is empty for a layer of linear attention, which has no weights.
 
     Raises:
         ValueError: if the model has no NLQ attention layers.
@@ -94,13 +95,13 @@ def attention_statistics(
             query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
             records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
 
-    # The layers' own configuration is the one they read the backend from
+    # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
     implementation = config._attn_implementation
     hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     try:
         model.eval()
-        # Every activation has a backend here that neither compiles anything nor asks for half precision
+        # This backend serves every activation, compiles nothing and needs no half precision
         config._attn_implementation = AUTOMATIC
         model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
     finally:
@@ -112,10 +113,8 @@ def attention_statistics(
     return [records[layer.layer_idx] for layer in layers]
 
 
-def _layer_statistics(
-    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
-) -> dict[str, float]:
-    """One layer's quantities from its query `(batch, heads, length, head_dim)` and its key, with fewer heads perhaps."""
+def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> dict[str, float]:
+    """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or fewer."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
     chunks = []
@@ -149,9 +148,9 @@ def _layer_statistics(
 
 
 def _row_statistics(
-    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
+    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
-    """Each quantity by row, `(batch, heads, query)`; NaN where a row of zeros has none."""
+    """Each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
     visible = visibility.dense()
     count, sink = visibility.visible_count[:, None], layer.sink
     scores = layer.scaling * (query @ key.transpose(2, 3))
@@ -178,14 +177,14 @@ def _row_statistics(
 
 
 class StabilityCallback(TrainerCallback):
-    """Logs `attention_statistics` of the same tokens as training goes on: after the first step, regularly, and after the last.
+    """Logs `attention_statistics` of the same tokens while training: after the first step, regularly, and after the last.
 
-    The numbers are named `attention/layer_0/entropy` and so on. They reach what Trainer reports to, and its `log_history`,
-    which is part of every checkpoint: a resumed run has each record once. Every process computes them. The others would wait
-    for the first one anyway, and a model sharded over the processes needs all of them to run at all.
+    The numbers are named `attention/layer_0/entropy` and so on. Trainer reports them like other logs and keeps them in its
+    `log_history`, which is part of every checkpoint: a resumed run has each record once. Every process computes them: others
+    would wait for the first one anyway, and a model that is sharded over the processes needs all of them to run.
 
     Args:
-        trainer: whose model is watched, and which logs; add the callback to it.
+        trainer: trains the recorded model and logs the numbers; add the callback to it.
         input_ids: `(batch, length)`, the tokens.
         interval: optimizer steps between two records.
         position_ids: `(batch, length)`, for packed documents.
@@ -223,7 +222,7 @@ class StabilityCallback(TrainerCallback):
 
 
 def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, list[tuple[int, float]]]]:
-    """The curves in Trainer's `log_history`: layer, quantity, and its `(optimizer step, value)` in order."""
+    """Reads the curves in Trainer's `log_history`: by layer and quantity, `(optimizer step, value)` in order."""
     curves: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for entry in log_history:
         for key, value in entry.items():
@@ -234,12 +233,12 @@ def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, l
 
 
 def loss_spikes(losses: Sequence[tuple[int, float]]) -> list[int]:
-    """The steps at which the training loss leaps.
+    """Finds the steps at which the training loss leaps.
 
     A loss is a spike if it exceeds the median `m` of the finite ones among the 10 logged before it by more than 0.1 nats and by
-    more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite is a
-    spike always; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`). The first 10
-    losses cannot be spikes otherwise, and a loss that stays up is one until the median has followed it.
+    more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite is always
+    a spike; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`). Otherwise the
+    first 10 losses are never spikes, and a loss that stays high is one until the median has followed it.
 
     Args:
         losses: `(optimizer step, nats per token)` in order, as logged.

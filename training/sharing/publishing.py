@@ -1,7 +1,8 @@
-"""`nlq publish`: a folder to a repository on the Hub, in one commit of exactly the files that belong there.
+"""`nlq publish`: uploads a model to a repository on the Hub, in one commit of exactly the files that belong to it.
 
-What is uploaded is chosen by a list of what may be, not of what may not: a run folder also holds optimizer states, pickles,
-logs with names of machines, and whatever else somebody put there.
+A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines, and any
+other file of the user. `HfApi.upload_folder` would need a copy of the allowed files with the weights, and the patterns of its
+`delete_patterns` match in all folders: a user's own `examples/modeling_nlq.py` would be deleted.
 """
 
 import fnmatch
@@ -24,42 +25,34 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.card import CARD_FILE, render
+from modeling_nlq.training.card import render
 from modeling_nlq.training.comparison.report import verdicts
-from modeling_nlq.training.comparison.results import RESULTS_FILE
-from modeling_nlq.training.conversion.gpt2 import check_parameters
-from modeling_nlq.training.parameters import size_of
-from modeling_nlq.training.run.recipe import read_yaml
-from modeling_nlq.training.run.trainer import METRICS_FILE, RECIPE_FILE
+from modeling_nlq.training.files import (
+    CARD_FILE,
+    CONVERSION_FILE,
+    METRICS_FILE,
+    PLOT_FILE,
+    RECIPE_FILE,
+    RECORDS,
+    RESULTS_FILE,
+    SETTINGS,
+    TOKENIZER,
+    VOCABULARIES,
+    WEIGHTS,
+    code_files,
+    read_json,
+    read_yaml,
+)
+from modeling_nlq.training.parameters import check_parameters, size_of
 from modeling_nlq.training.traces import check_for_traces, without_folders
 
 
-CONVERSION_FILE = "conversion.json"
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-_SETTINGS = ("config.json", "generation_config.json")
-_TOKENIZER = (
-    "added_tokens.json",
-    "additional_chat_templates/*.jinja",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-# One of these makes a tokenizer of a folder
-VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_RESULTS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, "loss.png")
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
-# Fields in which a tokenizer or a configuration remembers where it was loaded from
+# Fields that hold the place a tokenizer or a configuration was loaded from
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
@@ -73,43 +66,22 @@ _STATUS = {
 
 
 class PublishingError(OSError):
-    """The Hub, or the way to it, failed. A commit is made whole or not at all."""
+    """The Hub, or the connection to it, failed. A commit is made whole or not at all."""
 
 
 @dataclass
 class Publication:
-    """What is, or would be, in the repository.
+    """The files of a model that are, or would be, in the repository.
 
     Attributes:
-        files: size in bytes by name.
-        url: of the commit; `None` if it was a dry run.
-        commit: its id.
+        files: sizes in bytes by name.
+        url: address of the commit; `None` after a dry run.
+        commit: id of the commit; `None` after a dry run.
     """
 
     files: dict[str, int]
     url: str | None = None
     commit: str | None = None
-
-
-def files_to_publish(folder: Path) -> list[Path]:
-    """The files of a saved model that are its own: weights, settings, code, tokenizer, results. The card is no part of them."""
-    names = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS)
-    files = {path for name in names for path in folder.glob(name) if path.is_file()}
-    try:
-        return sorted({*files, *_code(folder)})
-    except FileNotFoundError:  # half of the code of somebody's model
-        return sorted(files)
-
-
-def _code(folder: Path) -> set[Path]:
-    """The files that the Auto classes load from the folder.
-
-    Raises:
-        FileNotFoundError: if one imports another that is not there.
-    """
-    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
-    there = {path for path in entries if path.is_file()}
-    return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}
 
 
 def publish(
@@ -124,23 +96,23 @@ def publish(
 ) -> Publication:
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    The repository is made if there is none. Files of an earlier publication that this one does not have are deleted in the same
-    commit; other files there are left alone.
+    The repository is created if it does not exist. Files of an earlier publication that this one does not have are deleted in
+    the same commit; other files are left alone.
 
     Args:
-        folder: of a run, a conversion, or any saved NLQ model.
+        folder: folder of a run, a conversion, or any saved NLQ model.
         repo_id: `owner/name`.
-        private: whether a new repository is private; by default as its owner has set.
-        revision: branch to publish to, made if there is none; by default the main one.
+        private: make a new repository private; by default its owner's setting counts.
+        revision: branch to publish to, which is created if it does not exist; by default the main one.
         comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
-        card: a card of one's own; by default it is written anew.
-        license: of the weights, for the card.
-        dry_run: whether to stop before anything is sent.
+        card: a Markdown file to use as the card; by default the card is generated.
+        license: license of the weights, for the card.
+        dry_run: stop before anything is sent.
 
     Raises:
         ValueError: if the folder holds no complete model, or the name of the repository is not valid.
-        PublishingError: if the Hub refuses, or cannot be reached. The repository then holds what it held before; only where the
-            connection broke while the commit was on its way, it may have arrived all the same.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged, unless the connection broke
+            while the commit was being sent: then it may have arrived.
     """
     folder = Path(folder)
     validate_repo_id(repo_id)
@@ -181,20 +153,20 @@ def publish(
 def _collect(
     folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
 ) -> dict[str, Path | bytes]:
-    """What is uploaded, by name: files as they are, and those that might tell of this machine rewritten."""
-    records = {name: _read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine."""
+    records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
     if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
-    settings = _read_json(folder / "config.json")
+    settings = read_json(folder / "config.json")
     if settings.get("model_type") != NLQConfig.model_type:
         raise ValueError(
             f"{folder} holds a model of type {settings.get('model_type')!r}; `hf upload` shares what is no NLQ model"
         )
     model, weights = _check_weights(folder, settings)
     try:
-        code = _code(folder)
+        code = code_files(folder)
     except FileNotFoundError as error:
         raise ValueError(
             f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
@@ -202,11 +174,11 @@ def _collect(
     if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
         raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
 
-    others = {path for name in (*_SETTINGS, *_TOKENIZER, *_RESULTS) for path in folder.glob(name) if path.is_file()}
+    others = {path for name in (*SETTINGS, *TOKENIZER, *RECORDS) for path in folder.glob(name) if path.is_file()}
     contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in {*weights, *code, *others}}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if name in contents:
-            kept = {key: value for key, value in _read_json(folder / name).items() if key not in _PLACES}
+            kept = {key: value for key, value in read_json(folder / name).items() if key not in _PLACES}
             contents[name] = _json(without_folders(kept))
     contents["config.json"] = _json({**json.loads(contents["config.json"]), "auto_map": AUTO_MAP})
     given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
@@ -220,7 +192,7 @@ def _collect(
     if comparison_folder is not None:
         variant = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
         try:
-            text = verdicts(_read_json(comparison_folder / RESULTS_FILE), variant)
+            text = verdicts(read_json(comparison_folder / RESULTS_FILE), variant)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
@@ -242,7 +214,7 @@ def _collect(
                 conversion=records.get(CONVERSION_FILE),
                 comparison=text,
                 license=license,
-                has_plot="loss.png" in contents,
+                has_plot=PLOT_FILE in contents,
                 has_tokenizer=any(name in contents for name in VOCABULARIES),
             )
         ).encode()
@@ -251,10 +223,10 @@ def _collect(
 
 
 def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
-    """The model without its weights, and the files that hold them.
+    """Returns the model without its weights, and the files that hold them.
 
     Raises:
-        ValueError: unless these are whole, and hold just what the model has.
+        ValueError: unless the files are complete and hold exactly the parameters of the model.
     """
     class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
@@ -263,11 +235,11 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
     with torch.device("meta"):
         model = getattr(modeling_nlq, class_name)(NLQConfig.from_pretrained(folder))
     model.config.architectures = [class_name]
-    # As Transformers looks for them
+    # In the order in which Transformers looks for them
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
     if not files[0].is_file() and index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index} is damaged: it has no 'weight_map'")
         files = [folder / str(name) for name in sorted(set(weight_map.values()))]
@@ -288,7 +260,7 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
 
 
 def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
-    """The folder of the comparison to report: that given, or the one that holds `runs/MODEL/RUN`."""
+    """The folder of the comparison to report: the given one, or the one that holds `runs/MODEL/RUN`."""
     if given is not None:
         if not (Path(given) / RESULTS_FILE).is_file():
             raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
@@ -309,12 +281,12 @@ def _read_card(path: Path) -> bytes:
 
 
 def _may_be_ours(name: str) -> bool:
-    patterns = (*_WEIGHTS, *_SETTINGS, *_TOKENIZER, *_RESULTS, *_COMPARISON, "*_nlq.py")
+    patterns = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, *_COMPARISON, "*_nlq.py")
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 
 def _explain(error: BaseException) -> str:
-    """What the Hub or the connection said, in a line."""
+    """Explains an error of the Hub or of the connection in one line."""
     if isinstance(error, KeyError):
         return f"the Hub's answer makes no sense, it lacks {error}"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
@@ -336,13 +308,6 @@ def _explain(error: BaseException) -> str:
         kind = type(error).__name__
         return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _json(record: dict[str, Any]) -> bytes:

@@ -8,9 +8,10 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.properties import examples
 
 from modeling_nlq.training.comparison.statistics import analyse, critical_t, detectable_effect, holm, power_warning, rate_gap
 
@@ -22,10 +23,6 @@ VERDICTS = ("better", "worse", "within noise", "too few seeds: no verdict", "div
 # Multiples of 2^-10, whose differences and sums are exact
 exact_losses = st.integers(1024, 8192).map(lambda count: count / 1024)
 any_losses = st.one_of(exact_losses, st.floats(0, 1500), st.sampled_from([None, 3.0, math.nan, math.inf, 0.0]))
-
-
-def examples(count):
-    return settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
 def comparisons(losses, *, some_seeds=False):

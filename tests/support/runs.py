@@ -1,0 +1,30 @@
+"""Reads and interrupts training runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.trainer import train_recipe
+
+
+def logged_losses(folder: Path) -> list[float]:
+    """The training losses that a run logged."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+class PowerCut(TrainerCallback):
+    """Ends a run in its fifth step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
+def interrupt(recipe_file: Path, **overrides) -> None:
+    """Begins a run that ends in its fifth step, after a checkpoint at the fourth."""
+    with pytest.raises(KeyboardInterrupt):
+        train_recipe(load_recipe(recipe_file, overrides), callbacks=[PowerCut()])

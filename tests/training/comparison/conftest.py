@@ -1,0 +1,49 @@
+"""What the tests of comparisons share: a function that writes a comparison, and one finished comparison."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.files import read_yaml
+
+
+@pytest.fixture(scope="session")
+def make_file(recipe_file, tmp_path_factory):
+    """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit longer."""
+
+    def make(**fields) -> str:
+        path = tmp_path_factory.mktemp("comparison") / "comparison.yaml"
+        content = {
+            "recipe": str(recipe_file),
+            "baseline": "base",
+            "models": {"base": None, "twin": None},
+            "learning_rates": [1e-2],
+            "seeds": [0, 1],
+            "training": {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"},
+            **fields,
+        }
+        path.write_text(yaml.safe_dump({name: value for name, value in content.items() if value is not None}, sort_keys=False))
+        return str(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
+    """A comparison with what must be found in it: folder, results, file."""
+    models = {
+        "base": None,
+        "twin": None,
+        # Scores and logits ten times too large at the start: worse for a long time, whatever the seed
+        "planted": {"switches": {"initializer_range": 0.2}, "learning_rates": [5e-3, 1e-2]},
+        "absurd": {"learning_rates": [1e3, 1e30]},  # one ends far off, one in NaN
+        "one rate absurd": {"learning_rates": [1e-2, 1e3]},
+    }
+    training = {"max_steps": 8, "save_steps": 8, "eval_steps": 4, "report_to": "none"}
+    recipe = {**read_yaml(Path(recipe_file)), "stability_steps": 1}
+    file = make_file(recipe=recipe, models=models, learning_rates=[1e-2], seeds=[0, 1, 2, 3], training=training)
+    folder = tmp_path_factory.mktemp("compared") / "results"
+    return folder, run_comparison(load_comparison(file), folder), file

@@ -1,0 +1,228 @@
+"""The runs of a comparison: each is made once, goes on after an interruption, and is shared between processes."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from filelock import FileLock
+
+from modeling_nlq.configuration import find
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.files import read_yaml
+
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def run_files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.suffix != ".lock"}
+
+
+def without_times(results: dict) -> dict:
+    """Results as far as the clock and the memory have no part in them."""
+    results = json.loads(json.dumps(results))
+    for model in results["models"].values():
+        for run in [*model["sweep"], *model["runs"]]:
+            for name in ("train_seconds", "tokens_per_second", "peak_memory"):
+                run.pop(name)
+    return results
+
+
+class TestFinished:
+    def test_finished_runs_are_not_repeated(self, finished):
+        folder, results, file = finished
+        before = run_files(folder)
+        assert run_comparison(load_comparison(file), folder) == results
+        assert run_files(folder) == before
+
+
+class TestCommand:
+    def test_command_ends_with_table_verdicts_and_report(self, finished, capsys):
+        folder, results, file = finished
+        assert main(["compare", file, "--output_dir", str(folder)]) == 0
+        out = capsys.readouterr().out
+        for name, effect in results["statistics"]["effects"].items():
+            assert re.search(rf"^{re.escape(name)} .*{effect['verdict']}$", out, flags=re.MULTILINE)
+        assert out.endswith(f"report: {folder / 'report.html'}\n")
+        page, table = (folder / "report.html").read_text(), (folder / "results.md").read_text()
+        figures = {path.name for path in (folder / "figures").iterdir()}
+        assert figures == {"curves.png", "parameters.png", "flops.png", "stability.png"}
+        for model in results["models"].values():
+            for run in [*model["sweep"], *model["runs"]]:
+                if run["test_loss"] is not None:
+                    assert f"{run['test_loss']:.4f}" in page and f"{run['test_loss']:.4f}" in table
+        assert str(Path(file).parent) not in page + table + json.dumps(results)
+
+    def test_folder_knows_how_to_go_on(self, finished):
+        folder, results, _ = finished
+        again = load_comparison(str(folder / "comparison.yaml"))
+        assert without_times(run_comparison(again, folder))["models"] == without_times(results)["models"]
+
+
+@pytest.fixture(scope="module")
+def two_models(make_file, tmp_path_factory) -> tuple[str, dict, Path]:
+    """A comparison of two models that was made without interruption: file, results, folder."""
+    file = make_file(models={"base": None, "squared": {"switches": {"attention_activation": "squared"}}})
+    folder = tmp_path_factory.mktemp("uninterrupted") / "results"
+    return file, run_comparison(load_comparison(file), folder), folder
+
+
+@pytest.fixture
+def copy_without_last(two_models, tmp_path) -> tuple[Path, Path]:
+    """A copy of that comparison in which one run is missing, and where that run was moved to."""
+    folder, moved = tmp_path / "results", tmp_path / "moved"
+    shutil.copytree(two_models[2], folder)
+    next(folder.glob("runs/squared/*seed-1")).rename(moved)
+    return folder, moved
+
+
+def metrics_files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}
+
+
+@contextlib.contextmanager
+def small_files():
+    """A disk that is full looks like this limit on the size of the files that runs write."""
+    server = next(child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline()))
+    before = server.rlimit(psutil.RLIMIT_FSIZE)
+    server.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
+    yield
+    server.rlimit(psutil.RLIMIT_FSIZE, before)
+
+
+class TestInterruption:
+    def test_killed_and_run_again(self, two_models, tmp_path):
+        file, expected, _ = two_models
+        folder = tmp_path / "results"
+        command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            # A run is finished and another has begun; then any moment will do
+            end = time.monotonic() + 400
+            while len(list(folder.glob("runs/*/*/recipe.yaml"))) < 2:
+                assert process.poll() is None, process.stderr.read().decode()
+                assert time.monotonic() < end, "waited in vain"
+                time.sleep(0.05)
+            time.sleep(random.Random(os.getpid()).uniform(0.0, 1.0))
+        finally:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.wait()
+        finished = metrics_files(folder)
+        # Not in a new process: the run that was being made is still locked for a step
+        results = run_comparison(load_comparison(file), folder)
+        assert without_times(results) == without_times(expected)
+        assert len(finished) < 4 and finished.items() <= metrics_files(folder).items()
+        assert len(children) > 1 and not psutil.wait_procs(children, timeout=100)[1], "a run outlived its comparison"
+
+    def test_interrupted_by_hand(self, make_file, tmp_path, capsys, monkeypatch):
+        training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
+        folder = tmp_path / "results"
+
+        def press_control_c():
+            while not list(folder.glob("runs/base/*/checkpoint-*")):
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        # A shell starts a command in the background with interrupts ignored, and tests may run there
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            threading.Thread(target=press_control_c, daemon=True).start()
+            assert main(["compare", make_file(training=training), "--output_dir", str(folder)]) == 130
+        finally:
+            signal.signal(signal.SIGINT, before)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
+        with FileLock(next(folder.glob("runs/base/*.lock")), timeout=0):
+            pass  # the run has ended
+
+    def test_run_that_another_process_makes(self, two_models, copy_without_last):
+        file, expected, _ = two_models
+        folder, moved = copy_without_last
+        lock = FileLock(folder / "runs" / "squared" / "rate-0.01-seed-1.lock", thread_local=False)
+        lock.acquire()
+
+        def finish():
+            moved.rename(folder / "runs" / "squared" / "rate-0.01-seed-1")
+            lock.release()
+
+        threading.Timer(3.0, finish).start()
+        before = metrics_files(folder)
+        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+        assert before.items() <= metrics_files(folder).items()
+        log = folder / "runs" / "squared" / "rate-0.01-seed-1.log"
+        assert log.read_text().count("train_runtime") == 1, "it was made once more"
+
+    @pytest.mark.slow
+    def test_processes_share_the_runs(self, two_models, tmp_path):
+        file, expected, _ = two_models
+        folder = tmp_path / "results"
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        launch += [str(find("accelerate", "cpu-two-processes")), "-m", "modeling_nlq.training"]
+        command = [*launch, "compare", file, "--output_dir", str(folder)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        for log in folder.glob("runs/*/*.log"):
+            assert log.read_text().count("train_runtime") == 1, log
+
+    def test_file_that_cannot_be_written(self, two_models, copy_without_last, capsys):
+        """Finished runs are kept, and the comparison goes on later."""
+        file, expected, _ = two_models
+        folder, _ = copy_without_last
+        kept = metrics_files(folder)
+        with small_files():
+            assert main(["compare", file, "--output_dir", str(folder)]) == 1
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ") and "Traceback" not in message
+        assert kept.items() <= metrics_files(folder).items()
+        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+
+
+class TestFolder:
+    def test_dataset_that_changed(self, finished, tmp_path, capsys):
+        folder = tmp_path / "results"
+        shutil.copytree(finished[0], folder)
+        fingerprint = (folder / "dataset_fingerprint.txt").read_text().strip()
+        assert fingerprint == finished[1]["dataset_fingerprint"]
+        (folder / "dataset_fingerprint.txt").write_text("another\n")  # as if the text had been another one then
+        before = run_files(folder)
+        assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
+        assert f"the dataset has changed since {folder} was begun (fingerprint another then, {fingerprint} now)" in (
+            capsys.readouterr().err
+        )
+        assert run_files(folder) == before
+
+    def test_folder_of_another_comparison(self, finished, make_file, capsys):
+        folder, _, file = finished
+        before = run_files(folder)
+        assert main(["compare", file, "--output_dir", str(folder), "--weight_decay", "0.3"]) == 1
+        assert "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)" in capsys.readouterr().err
+        assert main(["compare", make_file(), "--output_dir", str(folder)]) == 1
+        assert "seeds: [0, 1, 2, 3] there, [0, 1] now" in capsys.readouterr().err
+        another = read_yaml(Path(file))
+        another["models"]["third"] = None
+        Path(file).with_name("another.yaml").write_text(yaml.safe_dump({**another, "name": "comparison"}))
+        assert main(["compare", str(Path(file).with_name("another.yaml")), "--output_dir", str(folder)]) == 1
+        assert "models.third: None there, {} now" in capsys.readouterr().err
+        assert run_files(folder) == before
+
+    def test_foreign_folder(self, make_file, tmp_path, capsys):
+        (tmp_path / "thesis.tex").write_text("all I have")
+        assert main(["compare", make_file(), "--output_dir", str(tmp_path)]) == 1
+        assert "holds no comparison" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

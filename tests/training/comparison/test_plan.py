@@ -1,0 +1,153 @@
+"""The plan of a comparison: its file, its models and runs, and one line for each mistake."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from modeling_nlq.configuration import names
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.files import read_yaml
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
+
+
+class TestPlan:
+    def test_dry_run(self, make_file, capsys, tmp_path):
+        file = make_file(
+            models={"base": None, "wide": {"switches": {"intermediate_size": 256}}},
+            learning_rates=[1e-3, 1e-2],
+            seeds=[0, 1, 2],
+        )
+        assert main(["compare", file, "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        comparison = load_comparison(file)
+        for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
+            size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
+            assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
+        assert f"10 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
+
+    def test_advice_on_gpus_is_for_runs(self, make_file, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
+        logger = logging.getLogger("transformers.training_args")
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        training = {"max_steps": 12, "torch_compile": True, "bf16": False, "report_to": "none"}
+        comparison = load_comparison(make_file(training=training))
+        comparison.resolve(comparison.reported("base", 1e-2)[0], tmp_path)
+        assert not caplog.messages
+        TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
+        assert {message.split(" mostly")[0] for message in caplog.messages} == {"The speedups for torchdynamo"}
+
+    def test_power_warning(self, make_file):
+        models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
+        plan = "\n".join(load_comparison(make_file(models=models, seeds=[0, 1, 2])).describe())
+        assert "9.9" in plan and "warning" in plan
+        assert "warning" not in "\n".join(load_comparison(make_file(models=models, seeds=[0, 1, 2, 3, 4])).describe())
+
+    @pytest.mark.parametrize("match", ["parameters", "flops"])
+    def test_match(self, make_file, match):
+        models = {
+            "base": {"switches": {"query_projection": "linear"}},
+            "identity": {"switches": {"query_projection": "identity"}},
+        }
+        models["as it is"] = {**models["identity"], "match": None}
+        variants = load_comparison(make_file(models=models, match=match)).variants
+        unit = 2 * 2 * 32 * (6 if match == "flops" else 1)  # one more in the MLP: 2 layers, 2 matrices, 32 wide
+        field = "flops_per_token" if match == "flops" else "non_embedding"
+        base, identity, as_it_is = (getattr(variants[name].size, field) for name in models)
+        assert abs(identity - base) <= unit / 2 < base - as_it_is
+        assert variants["base"].intermediate_size == variants["as it is"].intermediate_size == 128
+
+    def test_command_line_overrides_the_file(self, make_file):
+        assert load_comparison(make_file(), {"max_steps": 5}).tokens_per_run == 5 * 8 * 64
+
+    @pytest.mark.parametrize("name", names("comparisons"))
+    def test_shipped_comparisons(self, name):
+        comparison = load_comparison(name)
+        assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
+        for model in comparison.variants:
+            for run in [*comparison.sweep(model), *comparison.reported(model, comparison.variants[model].learning_rates[0])]:
+                comparison.resolve(run, Path("runs"))
+        assert list(comparison.describe())
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"baseline": None}, "the field 'baseline' is missing"),
+            ({"baseline": ["base"]}, r"baseline=\['base'\] must be one of"),
+            ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
+            ({"models": {"base": None}}, "holds only the baseline 'base'"),
+            ({"models": None}, "must be one of the models"),
+            ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
+            ({"models": {"base": None, "x": {"switches": {"query_projektion": "linear"}}}}, "no field 'query_projektion'"),
+            ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
+            ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': seed: set seeds"),
+            ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
+            ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
+            ({"seeds": None}, "seeds=None must be a list"),
+            ({"seeds": []}, r"seeds=\[\] must be a list"),
+            ({"models": {"base": None, "Base": None}}, "the same name but for capitals"),
+            ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
+            ({"models": {"base": None, "x.": None}}, "model 'x.': a name must be made of"),
+            ({"models": {"base": None, "x": {"switches": {"query_projection": "linaer"}}}}, "model 'x': .*'linaer'"),
+            ({"models": {"base": None, "x": {"training": {"max_step": 1}}}}, "model 'x': training: unknown field 'max_step'"),
+            ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
+            ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
+            ({"training": {"max_steps": 12, "per_device_train_batch_size": 0}}, "must be at least 1"),
+            ({"seeds": [2**32]}, "seeds="),
+            ({"seeds": [True]}, "seeds="),
+            ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
+            ({"seeds": [0, 0]}, "holds a seed twice"),
+            ({"seeds": [1000]}, "sweep_seed=1000 is one of the seeds"),
+            ({"learning_rates": None}, "learning_rates is missing"),
+            ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
+            ({"learning_rates": [-1.0]}, "must be a list of numbers above 0"),
+            ({"match": "memory"}, "match='memory' must be one of parameters, flops"),
+            ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
+            ({"training": {"max_steps": -1}}, "needs max_steps"),
+            (
+                {
+                    "match": "parameters",
+                    "models": {"base": {"switches": {"intermediate_size": 1}}, "x": {"switches": {"head_projection": True}}},
+                },
+                "model 'x': no MLP width brings the model down to",
+            ),
+        ],
+    )
+    def test_one_line(self, make_file, fields, message, capsys, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            load_comparison(make_file(**fields))
+        assert main(["compare", make_file(**fields), "--output_dir", str(tmp_path / "out")]) == 1
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
+
+    def test_recipe_that_no_comparison_can_use(self, make_file, run, recipe_file):
+        with pytest.raises(ValueError, match="test_fraction=0 leaves no test split"):
+            load_comparison(make_file(), {"test_fraction": 0.0})
+        with pytest.raises(ValueError, match="arguments: seed: set seeds and learning_rates"):
+            load_comparison(make_file(), {"seed": 3})
+        recipe = {name: value for name, value in read_yaml(Path(recipe_file)).items() if name != "tokenizer"}
+        with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
+            models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
+            load_comparison(make_file(recipe=recipe, models=models))
+        with pytest.raises(ValueError, match=r"record_stability needs an NLQ model, and .* is of type 'gpt2'"):
+            path = Path(recipe_file).parent / "gpt2.json"
+            path.write_text(
+                json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2})
+            )
+            load_comparison(make_file(models={"base": None, "gpt2": str(path)}))
+
+    def test_name_given_twice(self, make_file, capsys):
+        file = Path(make_file())
+        file.write_text(file.read_text().replace("twin:", "base:"))
+        assert main(["compare", str(file)]) == 1
+        assert "base is given twice" in capsys.readouterr().err
+
+    def test_unknown_comparison(self, capsys):
+        assert main(["compare", "querys"]) == 1
+        assert "did you mean 'queries'" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The results of a comparison: they show a planted difference, and equal a computation that starts at the runs."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy import stats
+from transformers import AutoModelForCausalLM
+
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.files import read_yaml
+from modeling_nlq.training.run.data import prepare_data
+
+
+class TestFindsWhatIsThere:
+    def test_planted_difference(self, finished):
+        effect = finished[1]["statistics"]["effects"]["planted"]
+        assert effect["verdict"] == "worse" and effect["holm_p"] < 0.05 and effect["loss_improvement"] < 0
+
+    def test_two_copies_of_one_model_are_within_noise(self, finished):
+        models = finished[1]["models"]
+        assert finished[1]["statistics"]["effects"]["twin"]["verdict"] == "within noise"
+        assert [run["test_loss"] for run in models["twin"]["runs"]] == [run["test_loss"] for run in models["base"]["runs"]]
+
+    def test_diverged_model_is_recorded_and_the_rest_completes(self, finished):
+        results = finished[1]
+        absurd = results["models"]["absurd"]
+        assert results["statistics"]["effects"]["absurd"]["verdict"] == "diverged"
+        assert absurd["learning_rate"] is None and absurd["runs"] == [] and all(run["diverged"] for run in absurd["sweep"])
+        far, without_number = absurd["sweep"]
+        assert (
+            far["diverged_at"] is None and far["steps"] == 8 and without_number["diverged_at"] == without_number["steps"] == 2
+        )
+        assert without_number["history"]["stability"]["0"]["entropy"][1] == [2, None]
+        assert all(len(model["runs"]) == 4 for name, model in results["models"].items() if name != "absurd")
+
+    def test_one_diverged_rate_is_not_chosen(self, finished):
+        model = finished[1]["models"]["one rate absurd"]
+        assert model["learning_rate"] == 1e-2 and model["is_at_edge"]
+        assert [run["diverged"] for run in model["sweep"]] == [False, True]
+
+    @pytest.mark.slow
+    def test_half_the_width_against_all(self, tmp_path):
+        """At the size of the shipped comparisons: minutes. Half the layers make no difference that soon."""
+        half = {"switches": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}}
+        models = {"half": half, "all": None, "half again": half, "absurd": {"learning_rates": [1e30]}}
+        fields = {"recipe": "study", "baseline": "half", "models": models, "learning_rates": [2e-3], "seeds": [0, 1, 2, 3]}
+        path = tmp_path / "planted.yaml"
+        path.write_text(yaml.safe_dump(fields, sort_keys=False))
+        results = run_comparison(load_comparison(path, {"max_steps": 250}), tmp_path / "results")
+        verdicts = {name: effect["verdict"] for name, effect in results["statistics"]["effects"].items()}
+        assert verdicts == {"all": "better", "half again": "within noise", "absurd": "diverged"}
+
+
+class TestRuns:
+    def test_rate_is_the_best_of_the_sweep_on_the_validation_split(self, finished):
+        folder, results, _ = finished
+        for name in ("one rate absurd", "planted"):
+            model = results["models"][name]
+            losses = {}
+            for run in model["sweep"]:
+                assert run["seed"] == results["sweep_seed"] and run["seed"] not in results["seeds"]
+                losses[json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"]] = run["learning_rate"]
+            assert model["learning_rate"] == losses[min(losses)]
+            assert {run["learning_rate"] for run in model["runs"]} == {model["learning_rate"]}
+
+    def test_reported_loss_is_that_of_the_test_split(self, finished):
+        folder, results, file = finished
+        comparison = load_comparison(file)
+        run = results["models"]["base"]["runs"][1]
+        resolved = comparison.resolve(comparison.reported("base", run["learning_rate"])[1], folder / run["folder"])
+        _, blocks, _ = prepare_data(resolved.recipe, folder / "tokenizer")
+        texts = {split: set(map(bytes, part.dataset["input_ids"][:])) for split, part in blocks.items()}
+        assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (texts["train"] | texts["validation"])
+        model = AutoModelForCausalLM.from_pretrained(folder / run["folder"]).double().eval()
+        rows = torch.from_numpy(blocks["test"].dataset["input_ids"][:].astype(np.int64))
+        with torch.no_grad():
+            log_probabilities = model(rows).logits[:, :-1].log_softmax(dim=-1)
+        expected = -log_probabilities.gather(-1, rows[:, 1:, None]).mean().item()
+        assert run["test_loss"] == pytest.approx(expected, rel=1e-5) and run["test_loss"] != run["validation_loss"]
+
+    def test_all_models_of_a_seed_see_the_same_tokens(self, finished):
+        results = finished[1]
+        assert results["same_tokens"] and len(set(results["token_streams"].values())) == len(results["seeds"]) + 1
+        for model in results["models"].values():
+            for run in [*model["sweep"], *model["runs"]]:
+                if run["diverged_at"] is None:
+                    assert run["token_stream"] == results["token_streams"][str(run["seed"])]
+
+    def test_other_tokens_would_be_noticed(self, finished, tmp_path):
+        folder, _, file = finished
+        copy = tmp_path / "results"
+        shutil.copytree(folder, copy)
+        metrics_file = next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json"))
+        metrics_file.write_text(json.dumps({**json.loads(metrics_file.read_text()), "token_stream": "0" * 64}))
+        assert not run_comparison(load_comparison(file), copy)["same_tokens"]
+
+    def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
+        """The plan counts every batch as full; a run that was stopped saw fewer than the comparison's."""
+        folder, results, file = finished
+        comparison, copy = load_comparison(file), tmp_path / "results"
+        shutil.copytree(folder, copy)
+        files = sorted(copy.glob("runs/*/*/metrics.json"), key=lambda path: path.parent.name.startswith("rate-"))
+
+        def change(file, **values):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+        for index, metrics_file in enumerate(files):
+            change(metrics_file, tokens_seen=5000 + index)
+        change(files[-1], diverged=True, diverged_at=3)  # a reported run, which chooses no rate
+        assert run_comparison(comparison, copy)["tokens_per_run"] == 5000 + len(files) - 2
+        for metrics_file in files:
+            change(metrics_file, diverged=True, diverged_at=3)
+        assert run_comparison(comparison, copy)["tokens_per_run"] == comparison.tokens_per_run
+        assert comparison.tokens_per_run == results["tokens_per_run"] == 8 * 8 * 64
+
+    def test_gap_of_the_best_rates_is_in_deviations_of_a_run(self, finished):
+        folder, results, _ = finished
+
+        def losses(runs):
+            return [json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"] for run in runs]
+
+        model = results["models"]["planted"]
+        first, second = losses(model["sweep"])
+        assert model["rate_gap"] == pytest.approx(abs(first - second) / np.std(losses(model["runs"]), ddof=1))
+        # One rate diverged, or both did
+        assert results["models"]["one rate absurd"]["rate_gap"] is results["models"]["absurd"]["rate_gap"] is None
+
+    def test_runs_differ_in_nothing_but_what_was_asked(self, finished):
+        folder, results, _ = finished
+        base, planted = (
+            read_yaml(folder / results["models"][name]["runs"][0]["folder"] / "recipe.yaml") for name in ("base", "planted")
+        )
+        assert planted["switches"].pop("initializer_range") == 0.2
+        for recipe in (base, planted):
+            recipe["training"].pop("learning_rate")
+        assert base == planted and base["record_stability"]
+
+    def test_stability_is_recorded(self, finished):
+        history = finished[1]["models"]["base"]["runs"][0]["history"]
+        assert [step for step, _ in history["stability"]["0"]["entropy"]] == list(range(1, 9))
+        assert history["gradient_norm"] and len(history["validation_loss"]) == 2
+
+
+class TestStatistics:
+    """What is reported equals a computation that starts at the losses in `results.json`."""
+
+    @pytest.fixture(scope="class")
+    def results(self, finished):
+        return json.loads((finished[0] / "results.json").read_text())
+
+    def losses(self, results, name):
+        return [run["test_loss"] for run in results["models"][name]["runs"]]
+
+    def test_noise_floor(self, results):
+        base = self.losses(results, "base")
+        mean = sum(base) / 4
+        deviation = math.sqrt(sum((loss - mean) ** 2 for loss in base) / 3)
+        assert results["statistics"]["noise_floor"] == pytest.approx(deviation)
+        assert results["statistics"]["noise_floor_percent"] == pytest.approx(100 * deviation / mean)
+
+    def test_intervals_and_corrected_p_values(self, results):
+        # Twin and "one rate absurd" may equal the baseline to the last bit: their differences have no variance to pool
+        base = self.losses(results, "base")
+        p_values = {}
+        for name in ("twin", "planted", "one rate absurd"):
+            effect = results["statistics"]["effects"][name]
+            differences = [loss - other for loss, other in zip(self.losses(results, name), base)]
+            assert effect["mean_difference"] == pytest.approx(sum(differences) / 4, abs=1e-12)
+            p_values[name] = 1.0
+            if any(differences):
+                deviation, freedom = effect["difference_deviation"], 3
+                if effect["is_pooled"]:
+                    pool = results["statistics"]["pool"]
+                    deviation, freedom = max(deviation, pool["deviation"]), pool["degrees_of_freedom"]
+                else:
+                    assert deviation == pytest.approx(np.std(differences, ddof=1))
+                mean, error = np.mean(differences), deviation / 2
+                p_values[name] = 2 * stats.t.sf(abs(mean / error), freedom)
+                low, high = mean + np.array([-1, 1]) * stats.t.ppf(0.975, freedom) * error
+                percent = 100 * np.array([-high, -low]) / np.mean(base)
+                assert effect["loss_improvement_interval"] == pytest.approx(percent, abs=1e-9)
+                perplexity = 100 * (1 - np.exp([high, low]))
+                assert effect["perplexity_improvement_interval"] == pytest.approx(perplexity, abs=1e-9)
+            assert effect["p"] == pytest.approx(p_values[name])
+        corrected = 0.0
+        for rank, name in enumerate(sorted(p_values, key=p_values.get)):
+            corrected = max(corrected, min(1.0, (3 - rank) * p_values[name]))
+            assert results["statistics"]["effects"][name]["holm_p"] == pytest.approx(corrected)

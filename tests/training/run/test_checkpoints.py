@@ -1,0 +1,178 @@
+"""How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.runs import PowerCut, interrupt, logged_losses
+from transformers import AutoModelForCausalLM, Trainer
+from transformers.utils import logging
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.trainer import train
+
+
+def cut_after_its_last_step(finished: Path, folder: Path) -> None:
+    """Makes a copy of a run that was killed before it wrote its weights and metrics."""
+    shutil.copytree(finished, folder)
+    (folder / "metrics.json").unlink()
+    (folder / "model.safetensors").unlink()
+
+
+class TestCheckpoints:
+    def test_interrupted_run_goes_on_to_the_same_result(self, run, recipe_file, tmp_path, monkeypatch, capsys):
+        folder = tmp_path / "interrupted"
+        real_init = Trainer.__init__
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Trainer, "__init__", lambda self, callbacks, **rest: real_init(self, callbacks=[*callbacks, PowerCut()], **rest)
+            )
+            arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
+            assert main(arguments) == 130
+        message = "nlq: interrupted: the same command goes on from the last checkpoint\n"
+        assert capsys.readouterr().err.endswith(message)
+        # A checkpoint that is half written must be passed over
+        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
+        (folder / "checkpoint-6" / "trainer_state.json").unlink()
+        assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
+
+        assert main(arguments) == 0
+        assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=1e-6)
+        assert json.loads((folder / "metrics.json").read_text())["token_stream"] == run[1]["token_stream"]
+        resumed = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
+            assert torch.allclose(resumed[name], expected, atol=1e-6), name
+
+    def test_run_cut_after_its_last_step_takes_no_more(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "cut"
+        shutil.copytree(run[0], folder)
+        (folder / "metrics.json").unlink()
+        metrics = train(recipe_file, output_dir=folder)
+        assert metrics["steps"] == 8 and metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"])
+        assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+
+    def test_another_model_does_not_go_on_from_the_checkpoint(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "other"
+        shutil.copytree(run[0], folder)
+        (folder / "metrics.json").unlink()
+        config = json.loads((folder / "checkpoint-8" / "config.json").read_text())
+        for checkpoint in folder.glob("checkpoint-*"):
+            (checkpoint / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
+        with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
+            train(recipe_file, output_dir=folder)
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "config.json", "trainer_state.json"])
+    @pytest.mark.parametrize("damage", ["missing", "empty", "half"])
+    def test_damaged_file_makes_a_checkpoint_incomplete(self, name, damage, run, tmp_path):
+        folder = tmp_path / "checkpoint-8"
+        shutil.copytree(run[0] / "checkpoint-8", folder)
+        assert is_complete_checkpoint(folder)
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if damage != "missing":
+            (folder / name).write_bytes(content[: len(content) // 2] if damage == "half" else b"")
+        assert not is_complete_checkpoint(folder)
+
+    def test_checkpoints_are_complete_models(self, run):
+        folder = run[0] / "checkpoint-4"
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "configuration_nlq.py"):
+            assert (folder / name).is_file(), name
+        assert AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id == 0
+
+
+@pytest.fixture(scope="module")
+def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
+    """A finished run, its overrides, and the name of its best checkpoint, which is not its last: its rate is too high."""
+    folder = tmp_path_factory.mktemp("best") / "finished"
+    overrides = {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 1.0}
+    overrides |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
+    train(recipe_file, output_dir=folder, **overrides)
+    state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_global_step"] < 8
+    return folder, overrides, f"checkpoint-{state['best_global_step']}"
+
+
+class TestBestModel:
+    @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
+    def test_run_that_was_killed_and_moved_ends_with_the_best_weights(self, best_run, recipe_file, tmp_path, is_cut_earlier):
+        finished, overrides, best = best_run
+        folder = tmp_path / "moved"
+        cut_after_its_last_step(finished, folder)
+        for checkpoint in folder.glob("checkpoint-*") if is_cut_earlier else []:
+            if int(checkpoint.name.removeprefix("checkpoint-")) > int(best.removeprefix("checkpoint-")):
+                shutil.rmtree(checkpoint)
+        finished.rename(hidden := finished.with_name("hidden"))  # the checkpoints name this folder
+        try:
+            metrics = train(recipe_file, output_dir=folder, **overrides)
+        finally:
+            hidden.rename(finished)
+        kept, wanted = (load_file(path / "model.safetensors") for path in (folder, finished / best))
+        assert all((kept[name] == wanted[name]).all() for name in wanted)
+        assert metrics["eval_loss"] == json.loads((finished / "metrics.json").read_text())["eval_loss"]
+
+    def test_best_checkpoint_that_is_missing(self, best_run, recipe_file, tmp_path):
+        finished, overrides, best = best_run
+        folder = tmp_path / "run"
+        cut_after_its_last_step(finished, folder)
+        shutil.rmtree(folder / best)
+        with pytest.raises(ValueError, match=f"{folder / best}, the best checkpoint so far, is missing or damaged"):
+            train(recipe_file, output_dir=folder, **overrides)
+
+
+class TestConditions:
+    def test_dataset_that_changed(self, corpus, recipe_file, tmp_path, capsys):
+        dataset, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
+        shutil.copy(corpus, dataset)
+        arguments = ["--dataset", str(dataset), "--output_dir", str(folder)]
+        interrupt(recipe_file, dataset=dataset, output_dir=folder)
+        lines = dataset.read_text().splitlines(keepends=True)
+        dataset.write_text("".join(reversed(lines)))
+        assert main(["train", str(recipe_file), *arguments]) == 1
+        error = capsys.readouterr().err
+        assert f"{folder / 'checkpoint-4'} was made with another dataset or number of processes (dataset_fingerprint: " in error
+        assert f"go on all the same by --resume_from_checkpoint {folder / 'checkpoint-4'}" in error
+        assert not (folder / "metrics.json").exists()
+        dataset.write_text("".join(lines))
+        assert main(["train", str(recipe_file), *arguments]) == 0
+
+    def test_another_number_of_processes(self, recipe_file, tmp_path, capsys):
+        folder = tmp_path / "run"
+        arguments = ["--output_dir", str(folder)]
+        interrupt(recipe_file, output_dir=folder)
+        checkpoint = folder / "checkpoint-4"
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        conditions = state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
+        assert conditions["processes"] == 1 and conditions["global_batch_size"] == 8
+        conditions.update(processes=2, global_batch_size=16)  # as two processes would have written
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        assert main(["train", str(recipe_file), *arguments]) == 1
+        assert "(global_batch_size: 16 there, 8 now, processes: 2 there, 1 now); restore what it was" in capsys.readouterr().err
+        assert main(["train", str(recipe_file), *arguments, "--resume_from_checkpoint", str(checkpoint)]) == 0
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert metrics["processes"] == 1 and metrics["tokens_seen"] == 8 * 8 * 64
+
+    def test_checkpoint_that_does_not_say(self, recipe_file, tmp_path, capsys):
+        arguments = ["--output_dir", str(tmp_path / "run")]
+        interrupt(recipe_file, output_dir=tmp_path / "run")
+        path = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
+        state = json.loads(path.read_text())
+        del state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
+        path.write_text(json.dumps(state))
+        assert main(["train", str(recipe_file), *arguments]) == 1
+        assert "does not say with which dataset and how many processes it was made" in capsys.readouterr().err
+
+
+def test_tied_weights_are_not_missing(run, recipe_file, tmp_path, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    (folder / "metrics.json").unlink()
+    logging.enable_propagation()
+    try:
+        train(recipe_file, output_dir=folder)
+    finally:
+        logging.disable_propagation()
+    assert "Going on from" in caplog.text and "missing keys" not in caplog.text

@@ -1,0 +1,79 @@
+"""Recipes: overrides from the command line and from Python, and conflicts found before data are prepared."""
+
+import json
+
+import pytest
+
+from modeling_nlq.configuration import descriptions, names
+from modeling_nlq.training import models
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.run import recipe as recipe_module
+from modeling_nlq.training.run import trainer as trainer_module
+from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides, unused_rows
+
+
+WORDS = ["--learning_rate", "1e-3", "--streaming", "--set", "qk_norm=l2", "--set", "attention_gate=None", "--report_to", "none"]
+
+
+class TestOverrides:
+    def test_command_line_and_python_are_one_recipe(self):
+        switches = {"qk_norm": "l2", "attention_gate": None}
+        overrides = {"learning_rate": 1e-3, "streaming": True, "switches": switches, "report_to": "none"}
+        from_words, from_python = (load_recipe("demo", each) for each in (read_overrides(WORDS), overrides))
+        assert from_words.given == from_python.given
+        assert from_words.recipe == from_python.recipe and from_words.switches == from_python.switches == switches
+        assert from_python.training_arguments.learning_rate == 1e-3
+
+    def test_words_are_the_inverse(self):
+        overrides = read_overrides([*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"])
+        assert read_overrides(override_words(overrides)) == overrides
+
+    def test_unknown_fields(self):
+        with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
+            load_recipe("demo", {"learning_rat": 1.0})
+        with pytest.raises(ValueError, match="no field 'attention_activaton' to set; did you mean 'attention_activation'"):
+            models.load_config("tiny-linear", {"attention_activaton": "relu"})
+
+
+class TestBeforeData:
+    @pytest.fixture(autouse=True)
+    def no_data(self, monkeypatch):
+        monkeypatch.setattr(trainer_module, "prepare_data", lambda *_, **__: pytest.fail("prepared data"))
+
+    @pytest.mark.parametrize(
+        "switches", [["attention_activation=sparsemax"], ["per_layer_config={1: {attention_activation: entmax15}}"]]
+    )
+    def test_missing_package(self, switches, recipe_file, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(recipe_module, "find_spec", lambda name: None)
+        arguments = [word for switch in switches for word in ("--set", switch)]
+        assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *arguments]) == 1
+        assert "needs the package entmax: pip install entmax, or use another" in capsys.readouterr().err
+
+    def test_backend_that_cannot_compute_the_activation(self, recipe_file, tmp_path, capsys):
+        arguments = ["--attn_implementation", "sdpa", "--set", "attention_activation=relu"]
+        assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *arguments]) == 1
+        assert "attn_implementation='sdpa' cannot compute attention_activation='relu'" in capsys.readouterr().err
+
+
+def test_small_tokenizer_wastes_rows():
+    config = models.load_config("tiny-linear")
+    assert unused_rows(load_recipe("demo").recipe, config) is None
+    message = unused_rows(load_recipe("demo", {"tokenizer": "bpe:1024"}).recipe, config)
+    assert "'bpe:1024' uses 1,024 of the model's vocab_size=8,192" in message and "--set vocab_size=1024" in message
+
+
+@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons")])
+def test_help_lists_what_is_shipped(command, kind, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, text in descriptions(kind).items():
+        assert [line for line in lines if line.startswith(f"  {name} ") and text[:20] in line], name
+        assert len(text) < 90, f"{name}: too long for a line"
+    assert descriptions(kind).keys() == set(names(kind))
+
+
+def test_given_holds_no_place_and_no_token():
+    resolved = load_recipe("demo", {"output_dir": "elsewhere", "hub_token": "hf_secret", "resume_from_checkpoint": "x"})
+    assert not {"elsewhere", "hf_secret", '"x"'} & set(json.dumps(resolved.given).split())
+    assert resolved.training_arguments.output_dir == "elsewhere"

@@ -1,0 +1,217 @@
+"""A run from its recipe to its folder: what is in it, what it measured, and what it refuses."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from support.runs import logged_losses
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers.models.auto import modeling_auto
+
+from modeling_nlq.configuration import find
+from modeling_nlq.training import files
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.trainer import train
+
+
+class TestRun:
+    def test_folder_has_everything(self, run):
+        folder, metrics = run
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "recipe.yaml", "metrics.json"):
+            assert (folder / name).is_file(), name
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert list(folder.glob("runs/*/events.out.tfevents.*"))
+        stored = json.loads((folder / "metrics.json").read_text())
+        assert stored == metrics
+        assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
+        assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
+        assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
+
+    def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
+        batches = []
+        real_step = Trainer.training_step
+        keep = lambda self, model, inputs, *rest: batches.append(inputs["input_ids"]) or real_step(self, model, inputs, *rest)  # noqa: E731
+        monkeypatch.setattr(Trainer, "training_step", keep)
+        folder = run[0].parent / "other-model"
+        switches = {"attention_activation": "relu", "query_projection": "identity"}
+        batches_of_half = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        metrics = train(recipe_file, output_dir=folder, switches=switches, save_strategy="no", **batches_of_half)
+        stream = ""
+        for row in torch.cat(batches).numpy().astype("int32"):
+            stream = hashlib.sha256(stream.encode() + row.tobytes()).hexdigest()
+        assert len(batches) == 16 and metrics["token_stream"] == stream == run[1]["token_stream"]
+        assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
+        assert metrics["peak_memory"] > 2**20
+
+    def test_folder_loads(self, run):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(run[0]), AutoTokenizer.from_pretrained(run[0])
+        inputs = tokenizer("import ", return_tensors="pt")
+        assert (
+            model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=-1).shape[1] > inputs["input_ids"].shape[1]
+        )
+        assert model.config.eos_token_id == tokenizer.eos_token_id and tokenizer.model_max_length == 64
+
+    def test_card(self, run):
+        card = ModelCard.load(run[0] / "README.md")
+        assert card.data.library_name == "transformers" and "nlq" in card.data.tags
+        results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+        assert results["loss"] == pytest.approx(run[1]["eval_loss"])
+        assert "`query_projection` | `nonlinear`" in card.text and "{{" not in card.text
+        assert str(run[0].parent) not in card.content
+
+    def test_finished_run_is_not_repeated(self, run, recipe_file, monkeypatch):
+        before = {path: path.stat().st_mtime_ns for path in run[0].rglob("*")}
+        monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("trained again"))
+        assert train(recipe_file, output_dir=run[0]) == run[1]
+        assert {path: path.stat().st_mtime_ns for path in run[0].rglob("*")} == before
+
+    def test_other_recipe_leaves_the_folder_alone(self, run, recipe_file):
+        before = {path: path.stat().st_mtime_ns for path in run[0].rglob("*")}
+        for change, name in (({"learning_rate": 0.5}, "learning_rate"), ({"switches": {"qk_norm": "l2"}}, "qk_norm")):
+            with pytest.raises(ValueError, match=f"holds a run of another recipe.*{name}"):
+                train(recipe_file, output_dir=run[0], **change)
+        assert {path: path.stat().st_mtime_ns for path in run[0].rglob("*")} == before
+
+    def test_foreign_folder_is_left_alone(self, recipe_file, tmp_path):
+        (tmp_path / "thesis.tex").write_text("all I have")
+        with pytest.raises(ValueError, match="is no run of `nlq train`"):
+            train(recipe_file, output_dir=tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys):
+        folder = tmp_path / "run"
+        arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--learning_rate", "1e38", "--save_strategy", "no"]
+        assert main(arguments) == 0
+        assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
+        metrics = json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
+        assert metrics["diverged"] and metrics["diverged_at"] == metrics["steps"] == 2 and math.isfinite(metrics["train_loss"])
+        assert not (folder / "model.safetensors").exists()
+
+    def test_stability_is_recorded_on_request(self, run, recipe_file, tmp_path):
+        metrics = train(recipe_file, output_dir=tmp_path / "run", record_stability=True, stability_steps=4)
+        assert metrics["eval_loss"] == run[1]["eval_loss"]
+        histories = [
+            json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "run", run[0])
+        ]
+        steps = [[entry["step"] for entry in history if "attention/layer_1/entropy" in entry] for history in histories]
+        assert steps == [[1, 4, 8], []]
+
+    def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
+        arguments = ["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]
+        assert main([*arguments, "--tokenizer", str(tmp_path / "missing")]) == 1
+        assert main([*arguments, "--save_strategy", "no"]) == 0
+        # Weights without metrics: cut off while finishing, and not to be overwritten by another recipe
+        (tmp_path / "run" / "metrics.json").unlink()
+        assert main([*arguments, "--learning_rate", "0.5"]) == 1
+        assert "holds a run of another recipe" in capsys.readouterr().err
+
+    def test_tokens_are_not_written_down(self, recipe_file):
+        resolved = load_recipe(recipe_file, {"hub_token": "hf_secret", "hub_model_id": "owner/name"})
+        assert "hf_secret" not in json.dumps(resolved.given) and resolved.training_arguments.hub_token == "hf_secret"
+
+    def test_streaming_and_document_packing(self, recipe_file, tmp_path):
+        stream = {"streaming": True, "max_validation_documents": 3, "packing": "documents", "max_steps": 2}
+        switches = {"attention_activation": "sigmoid"}
+        metrics = train(recipe_file, output_dir=tmp_path / "run", switches=switches, save_strategy="no", **stream)
+        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"]) and metrics["unigram_perplexity"] is None
+
+    def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
+        saved = {"model": run[0], "tokenizer": run[0]}
+        metrics = train(recipe_file, output_dir=tmp_path / "run", max_steps=1, learning_rate=0.0, save_strategy="no", **saved)
+        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
+
+    def test_trains_with_the_models_own_backend(self, run, recipe_file, tmp_path):
+        """Counting the parameters once left every model with the slow reference backend."""
+        assert run[1]["attn_implementation"] == "sdpa"
+        switches = {"attention_activation": "relu"}
+        metrics = train(recipe_file, output_dir=tmp_path / "relu", max_steps=1, save_strategy="no", switches=switches)
+        assert metrics["attn_implementation"] == "nlq"
+
+    def test_two_processes_train_as_one(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "two"
+        accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())
+        assert accelerate_file["num_processes"] == 2
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        command += [str(find("accelerate", "cpu-two-processes")), "-m", "modeling_nlq.training", "train", str(recipe_file)]
+        command += ["--output_dir", str(folder), "--per_device_train_batch_size", "4", "--save_strategy", "no"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert metrics["processes"] == 2 and metrics["tokens_seen"] == run[1]["tokens_seen"]
+        assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
+        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], abs=2e-4)
+        assert done.stdout.count("held-out perplexity") == 1
+
+
+def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, monkeypatch):
+    """The last batch of an epoch is smaller, and so is one that an interruption repeats."""
+    shapes = []
+    real_step = Trainer.training_step
+    monkeypatch.setattr(
+        Trainer,
+        "training_step",
+        lambda self, model, inputs, *args: shapes.append(inputs["input_ids"].shape) or real_step(self, model, inputs, *args),
+    )
+    # A part of the corpus, whose last batch is not full
+    dataset = tmp_path / "corpus.jsonl"
+    dataset.write_text("".join(corpus.read_text().splitlines(keepends=True)[::6]))
+    batches = {"per_device_train_batch_size": 100, "gradient_accumulation_steps": 2, "eval_strategy": "no", "save_steps": 1}
+    overrides = {"output_dir": tmp_path / "run", "dataset": dataset, "max_steps": -1, "num_train_epochs": 2, **batches}
+    metrics = train(recipe_file, **overrides)
+    assert len(set(shapes)) == 2, "no batch was smaller: nothing is tested"
+    assert metrics["tokens_seen"] == sum(rows * length for rows, length in shapes)
+    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
+    assert f"{metrics['tokens_seen']:,} tokens" in (tmp_path / "run" / "README.md").read_text()
+
+    (tmp_path / "run" / "metrics.json").unlink()
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{metrics['steps']}")
+    assert train(recipe_file, **overrides)["tokens_seen"] == metrics["tokens_seen"]
+
+
+def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkeypatch):
+    """As little smoothing as makes no difference changes nothing, and held-out losses are never smoothed."""
+    # As under `torch_compile`, where Trainer does not find the name of any model
+    monkeypatch.delitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "nlq")
+    histories = []
+    for factor in ("1e-9", "0.3"):
+        folder = tmp_path / factor
+        metrics = train(recipe_file, output_dir=folder, label_smoothing_factor=float(factor), save_strategy="no")
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        histories.append([entry["loss"] for entry in history if "loss" in entry])
+        if factor == "1e-9":
+            assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-4)
+        assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
+    finished = json.loads((run[0] / "trainer_state.json").read_text())["log_history"]
+    assert histories[0] == pytest.approx([entry["loss"] for entry in finished if "loss" in entry], rel=1e-4)
+    assert histories[1][0] != pytest.approx(histories[0][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:820] . unexpected pos 512 vs 400"),
+        Exception("No space left on device (os error 28)"),
+    ],
+    ids=["file", "archive", "tokenizer"],
+)
+def test_full_disk(error, recipe_file, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", fail)
+    monkeypatch.setattr(files, "has_little_space", lambda _: True)
+    folder = tmp_path / "run"
+    arguments = ["--max_steps", "1", "--save_steps", "1", "--eval_strategy", "no"]
+    assert main(["train", str(recipe_file), "--output_dir", str(folder), *arguments]) == 1
+    assert f"nlq: error: the disk of {folder} is full; make room" in capsys.readouterr().err

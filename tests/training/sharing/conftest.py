@@ -1,0 +1,165 @@
+"""What the tests of publishing share: a Hub, clients of it, and published models."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.hub_server import HubServer
+from support.publishing_cases import (
+    MODELS,
+    OTHER_TOKEN,
+    TOKEN,
+    Publication,
+    Worker,
+    change_weights,
+    check_refused,
+    outputs,
+)
+from support.remote_code import WITHOUT_THIS_PACKAGE
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.report import write_report
+
+
+@pytest.fixture(scope="session")
+def server():
+    with HubServer({TOKEN: "anna", OTHER_TOKEN: "bert"}) as server:
+        yield server
+    assert server.unknown == []
+
+
+@pytest.fixture(scope="session")
+def nlq(server, tmp_path_factory):
+    home = tmp_path_factory.mktemp("nlq") / "home"
+    worker = Worker(home, server.client_environment(home, TOKEN))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(server, tmp_path_factory):
+    """A process without this package and without a token, and with caches of its own."""
+    home = tmp_path_factory.mktemp("elsewhere") / "home"
+    worker = Worker(home, {**server.client_environment(home), "PYTHONPATH": ""}, before=WITHOUT_THIS_PACKAGE)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def copy_run(run, tmp_path):
+    """A function that makes a copy of the finished run, by name, for a test to change."""
+
+    def copy(name: str = "copy") -> Path:
+        return shutil.copytree(run[0], tmp_path / name, ignore=shutil.ignore_patterns("checkpoint-*"))
+
+    return copy
+
+
+@pytest.fixture
+def refuses(server, nlq):
+    """A function that publishes what cannot be: one line with these words, and not one request."""
+
+    def check(*arguments: object, words: tuple[str, ...] = (), without: str | None = None) -> None:
+        before = len(server.requests)
+        done = nlq("publish", *arguments)
+        check_refused(done, *words)
+        assert without is None or without not in done.err
+        assert server.requests[before:] == []
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def published(server, nlq, run, tmp_path_factory) -> Publication:
+    folder = shutil.copytree(run[0], tmp_path_factory.mktemp("machine") / "runs" / "first")
+    expected = {name: outputs(folder, name) for name in MODELS}
+    done = nlq.publish(folder, "anna/model")
+    first = server.commits("anna/model")[0]
+    change_weights(folder)
+    nlq.publish(folder, "anna/model")
+    second = server.commits("anna/model")[0]
+    expected = {first: expected, second: {name: outputs(folder, name) for name in MODELS}}
+    return Publication(folder, first, second, expected, done)
+
+
+@pytest.fixture(scope="session")
+def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
+    """A finished comparison, whose command line names a file of this machine."""
+    fields = {
+        "recipe": str(recipe_file),
+        "baseline": "base",
+        "models": {"base": None, "linear queries": {"switches": {"query_projection": "linear"}}},
+        "learning_rates": [1e-2],
+        "seeds": [0, 1],
+        "training": {"max_steps": 4, "save_steps": 4, "eval_steps": 4, "report_to": "none"},
+    }
+    path = tmp_path_factory.mktemp("comparison") / "queries.yaml"
+    path.write_text(yaml.safe_dump(fields, sort_keys=False))
+    folder = tmp_path_factory.mktemp("compared") / "results"
+    results = run_comparison(load_comparison(path, {"dataset": corpus}), folder)
+    write_report(results, folder)
+    return folder, results
+
+
+@pytest.fixture(scope="session")
+def converted(nlq, run, tmp_path_factory) -> tuple[Path, Path]:
+    """A GPT-2 whose card says what it was made from, and one without card, both converted; both have the run's tokenizer."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("gpt2")
+    sizes = {
+        "vocab_size": 512,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    for name in ("with-card", "without"):
+        GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder / name)
+        done = nlq("convert", folder / name, folder / f"{name}-nlq")
+        assert done.status == 0, done.err
+        if name == "with-card":
+            shutil.rmtree(folder / f"{name}-nlq")
+            (folder / name / "README.md").write_text("---\nlicense: mit\nbase_model: openai-community/gpt2\n---\n# Mine\n")
+            assert nlq("convert", folder / name, folder / f"{name}-nlq", "--upcycle").status == 0
+    return folder / "with-card-nlq", folder / "without-nlq"
+
+
+@pytest.fixture(scope="session")
+def fine_tune(nlq, recipe_file, tmp_path_factory):
+    """A function that trains on from a saved model, by folder or name, for two steps."""
+
+    def make(model: str | Path) -> Path:
+        folder = tmp_path_factory.mktemp("tuned") / "run"
+        recipe = {**yaml.safe_load(recipe_file.read_text()), "model": str(model), "tokenizer": str(model)}
+        recipe["training"].update(max_steps=2, save_steps=2, eval_steps=2, report_to="none")
+        (folder.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        done = nlq("train", folder.parent / "recipe.yaml", "--output_dir", folder)
+        assert done.status == 0, done.err
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def heads(server, nlq, run, make_model, tmp_path_factory) -> dict[str, str]:
+    """Models with other heads, published: repository by Auto class."""
+    tokenizer = AutoTokenizer.from_pretrained(run[0])
+    sizes = {"vocab_size": 512, "pad_token_id": 0, "num_labels": 3, "tie_word_embeddings": False}
+    config = make_model(**sizes).config
+    repositories = {}
+    for head in (NLQForSequenceClassification, NLQForTokenClassification, NLQModel):
+        folder = tmp_path_factory.mktemp("heads") / head.__name__
+        head(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        auto_class = "Auto" + head.__name__.replace("NLQ", "Model", 1).replace("ModelModel", "Model")
+        repositories[auto_class] = f"anna/{head.__name__}"
+        nlq.publish(folder, repositories[auto_class])
+    return repositories

@@ -1,0 +1,211 @@
+"""The card of a published model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import yaml
+from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
+
+from modeling_nlq import NLQForCausalLM
+
+
+# Each block of Python of a card, as it stands, in a namespace of its own
+SNIPPETS = """
+import re
+import sys
+from huggingface_hub import ModelCard
+
+for repo in arguments:
+    card = ModelCard.load(repo)
+    card.validate()
+    blocks = re.findall(r"```python\\n(.*?)```", card.text, flags=re.DOTALL)
+    assert len(blocks) == 2 and "import modeling_nlq" in blocks[1], blocks
+    for block in blocks if sys.modules.get("modeling_nlq") else blocks[:1]:
+        names = {}
+        exec(block, names)
+        assert names["model"].config.model_type == "nlq"
+"""
+
+
+class TestCard:
+    def test_of_a_run(self, server, published, run):
+        card, metrics = card_of(server, "anna/model"), run[1]
+        index = card.data.to_dict().pop("model-index")
+        assert {name: value for name, value in card.data.to_dict().items() if name != "model-index"} == {
+            "library_name": "transformers",
+            "license": "apache-2.0",
+            "pipeline_tag": "text-generation",
+            "tags": ["nlq", "custom_code", "attention"],
+        }
+        measured = {"loss", "perplexity", "bits_per_byte", "token_accuracy"}
+        assert index[0]["name"] == "model" and len(index) == 1
+        assert {
+            metric["type"]: (metric["value"], result["dataset"]["type"], result["dataset"]["split"], result["task"]["type"])
+            for result in index[0]["results"]
+            for metric in result["metrics"]
+        } == {name: (metrics[f"eval_{name}"], "corpus.jsonl", "validation", "text-generation") for name in measured}
+        assert json.loads(server.files("anna/model")["metrics.json"]) == metrics
+        assert "# model\n" in card.text and '"anna/model"' in card.text and f"{metrics['parameters']:,} parameters" in card.text
+        assert f"{metrics['eval_perplexity']:.4f}" in card.text and f"{metrics['tokens_seen']:,} tokens in 8 steps" in card.text
+        assert "![Training and validation loss](loss.png)" in card.text
+        assert "`query_projection` | `nonlinear`" in card.text and metrics["dataset_fingerprint"] in card.text
+        assert "## Comparison" not in card.text and "## Origin" not in card.text
+        assert "learning_rate: 0.01" in card.text and "@misc{karbevski2026nonlinear" in card.text
+        assert str(published.folder) not in card.content and published.folder.name not in card.content
+        assert "{{" not in card.content and "{%" not in card.content and "None" not in card.text
+
+    def test_of_a_run_of_a_comparison(self, server, nlq, comparison):
+        folder, results = comparison
+        name, model = "linear queries", results["models"]["linear queries"]
+        nlq.publish(folder / model["runs"][1]["folder"], "anna/compared")
+        files, card = server.files("anna/compared"), card_of(server, "anna/compared")
+        figures = {f"comparison/figures/{name}.png" for name in ("curves", "flops", "parameters", "stability")}
+        assert files.keys() == RUN_FILES | {"comparison/results.md"} | figures
+        section = re.search(r"^## Comparison\n(.*?)^## ", card.text, flags=re.DOTALL | re.MULTILINE)[1]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+        verdict = results["statistics"]["effects"][name]["verdict"]
+        assert [row[:2] for row in rows[2:]] == [["base", "baseline"], [f"**{name}** (this model)", verdict]]
+        assert "noise floor" in section.lower() and "2 seeds" in section and f"{results['tokens_per_run']:,} tokens" in section
+        assert "(comparison/results.md)" in section
+        assert "no more" in card.text and "One run with one seed" not in card.text
+        for target in re.findall(r"\]\(([^)#]+)\)", card.text):
+            assert target.startswith("https://") or target in files, target
+        for target in re.findall(r"\]\(([^)#]+)\)", files["comparison/results.md"].decode()):
+            assert target.startswith("https://") or f"comparison/{target}" in files, target
+        losses = {(each.metric_type, each.dataset_split): each.metric_value for each in card.data.eval_results}
+        assert losses["loss", "test"] == model["runs"][1]["test_loss"] and ("loss", "validation") in losses
+
+    def test_what_a_comparison_uploads_names_no_folder(self, server, nlq, comparison, corpus):
+        folder, results = comparison
+        nlq.publish(folder / results["models"]["base"]["runs"][0]["folder"], "anna/compared-paths")
+        for name, data in server.files("anna/compared-paths").items():
+            for path in (corpus.parent, folder, folder.parent):
+                assert str(path).encode() not in data, name
+
+    def test_of_another_run_beside_a_comparison(self, server, nlq, comparison, copy_run):
+        """The verdicts are reported and none is this model's; without the option they go again, with their files."""
+        folder = copy_run()
+        nlq.publish(folder, "anna/beside", "--comparison", comparison[0])
+        card = card_of(server, "anna/beside")
+        assert "| base | baseline |" in card.text and "this model" not in card.text
+        assert any(name.startswith("comparison/") for name in server.files("anna/beside"))
+        nlq.publish(folder, "anna/beside")
+        assert server.files("anna/beside").keys() == RUN_FILES
+        assert "## Comparison" not in card_of(server, "anna/beside").text
+
+    def test_place_of_a_run_beside_other_results(self, nlq, comparison, copy_run, tmp_path):
+        """Runs of a comparison lie in its folder `runs`, and nothing else does."""
+        shutil.copy(comparison[0] / "results.json", tmp_path)
+        (tmp_path / "models").mkdir()
+        planned = nlq.publish(copy_run("models/mine/copy"), "anna/elsewhere", "--dry-run")
+        assert planned.sizes.keys() == RUN_FILES - {".gitattributes"}
+
+    def test_of_a_converted_model(self, server, nlq, converted):
+        for folder, base_model in zip(converted, ("openai-community/gpt2", None)):
+            nlq.publish(folder, f"anna/{folder.name}")
+            card = card_of(server, f"anna/{folder.name}")
+            assert card.data.base_model == base_model and card.data.license is None and card.data.eval_results is None
+            assert card.data.datasets is None
+            assert "## Origin" in card.text and "GPT2LMHeadModel" in card.text and "Nothing was measured" in card.text
+            assert "## Training" not in card.text and "## Results" not in card.text
+            weights = safetensors.torch.load(server.files(f"anna/{folder.name}")["model.safetensors"])
+            assert f"{sum(value.numel() for value in weights.values()):,} parameters" in card.text
+        assert "`query_projection: upcycled`" in card_of(server, "anna/with-card-nlq").text
+        expected = RUN_FILES - {"loss.png", "metrics.json", "recipe.yaml"} | {"conversion.json"}
+        files = server.files("anna/with-card-nlq")
+        assert files.keys() == expected
+        assert b"/" not in files["conversion.json"].replace(b"openai-community/gpt2", b"")
+
+    def test_of_a_model_trained_on_from_the_hub(self, server, nlq, published, fine_tune):
+        folder = fine_tune("anna/model")
+        nlq.publish(folder, "anna/tuned", "--license", "mit")
+        card = card_of(server, "anna/tuned")
+        assert card.data.base_model == "anna/model" and card.data.license == "mit"
+        assert "starting from `anna/model`" in card.text
+        nlq.publish(folder, "anna/tuned")
+        assert card_of(server, "anna/tuned").data.license is None, "whose weights have one of their own"
+
+    def test_of_a_model_trained_on_from_a_conversion(self, server, nlq, converted, fine_tune):
+        for folder, base_model in zip(converted, ("openai-community/gpt2", None)):
+            nlq.publish(fine_tune(folder), f"anna/tuned-{folder.name}")
+            card = card_of(server, f"anna/tuned-{folder.name}")
+            assert card.data.base_model == base_model
+            assert card.data.license is None, "whoever made the weights gives the license"
+            assert str(folder.parent) not in card.content
+
+    def test_of_a_run_without_plot(self, server, nlq, copy_run):
+        folder = copy_run()
+        (folder / "loss.png").unlink()
+        nlq.publish(folder, "anna/no-plot")
+        assert server.files("anna/no-plot").keys() == RUN_FILES - {"loss.png"}
+        assert "loss.png" not in card_of(server, "anna/no-plot").text
+
+    def test_license(self, server, nlq, copy_run, converted):
+        for folder, name in ((copy_run(), "licensed"), (converted[0], "licensed-conversion")):
+            nlq.publish(folder, f"anna/{name}", "--license", "cc-by-sa-4.0")
+            assert card_of(server, f"anna/{name}").data.license == "cc-by-sa-4.0"
+
+    @pytest.mark.parametrize(
+        "dataset, listed",
+        [
+            ("allenai/c4", ["allenai/c4"]),
+            ("wikitext", ["wikitext"]),
+            ("mlfoundations/dclm-baseline-1.0", ["mlfoundations/dclm-baseline-1.0"]),
+            ("python-stdlib", None),
+            ("python-site-packages", None),
+            ("corpora/mine.parquet", None),
+            ("/corpora/mine.txt", None),
+            ("~/mine.jsonl", None),
+        ],
+    )
+    def test_datasets_are_those_of_the_hub(self, dataset, listed, server, nlq, copy_run):
+        folder = copy_run()
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "dataset": dataset}))
+        nlq.publish(folder, "anna/dataset")
+        card = card_of(server, "anna/dataset")
+        assert card.data.datasets == listed
+        shown = Path(dataset).name if dataset[0] in "/~" else dataset
+        assert {result.dataset_type for result in card.data.eval_results} == {shown}
+        assert f"Trained on `{shown}`" in card.text
+        assert ('tokenizer("import "' in card.text) == dataset.startswith("python-")
+
+    def test_of_other_heads(self, server, heads):
+        tags = {
+            "AutoModelForSequenceClassification": "text-classification",
+            "AutoModelForTokenClassification": "token-classification",
+            "AutoModel": "feature-extraction",
+        }
+        assert heads.keys() == tags.keys()
+        for auto_class, repo in heads.items():
+            card = card_of(server, repo)
+            assert card.data.pipeline_tag == tags[auto_class]
+            assert f"{auto_class}.from_pretrained(" in card.text and "generate(" not in card.text
+            assert "generation_config.json" not in server.files(repo)
+
+    def test_parameters_are_those_of_the_weights(self, server, heads):
+        for repo in heads.values():
+            weights = safetensors.torch.load(server.files(repo)["model.safetensors"])
+            total = sum(value.numel() for value in weights.values())
+            body = total - sum(value.numel() for name, value in weights.items() if "embed_" in name)
+            assert f"{total:,} parameters, {body:,} without embeddings" in card_of(server, repo).text
+
+    def test_snippets_run_as_they_stand(self, nlq, elsewhere, published, heads, converted):
+        nlq.publish(converted[0], "anna/with-card-nlq")
+        repositories = ["anna/model", "anna/with-card-nlq", *heads.values()]
+        for reader in (nlq, elsewhere):
+            reader.python(SNIPPETS, *repositories)
+
+    def test_without_tokenizer_none_is_claimed(self, server, nlq, run, tmp_path):
+        NLQForCausalLM.from_pretrained(run[0]).save_pretrained(tmp_path / "bare")
+        nlq.publish(tmp_path / "bare", "anna/bare")
+        card = card_of(server, "anna/bare")
+        assert server.files("anna/bare").keys() == RUN_FILES - TOKENIZER - {"loss.png", "metrics.json", "recipe.yaml"}
+        assert 'AutoTokenizer.from_pretrained("anna/bare"' not in card.text
+        assert "there is none in this folder" in card.text
+        assert card.data.eval_results is None and card.data.datasets is None and "Nothing was measured" in card.text
+        assert "## Training" not in card.text and "## Results" not in card.text

@@ -1,0 +1,94 @@
+"""The command line: its tables, its help, and one line for each error."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from modeling_nlq.training.cli import main
+
+
+class TestCommandLine:
+    def test_params(self, capsys):
+        assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0
+        table = capsys.readouterr().out.splitlines()
+        assert table[0].split()[:2] == ["model", "parameters"]
+        assert table[1].split()[0] == "tiny-linear" and table[1].split()[-1] == "512"
+        assert table[2].split()[0] == "tiny-identity" and table[2].split()[-1] == "576"
+
+    @pytest.mark.parametrize(
+        "arguments, parts",
+        [
+            (["train", "domo"], ["'domo'", "'demo'"]),
+            (["train", "demo", "--learning_rat", "1"], ["'--learning_rat'", "'--learning_rate'"]),
+            (["train", "demo", "--learning_rate", "fast"], ["learning_rate", "'fast'"]),
+            (["train", "demo", "--max_steps", "0"], ["max_steps=0", "num_train_epochs"]),
+            (["train", "demo", "--prediction_loss_only", "true"], ["prediction_loss_only=True"]),
+            (
+                ["train", "demo", "--restore_callback_states_from_checkpoint", "true"],
+                ["restore_callback_states_from_checkpoint"],
+            ),
+            (["train", "demo", "--max_validation_documents", "0"], ["max_validation_documents=0 must be at least 1"]),
+            (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
+            (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
+            (["train", "demo", "--set", "colour=blue"], ["'colour'"]),
+            (["train", "demo", "--set", "num_attention_heads=5"], ["hidden_size=128", "num_attention_heads=5"]),
+            (["train", "demo", "--model", "tiny-nonlinaer"], ["'tiny-nonlinaer'", "'tiny-nonlinear'"]),
+            (["train", "demo", "--block_size", "512"], ["block_size=512", "max_position_embeddings=256"]),
+            (["train", "demo", "--tokenizer", "bpe:9000", "--block_size", "300"], ["vocab_size=8192", "block_size=300"]),
+            (["train", "demo", "--tokenizer", "bpe:1024x"], ["tokenizer='bpe:1024x' must be bpe:SIZE", "257"]),
+            (["train", "demo", "--tokenizer", "bpe:256"], ["tokenizer='bpe:256'", "257"]),
+            (
+                ["train", "demo", "--set", "attention_activaton=relu"],
+                ["'attention_activaton'", "did you mean 'attention_activation'?"],
+            ),
+            (["train", "demo", "--dataset", "missing.jsonl"], ["'missing.jsonl'", "no such file"]),
+            (["train", "demo", "--dataset", "empty.txt"], ["'empty.txt' is empty"]),
+            (["train", "demo", "--dataset", "broken.jsonl"], ["'broken.jsonl'", "cannot be read"]),
+            (["train", "demo", "--dataset", "fine.jsonl", "--text_column", "body"], ["'body'", "text"]),
+            (["train", "demo", "--dataset", "fine.jsonl"], ["validation"]),
+            (["train", "demo", "--dataset", "owner/nothing-there"], ["'owner/nothing-there'"]),
+            (["train", "demo", "--attn_implementation", "sdpa", "--set", "attention_activation=relu"], ["'sdpa'", "eager"]),
+            (["train", "broken.yaml"], ["broken.yaml", "cannot be read"]),
+            (["train", "unknown.yaml"], ["unknown.yaml", "'learning_speed'", "training"]),
+            (["generate", "no-such-folder", "x"], ["'no-such-folder'"]),
+            (["generate", "runs/nothing-there", "x"], ["'runs/nothing-there'", "no such folder"]),
+            (["generate", "half", "x"], ["'half'", "config.json"]),
+            (["generate", "truncated", "x"], [""]),
+            (["generate", "finished", "x", "--max_new_tokens", "70"], ["max_new_tokens=70", "64 positions"]),
+            (["generate", "finished", ""], ["prompt is empty"]),
+            (["train", "demo", "--attn_implementation", "flash_attention_2"], ["FlashAttention2"]),
+            (["train", "numbers.yaml"], ["numbers.yaml", "training"]),
+            (["train", "demo", "--dataset", "numbers.jsonl"], ["'text'", "3"]),
+            (["params", "tiny-liner"], ["'tiny-liner'", "'tiny-linear'"]),
+            (["params", "tiny-linear", "--match", "10"], ["no MLP width"]),
+        ],
+        ids=lambda value: " ".join(value) if value and value[0] in ("train", "generate", "params") else "",
+    )
+    def test_bad_input_gets_one_line(self, arguments, parts, run, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        Path("empty.txt").write_text("")
+        Path("broken.jsonl").write_text('{"text": "one"}\n{"text": oops\n')
+        Path("fine.jsonl").write_text('{"text": "one document"}\n')
+        Path("broken.yaml").write_text("model: [unclosed")
+        Path("unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
+        Path("numbers.yaml").write_text("model: tiny-linear\ntraining: [1]\n")
+        Path("numbers.jsonl").write_text('{"text": 3}\n')
+        Path("half").mkdir()
+        for name in ("finished", "truncated"):
+            shutil.copytree(run[0], name, ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
+        weights = Path("truncated", "model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:1000])
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        assert main([*arguments]) != 0
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
+        assert len(errors) == 1
+        for part in parts:
+            assert part in errors[0]
+        assert {path: path.read_bytes() for path in before} == before
+
+    def test_tokenizer_larger_than_the_vocabulary(self, run, recipe_file, tmp_path, capsys):
+        arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
+        assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
+        assert "ids up to 511, too large for the model's vocab_size=400" in capsys.readouterr().err

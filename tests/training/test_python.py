@@ -1,0 +1,53 @@
+"""The functions of `modeling_nlq.training`: the examples of docs/python.md run as they stand, one after the other."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modeling_nlq import training
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def test_examples(corpus, tmp_path, monkeypatch, capsys):
+    text = DOCUMENT.read_text()
+    shutil.copy(corpus, tmp_path / "corpus.jsonl")
+    (tmp_path / "gates.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names = {"__name__": "__main__"}
+    for example in examples:
+        exec(compile(example, DOCUMENT.name, "exec"), names)
+    assert {name for name in names if name in training.__all__} == set(training.__all__)
+    assert json.loads(Path("runs/short/config.json").read_text())["attention_activation"] == "sigmoid"
+    assert json.loads(Path("runs/gates/results.json").read_text()) == names["results"]
+    assert Path("runs/gates/report.html").is_file()
+    assert names["done"].difference < 1e-5 and names["planned"].url is None
+    assert "model.safetensors" in capsys.readouterr().out
+    assert names["metrics"]["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("name", training.__all__)
+def test_functions_are_found_by_name(name):
+    function = getattr(training, name)
+    assert function.__name__ == name and function.__doc__ and name in dir(training)
+    assert function.__module__.rpartition(".")[2] != name, "a function must not bear its module's name"
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        training.trian  # noqa: B018
+
+
+def test_help_imports_no_libraries():
+    """`nlq --help` must be quick."""
+    code = (
+        "import sys, modeling_nlq.training.cli as cli\n"
+        "cli.make_parser()\n"
+        "print(sorted({'datasets', 'evaluate', 'matplotlib', 'modeling_nlq.training.files'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,145 @@
+"""The tables of a report: rows of texts by column, the same in every file."""
+
+import statistics
+from typing import Any
+
+import yaml
+
+
+NOTHING = "\N{EN DASH}"
+_MEBIBYTE = 2**20
+
+
+def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model."""
+    rows = []
+    for name, model in results["models"].items():
+        effect = results["statistics"]["effects"].get(name, {})  # the baseline has none
+        finished = [run for run in model["runs"] if not run["diverged"]]
+        diverged = f"{len(model['runs']) - len(finished)} of {len(model['runs'])}" if model["runs"] else "at every rate"
+        rows.append(
+            {
+                "model": name,
+                "verdict": effect.get("verdict", "baseline"),
+                "test loss (nats)": _mean_and_deviation([run["test_loss"] for run in finished]),
+                "loss improvement (%)": _improvement(effect, "loss_improvement"),
+                "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
+                "Holm p": p_value(effect.get("holm_p")),
+                "learning rate": _chosen_rate(model),
+                "parameters": f"{model['parameters']:,}",
+                "non-embedding": f"{model['non_embedding_parameters']:,}",
+                "MLP width": number(model["intermediate_size"], ","),
+                "FLOPs per token": f"{model['flops_per_token']:,}",
+                "tokens/s": _median([run["tokens_per_second"] for run in finished], ",.0f"),
+                "peak memory (MiB)": _largest_memory(finished),
+                "training time (s)": _median([run["train_seconds"] for run in finished], ",.1f"),
+                "diverged": diverged,
+            }
+        )
+    return rows
+
+
+def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """Validation loss of each model at each learning rate tried; empty if there was no choice."""
+    swept = {name: model for name, model in results["models"].items() if model["sweep"]}
+    rates = sorted({run["learning_rate"] for model in swept.values() for run in model["sweep"]})
+    rows = []
+    for name, model in swept.items():
+        row = {"model": name, **{f"{rate:g}": NOTHING for rate in rates}}
+        for run in model["sweep"]:
+            text = "diverged" if run["diverged"] else number(run["validation_loss"], ".4f")
+            row[f"{run['learning_rate']:g}"] = "✓ " * (run["learning_rate"] == model["learning_rate"]) + text
+        row["gap (deviations)"] = number(model["rate_gap"], ".2f")
+        rows.append(row)
+    return rows
+
+
+def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each run."""
+    rows = []
+    for name, model in results["models"].items():
+        kinds = ["sweep"] * len(model["sweep"]) + ["reported"] * len(model["runs"])
+        for kind, run in zip(kinds, [*model["sweep"], *model["runs"]]):
+            outcome = "finished"
+            if run["diverged"]:
+                outcome = "diverged" + ("" if run["diverged_at"] is None else f" at step {run['diverged_at']:,}")
+            norms = [norm for _, norm in run["history"]["gradient_norm"]]
+            rows.append(
+                {
+                    "model": name,
+                    "kind": kind,
+                    "learning rate": f"{run['learning_rate']:g}",
+                    "seed": str(run["seed"]),
+                    "outcome": outcome,
+                    "train loss": number(run["train_loss"], ".4f"),
+                    "validation loss": number(run["validation_loss"], ".4f"),
+                    "test loss": number(run["test_loss"], ".4f"),
+                    "tokens/s": number(run["tokens_per_second"], ",.0f"),
+                    "seconds": number(run["train_seconds"], ",.1f"),
+                    "peak memory (MiB)": number(run["peak_memory"] and run["peak_memory"] / _MEBIBYTE, ",.0f"),
+                    "backend": run["attn_implementation"],
+                    "loss spikes": str(len(run["history"]["loss_spikes"])),
+                    "largest gradient norm": "not finite" if None in norms else number(max(norms, default=None), ".3g"),
+                    "tokens seen": run["token_stream"][:8],
+                }
+            )
+    return rows
+
+
+def _mean_and_deviation(losses: list[float]) -> str:
+    if not losses:
+        return NOTHING
+    return f"{statistics.fmean(losses):.4f}" + (f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else "")
+
+
+def _improvement(effect: dict[str, Any], name: str) -> str:
+    if effect.get(name) is None:
+        return NOTHING
+    ends = effect[f"{name}_interval"]
+    return f"{effect[name]:+.2f}" + (f" [{', '.join(number(end, '+.2f') for end in ends)}]" if ends else "")
+
+
+def p_value(p: float | None) -> str:
+    """Formats a p-value; tiny ones only as a bound."""
+    return "< 0.0001" if p is not None and p < 1e-4 else number(p, ".2g")
+
+
+def _chosen_rate(model: dict[str, Any]) -> str:
+    if model["learning_rate"] is None:
+        return "none"
+    remark = " (edge)" if model["is_at_edge"] else "" if model["sweep"] else " (no choice)"
+    return f"{model['learning_rate']:g}{remark}"
+
+
+def _median(values: list[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return number(statistics.median(known) if known else None, form)
+
+
+def _largest_memory(runs: list[dict[str, Any]]) -> str:
+    known = [run["peak_memory"] / _MEBIBYTE for run in runs if run["peak_memory"] is not None]
+    return number(max(known, default=None), ",.0f")
+
+
+def number(value: float | None, form: str) -> str:
+    """Formats a number; a dash stands for a missing one."""
+    return NOTHING if value is None else format(value, form)
+
+
+def provenance(results: dict[str, Any]) -> dict[str, str]:
+    """Corpus, device and versions."""
+    return {
+        "corpus": str(results["comparison"]["recipe"].get("dataset", "python-stdlib")),
+        "fingerprint": results["dataset_fingerprint"] or NOTHING,
+        **{f"{split} tokens": number(results[f"{split}_tokens"], ",") for split in ("train", "validation", "test")},
+        "device": results["device"],
+        **results["versions"],
+    }
+
+
+def given_fields(model: dict[str, Any]) -> str:
+    """The entry of a model in the comparison, in one line."""
+    sections = {name: model["given"].get(name) or {} for name in ("switches", "training")}
+    flat = {name: value for name, value in model["given"].items() if name not in sections}
+    flat.update(sections["switches"], **sections["training"])
+    return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]

@@ -1,0 +1,131 @@
+"""The sentences of a report: the outcome, how it was measured, and what limits it."""
+
+from typing import Any
+
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, power_warning
+from modeling_nlq.training.comparison.tables import p_value
+
+
+# Stands beside every error rate and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
+_SELECTION = (
+    "p and the intervals do not include the risk that one run picked the wrong learning rate. In simulations of equal models "
+    "whose two best rates lie 1 to 2 standard deviations of a run apart, 8 to 22 % of the comparisons had a wrong verdict, not "
+    "5 %, and 85 to 92 % of the intervals held, not 95 %."
+)
+
+
+def outcome_sentence(results: dict[str, Any]) -> str:
+    """All verdicts in one line, the clear ones first."""
+    models: dict[str, list[str]] = {"better": [], "worse": [], "within noise": []}
+    for name, effect in results["statistics"]["effects"].items():
+        models.setdefault(effect["verdict"], []).append(name)
+    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {', '.join(names)}." for verdict, names in models.items() if names]
+    return " ".join([f"Baseline: {results['baseline']}.", *verdicts])
+
+
+def warning_sentences(results: dict[str, Any]) -> list[str]:
+    """The limits of the outcome, the worst first."""
+    warnings = []
+    if results["same_tokens"] is False:
+        warnings.append(
+            "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows compares "
+            "the data too, and its tests by seed do not hold."
+        )
+    if warning := power_warning(len(results["seeds"]), len(results["models"]) - 1, results["statistics"]["alpha"]):
+        warnings.append(f"{warning}.")
+    for name, model in results["models"].items():
+        rates, rate = model["learning_rates"], model["learning_rate"]
+        diverged = sum(run["diverged"] for run in model["runs"])
+        if rate is None:
+            warnings.append(f"{name} diverged at every learning rate tried: {', '.join(f'{tried:g}' for tried in rates)}.")
+        if diverged and name == results["baseline"]:
+            warnings.append(
+                f"{name}, the baseline, diverged in {diverged} of {len(model['runs'])} runs: there are no verdicts."
+            )
+        elif 0 < diverged < len(model["runs"]):
+            warnings.append(
+                f"{name} diverged in {diverged} of {len(model['runs'])} runs. Its other runs get no verdict: without its "
+                "failures it would look better than it is."
+            )
+        elif diverged:
+            warnings.append(f"{name} diverged in all of its runs.")
+        if model["is_at_edge"]:
+            end = "smallest" if rate == rates[0] else "largest"
+            warnings.append(f"{name} did best at {rate:g}, the {end} learning rate tried: a better one may lie beyond.")
+    gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
+    if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
+        warnings.append(
+            f"The two best learning rates lie less than {CLEAR_RATE_GAP:g} standard deviations of a run apart for "
+            f"{', '.join(unclear)}: the one chosen may not be the best."
+        )
+    return warnings
+
+
+def selection_sentences(results: dict[str, Any]) -> list[str]:
+    """The risk that tests and intervals do not include, if a rate was chosen."""
+    is_chosen = any(model["sweep"] for model in results["models"].values())
+    is_tested = any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
+    return [_SELECTION] if is_chosen and is_tested else []
+
+
+def noise_floor_sentence(results: dict[str, Any]) -> str:
+    found = results["statistics"]
+    if found["noise_floor"] is None:
+        return f"Noise floor: unknown, for it takes two seeds that the baseline {results['baseline']} finished."
+    return (
+        f"Noise floor: the test loss of the baseline {results['baseline']} varies by {found['noise_floor']:.2g} nats from seed "
+        f"to seed, {found['noise_floor_percent']:.2g} % (standard deviation)."
+    )
+
+
+def protocol_sentences(results: dict[str, Any]) -> list[str]:
+    """How the numbers were measured."""
+    found, seeds = results["statistics"], results["seeds"]
+    level = f"{100 * found['confidence']:g} %"
+    tested = [name for name, effect in found["effects"].items() if effect["p"] is not None]
+    sentences = [
+        noise_floor_sentence(results),
+        f"{len(results['models'])} models, {len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
+        f"{results['tokens_per_run']:,} tokens a run.",
+    ]
+    if results["same_tokens"]:
+        sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
+    if any(model["sweep"] for model in results["models"].values()):
+        sentences.append(
+            f"Each learning rate was chosen on the validation split, in runs with seed {results['sweep_seed']} that are not "
+            "reported. The losses reported are of the test split, which chose nothing."
+        )
+    else:
+        sentences.append("No learning rate was chosen. The losses are of the test split, which chose nothing.")
+    if tested:
+        sentences.append(_noise_of_tests(found, tested))
+        sentences.append(
+            f"Intervals are t intervals of one model each, of nominally {level}. Verdicts follow from p, which Holm's method "
+            f"corrects for {len(tested)} test{'s' * (len(tested) != 1)} (better or worse: below {found['alpha']:g}), so an "
+            "interval may exclude 0 where the verdict is within noise."
+        )
+    sentences += selection_sentences(results)
+    sentences.append(
+        "Speed and time are the median of the reported runs, and memory the most of any"
+        + (" process, libraries included" if results["device"] == "cpu" else "")
+        + ". All three depend on what else the machine was doing."
+    )
+    return sentences
+
+
+def _noise_of_tests(found: dict[str, Any], tested: list[str]) -> str:
+    pool = found["pool"]
+    agreement = (
+        "" if pool["agreement_p"] is None else f" (Bartlett's test: p = {p_value(pool['agreement_p'])})".replace("= <", "<")
+    )
+    if not pool["models"]:
+        return f"Each model is tested with the noise of its own differences{agreement}."
+    quiet = [name for name in tested if found["effects"][name]["is_pooled"] and name not in pool["models"]]
+    loud = [name for name in tested if not found["effects"][name]["is_pooled"]]
+    return (
+        f"The tests of {', '.join(pool['models'])} share one estimate of the noise, for their variances agree{agreement}: "
+        f"a difference has a standard deviation of {pool['deviation']:.2g} nats, with {pool['degrees_of_freedom']:.3g} degrees "
+        f"of freedom. A model noisier than that is tested with its own noise."
+        + (f" {', '.join(quiet)}: quieter, tested with the same." if quiet else "")
+        + (f" {', '.join(loud)}: noisier, with its own degrees of freedom too." if loud else "")
+    )

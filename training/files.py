@@ -1,0 +1,210 @@
+"""Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
+
+import errno
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from modeling_nlq.configuration import suggestion
+from modeling_nlq.configuration_nlq import AUTO_MAP
+
+
+CARD_FILE = "README.md"
+CONVERSION_FILE = "conversion.json"
+METRICS_FILE = "metrics.json"
+PLOT_FILE = "loss.png"
+RECIPE_FILE = "recipe.yaml"
+STATE_FILE = "trainer_state.json"
+COMPARISON_FILE = "comparison.yaml"
+RESULTS_FILE = "results.json"
+
+# Files of a saved model, as patterns
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+SETTINGS = ("config.json", "generation_config.json")
+TOKENIZER = (
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+# A folder with one of these holds a tokenizer
+VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
+
+# Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
+_FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
+_UNFINISHED = ".unfinished"
+_LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
+
+
+@contextmanager
+def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
+    """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
+
+    Args:
+        folder: made if it does not exist.
+        last: the file that moves after all others, so that its presence shows that they are complete.
+    """
+    place = folder if folder.is_dir() else folder.parent
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place) as name:
+        unfinished = Path(name)
+        yield unfinished
+        files = sorted(path.relative_to(unfinished) for path in unfinished.rglob("*") if path.is_file())
+        for path in sorted(files, key=lambda path: path.name == last):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / path).replace(folder / path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    with written_whole(path.parent) as folder:
+        (folder / path.name).write_text(text, encoding="utf-8")
+
+
+def write_yaml(path: Path, content: dict[str, Any]) -> None:
+    """Writes a mapping as YAML in its own order, whole or not at all."""
+    write_text(path, yaml.safe_dump(content, sort_keys=False))
+
+
+def is_taken(path: Path) -> bool:
+    """Tells whether a path is a file, or a folder that holds more than what an interrupted `written_whole` left there."""
+    if not path.is_dir():
+        return path.exists()
+    return any(content.suffix != _UNFINISHED for content in path.iterdir())
+
+
+def has_little_space(folder: Path) -> bool:
+    """Tells whether a full disk is a likely reason for a failure in a folder."""
+    return shutil.disk_usage(folder).free < _LITTLE_SPACE
+
+
+@contextmanager
+def full_disk_named(folder: Path) -> Iterator[None]:
+    """Replaces the various messages of the libraries for a full disk by one."""
+    try:
+        yield
+    except Exception as error:  # `tokenizers` raises no other type
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        is_cut_short = "inline_container" in str(error) and has_little_space(folder)  # an archive of PyTorch
+        if is_full or is_cut_short:
+            raise OSError(
+                f"the disk of {folder} is full; make room, and the same command goes on from the last complete checkpoint"
+            ) from error
+        raise
+
+
+class YamlLoader(yaml.SafeLoader):
+    """Reads `2e-5` as a number and refuses a key that is given twice.
+
+    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
+    """
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads the mapping in a YAML file.
+
+    Raises:
+        ValueError: if the file cannot be read or holds anything else.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
+    return content
+
+
+def read_section(section: Any, source: str) -> dict[str, Any]:
+    """Copies a mapping inside a YAML file; a missing one is empty.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"{source} must hold fields and values, not {section!r}")
+    return dict(section or {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON file.
+
+    Raises:
+        ValueError: if it is no JSON, naming the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def check_keys(source: str, keys, known) -> None:
+    """Raises `ValueError` for an unknown key, with the nearest known one."""
+    for key in keys:
+        if key not in known:
+            raise ValueError(f"{source}: unknown field {key!r}; {suggestion(str(key), known)}")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Lists the fields that differ between what a folder holds and what is asked for now; empty if they agree."""
+    before, now = _flatten(before), _flatten(now)
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
+
+
+def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in given.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flatten(value, f"{section}{name}."))
+        elif name not in _FREE_FIELDS:
+            flat[f"{section}{name}"] = value
+    return flat
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them."""
+    names = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)
+    files = {path for name in names for path in folder.glob(name) if path.is_file()}
+    try:
+        return sorted({*files, *code_files(folder)})
+    except FileNotFoundError:  # part of the code is missing
+        return sorted(files)
+
+
+def code_files(folder: Path) -> set[Path]:
+    """The files that the Auto classes load from a folder.
+
+    Raises:
+        FileNotFoundError: if one of them imports a file that is missing.
+    """
+    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
+    there = {path for path in entries if path.is_file()}
+    return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}

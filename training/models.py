@@ -1,0 +1,64 @@
+"""Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from modeling_nlq.configuration import find, suggestion
+from modeling_nlq.training.text import one_line
+
+
+def is_saved_model(name: str) -> bool:
+    """Tells whether a name stands for weights (a folder, or a Hub name) rather than for a configuration."""
+    return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
+
+
+def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Loads a shipped configuration, a config.json or that of a saved model, with some fields changed.
+
+    Raises:
+        ValueError: if there is no such configuration or no such field, or a value is not allowed.
+    """
+    path = name if is_saved_model(name) else str(find("models", name))
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise ValueError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+    if "model_type" not in values:
+        raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
+    config = AutoConfig.for_model(**values)
+    for key in switches or {}:
+        if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
+            raise ValueError(f"model {name!r}: there is no field {key!r} to set; {suggestion(key, _switches(config))}")
+    return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+
+
+def _switches(config: PreTrainedConfig) -> set[str]:
+    """The fields of a configuration that users set: without those of every Transformers model, and those written on saving."""
+    return config.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"auto_map", "nlq_version"}
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a saved causal language model and its tokenizer.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    if not Path(name).is_dir() and "/" not in name:
+        raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
+    try:
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        raise ValueError(f"model {name!r}: there is no such folder, and the Hub does not give it: {one_line(error)}") from error

@@ -1,0 +1,106 @@
+"""Checkpoints: which of them are complete, and whether a run may go on from one."""
+
+import json
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, TrainingArguments
+from transformers.trainer_callback import TrainerState
+from transformers.utils import logging
+
+from modeling_nlq.training.files import STATE_FILE, differences
+from modeling_nlq.training.run.record import RunRecord, best_checkpoint
+
+
+logger = logging.get_logger(__name__)
+
+
+def is_complete_checkpoint(folder: Path) -> bool:
+    """Tells whether Trainer finished writing a checkpoint, and can resume from it.
+
+    The files it reads are its state, which is written last, the headers of the weights (sharded weights lie in folders of their
+    own), and the archives of optimizer, scheduler and random state.
+    """
+    try:
+        state = TrainerState.load_from_json(str(folder / STATE_FILE))
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*"), *folder.glob("global_step*")]
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="pt"):
+                pass
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return False
+    sharded = any(path.is_dir() for path in folder.iterdir())
+    archives = [folder / "scheduler.pt", *([] if sharded else [folder / "optimizer.pt"]), *folder.glob("rng_state*.pth")]
+    return bool(weights) and state.global_step > 0 and all(zipfile.is_zipfile(path) for path in archives)
+
+
+def last_complete_checkpoint(run_folder: Path) -> Path | None:
+    """Finds the newest complete checkpoint of a run, and warns of newer incomplete ones."""
+    folders = [path for path in run_folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        if is_complete_checkpoint(folder):
+            return folder
+        logger.warning(f"{folder} is incomplete or damaged: passing over it")
+    return None
+
+
+def checkpoint_to_resume(
+    arguments: TrainingArguments, config: PreTrainedConfig, record: RunRecord
+) -> tuple[Path, TrainerState] | None:
+    """Finds the checkpoint that a run goes on from, with its state; `None` if the run begins.
+
+    Args:
+        arguments: name the run folder, or the checkpoint.
+        config: configuration of the model that is trained.
+        record: it takes over the counts of the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is not complete, or belongs to another model or to other data.
+    """
+    is_asked_for = arguments.resume_from_checkpoint is not None
+    if is_asked_for:
+        checkpoint = Path(arguments.resume_from_checkpoint)
+        if not is_complete_checkpoint(checkpoint):
+            raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
+    else:
+        checkpoint = last_complete_checkpoint(Path(arguments.output_dir))
+    if checkpoint is None:
+        return None
+    _check_same_model(checkpoint, config)
+    state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+    _check_same_conditions(checkpoint, state, record, is_asked_for)
+    best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
+    if best is not None and not is_complete_checkpoint(Path(best)):
+        raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
+    logger.warning(f"Going on from {checkpoint}")
+    record.restore(state)
+    return checkpoint, state
+
+
+def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
+    """Raises `ValueError` if the model of the run differs from the one in the checkpoint."""
+    free = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
+    before = type(config).from_pretrained(str(checkpoint)).to_dict()
+    now = config.to_dict()
+    known = now.keys() - free
+    if changes := differences({key: before.get(key) for key in known}, {key: now[key] for key in known}):
+        raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
+
+
+def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRecord, is_asked_for: bool) -> None:
+    """Raises `ValueError` if the run would go on with other data or in another order; warns if the user asked for it."""
+    before = record.conditions_of(state)
+    found = None
+    if before is None:
+        found = f"{checkpoint} does not say with which dataset and how many processes it was made"
+    elif changes := differences(before, {name: record.conditions[name] for name in before}):
+        found = f"{checkpoint} was made with another dataset or number of processes ({changes})"
+    if found is not None and is_asked_for:
+        logger.warning(f"{found}: the run goes on all the same")
+    elif found is not None:
+        raise ValueError(
+            f"{found}; restore what it was, choose another --output_dir, or go on all the same by --resume_from_checkpoint "
+            f"{checkpoint}"
+        )

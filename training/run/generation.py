@@ -1,0 +1,44 @@
+"""`nlq generate`: continues a text."""
+
+import torch
+from transformers import set_seed
+
+from modeling_nlq.training.models import load_model
+
+
+def generate_text(
+    model: str, prompt: str, max_new_tokens: int | None = None, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> str:
+    """Continues a text with a saved model.
+
+    Args:
+        model: folder or Hub name.
+        prompt: the text; a special token written in it is read as one.
+        max_new_tokens: in tokens; by default 100, or as many as the model has positions for.
+        temperature: 0 takes the likeliest token each time.
+        top_k: sample among the k likeliest tokens; 0: among all.
+        seed: of the sampling.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        ValueError: for an empty prompt, or one that leaves no position for new tokens.
+    """
+    loaded, tokenizer = load_model(model)
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    set_seed(seed)
+    # As in training: some tokenizers would end the prompt with end-of-text
+    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)
+    length = inputs["input_ids"].shape[1]
+    if length == 0:
+        raise ValueError("the prompt is empty")
+    if getattr(loaded.config, "position_embedding", None) == "learned":
+        context = loaded.config.max_position_embeddings
+        room = context + 1 - length  # the last new token is not read
+        max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
+        if not 0 < max_new_tokens <= room:
+            raise ValueError(f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {context} positions")
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
+    output = loaded.generate(**inputs, max_new_tokens=100 if max_new_tokens is None else max_new_tokens, **sampling)
+    return tokenizer.decode(output[0], skip_special_tokens=True)

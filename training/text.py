@@ -1,0 +1,34 @@
+"""Text for a terminal: tables, and errors in one line."""
+
+from collections.abc import Sequence
+
+
+def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
+    """Lines of a table with columns of equal width.
+
+    Args:
+        rows: cells; the first row is the header.
+        right: whether all columns but the first are aligned at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.rjust(width) if right and index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths))
+        )
+        lines.append("  ".join(cells) if right else "  ".join(cells).rstrip())
+    return lines
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
+    while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error that caused all others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
