@@ -33,7 +33,7 @@ SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
 class TestTable:
     def test_names(self):
         assert set(ATTENTION_ACTIVATIONS) == set(CANONICAL_NORMALIZATION)
-        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"prelu", "xielu"}
+        assert set(LIBRARY_ACTIVATIONS) == set(ACT2FN) - set(CANONICAL_NORMALIZATION) - {"linear", "prelu", "xielu"}
 
     @pytest.mark.parametrize("name", CANONICAL_NORMALIZATION)
     def test_row(self, name):
@@ -102,7 +102,7 @@ class TestTable:
         with pytest.raises(ValueError) as error:
             get_attention_activation(name)
         assert str(error.value).startswith(f"attention_activation={name!r} is unknown; choose one of softmax, sigmoid, ")
-        assert ", identity, sparsemax, entmax15, linear" in str(error.value)
+        assert ", identity, sparsemax, entmax15, linear_attention" in str(error.value)
         assert f"register_attention_activation({name!r}, function)" in str(error.value)
 
 
@@ -160,7 +160,7 @@ class TestRegistration:
             NLQConfig(attention_activation="cauchy")
         register_attention_activation("cauchy", cauchy)
         assert NLQConfig(attention_activation="cauchy").activation.function is cauchy
-        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* linear, cauchy, "):
+        with pytest.raises(StrictDataclassError, match=r"'couchy' is unknown; .* linear_attention, cauchy, "):
             NLQConfig(attention_activation="couchy")
         with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
