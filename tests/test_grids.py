@@ -12,11 +12,6 @@ AXES = {
     "pair, other": [(True, "x"), (False, "y")],
     "last": (0.5, 1.5),
 }
-    "letter": ("a", "b", "c"),
-    "digit": {"one": 1, "two": 2},
-    "pair, other": [(True, "x"), (False, "y")],
-    "last": (0.5, 1.5),
-}
 
 
 def is_allowed(letter, digit, last, **others):
