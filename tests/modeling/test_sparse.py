@@ -6,7 +6,7 @@ import entmax
 import pytest
 import torch
 from support.attention_cases import layer
-from support.linear_cases import VOCABULARY
+from support.model_cases import VOCABULARY
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, attention_nlq
 from modeling_nlq.attention_nlq import (
