@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import reference
 from support.attention_cases import NON_NEGATIVE
 from support.grids import parametrize_grid, slow_except
-from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS
+from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS, VOCABULARY
 from support.properties import examples
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
 ]
 
-VOCABULARY = 13
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}  # float32, logits of order 1 to 10
 
 WITHOUT_IDENTITY = ("linear", "bottleneck", "upcycled")

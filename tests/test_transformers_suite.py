@@ -4,7 +4,9 @@
 environment says `RUN_SLOW=1`.
 """
 
+import functools
 import unittest
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import pytest
@@ -154,6 +156,14 @@ DESELECTED = (
     ),
 )
 
+# Tests that run in `make test-all` only, and the configurations that this holds for: the others show the same faults.
+SLOW = (
+    ("test_eager_matches_sdpa_inference_*_no_attn_mask*", EVERY),
+    ("test_eager_matches_sdpa_inference_*_sdpa_kernels", NOT_SOFTMAX),
+    ("test_training_overfit", (*ROPE, "nonlinear-entmax15")),
+    ("test_bc_torch_dtype", NOT_SOFTMAX),
+)
+
 
 class ModelTester:
     """The configuration and inputs that Transformers' tests read from a tester."""
@@ -200,6 +210,11 @@ class TransformersSuite(model_tests.ModelTesterMixin, training_tests.TrainingTes
                 for name in matching_tests(pattern):
                     setattr(cls, name, unittest.skip(reason)(getattr(cls, name)))
 
+        for pattern, configurations in SLOW:
+            if cls.configuration in configurations:
+                for name in matching_tests(pattern):
+                    setattr(cls, name, pytest.mark.slow(copy_of(getattr(cls, name))))
+
     def setUp(self):
         self.model_tester = ModelTester(CONFIGURATIONS[self.configuration])
 
@@ -207,6 +222,16 @@ class TransformersSuite(model_tests.ModelTesterMixin, training_tests.TrainingTes
         sizes = {"hidden_size": 32, "num_attention_heads": 4}
         switches = CONFIGURATIONS[self.configuration]
         configuration_tests.ConfigTester(self, config_class=NLQConfig, **sizes, **switches).run_common_tests()
+
+
+def copy_of(test: Callable) -> Callable:
+    """The same test for one class: marks of the inherited function would hold for all classes."""
+
+    @functools.wraps(test)
+    def copied(self):
+        test(self)
+
+    return copied
 
 
 def matching_tests(pattern: str) -> list[str]:
@@ -247,7 +272,7 @@ def test_eager_is_compared_with_another_backend(configuration):
     assert NLQModel(ModelTester(CONFIGURATIONS[configuration]).get_config()).config._attn_implementation == "nlq"
 
 
-@pytest.mark.parametrize("pattern", [row[0] for row in DESELECTED])
+@pytest.mark.parametrize("pattern", [row[0] for row in (*DESELECTED, *SLOW)])
 def test_deselected_test_exists(pattern):
     assert matching_tests(pattern), "Transformers has no such test any more: remove the row"
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.elementwise_backends import set_tiled_tiles, set_triton_tiles
-from support.linear_cases import VOCABULARY
+from support.model_cases import VOCABULARY
 
 from modeling_nlq import linear_nlq, triton_nlq
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED

@@ -23,8 +23,8 @@ from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
 # Those whose weights are no function of one score: projections of a row (`test_formulas.py`), and what has no scores
-PROJECTIONS = ("sparsemax", "entmax15")
-OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*PROJECTIONS, "linear_attention"))
+SPARSE = ("sparsemax", "entmax15")
+OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*SPARSE, "linear_attention"))
 FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in OF_ONE_SCORE if name != "softmax"}}
 # Off 0, where some have a kink
 SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
@@ -40,7 +40,7 @@ class TestTable:
         row = get_attention_activation(name)
         assert row.name == name
         assert row.normalization == CANONICAL_NORMALIZATION[name]
-        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *PROJECTIONS, "linear_attention"))
+        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *SPARSE, "linear_attention"))
         assert row.is_elementwise == (name in OF_ONE_SCORE and name != "softmax")
         assert row.subtract_log_count == (name == "sigmoid")
         assert row.formula
@@ -53,7 +53,7 @@ class TestTable:
         with pytest.raises(ValueError, match="attention_activation='linear_attention' is no function of the scores"):
             get_attention_activation("linear_attention").function(SCORES)
 
-    @pytest.mark.parametrize("name", PROJECTIONS)
+    @pytest.mark.parametrize("name", SPARSE)
     def test_projection(self, name):
         row = get_attention_activation(name)
         assert (row.kind, row.derivative) == ("simplex", None)
@@ -102,7 +102,7 @@ class TestTable:
         with pytest.raises(ValueError) as error:
             get_attention_activation(name)
         assert str(error.value).startswith(f"attention_activation={name!r} is unknown; choose one of softmax, sigmoid, ")
-        assert ", identity, sparsemax, entmax15, linear" in str(error.value)
+        assert ", identity, sparsemax, entmax15, linear_attention" in str(error.value)
         assert f"register_attention_activation({name!r}, function)" in str(error.value)
 
 

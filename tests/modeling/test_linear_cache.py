@@ -7,13 +7,13 @@ import torch
 from support.linear_cases import (
     BOTH_CACHES,
     MODELS,
-    VOCABULARY,
     all_models,
     both_caches,
     gradients,
     linear_layers,
     state_bytes,
 )
+from support.model_cases import VOCABULARY
 from transformers import DynamicCache
 
 from modeling_nlq import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import error
-from support.linear_cases import MODELS, VOCABULARY, all_models, both_caches, gradients, linear_layers
+from support.linear_cases import MODELS, all_models, both_caches, gradients, linear_layers
+from support.model_cases import VOCABULARY
 from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from modeling_nlq import (

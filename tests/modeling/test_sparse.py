@@ -7,7 +7,7 @@ import entmax
 import pytest
 import torch
 from support.attention_cases import layer
-from support.linear_cases import VOCABULARY
+from support.model_cases import VOCABULARY
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.activations_nlq import get_attention_activation

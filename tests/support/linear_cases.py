@@ -107,7 +107,6 @@ SELF_LAYOUTS = {
     for name, layout in LAYOUTS.items()
     if layout.query_length == layout.key_length and not isinstance(layout.mask(), torch.Tensor)
 } | {"documents_and_chunks_end_together": packed("aaabbb", "aaaaab"), "long_hole": padded("110000000011", "000000011111")}
-VOCABULARY = 13
 MODELS = {
     "linear": {"attention_activation": "linear_attention"},
     "fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed", "position_embedding": "rope"},

@@ -7,6 +7,7 @@ from support.attention_cases import PHI
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 
 
+VOCABULARY = 13  # of the models that `make_model` makes
 PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
 # Every allowed normaliser of every activation; None is the activation's own.
 NORMALIZATIONS = {
@@ -161,7 +162,7 @@ def parametrize_switches(cases):
     return pytest.mark.parametrize("switches", [pytest.param(switches, id=name) for name, switches in cases.items()])
 
 
-def random_tokens(batch_size, length, vocab_size=13):
+def random_tokens(batch_size, length, vocab_size=VOCABULARY):
     return torch.randint(vocab_size, (batch_size, length))
 
 

@@ -1,0 +1,60 @@
+"""The covers of full products that run in `make test`."""
+
+import itertools
+
+import pytest
+from support.grids import grid, parametrize_grid, slow_except
+
+
+AXES = {
+    "letter": ("a", "b", "c"),
+    "digit": {"one": 1, "two": 2},
+    "pair, other": [(True, "x"), (False, "y")],
+    "last": (0.5, 1.5),
+}
+
+
+def is_allowed(letter, digit, last, **others):
+    return not (letter == "a" and digit == 2)
+
+
+def values_of(parameters, quick):
+    return [parameter.values for parameter in parameters if quick is None or bool(parameter.marks) is not quick]
+
+
+@pytest.mark.parametrize("strength", [1, 2])
+@pytest.mark.parametrize("allowed", [None, is_allowed], ids=["all", "some"])
+def test_cover(strength, allowed):
+    options = {} if allowed is None else {"allowed": allowed}
+    parameters = grid(AXES, strength=strength, **options)
+    product = [
+        (letter, digit, *pair, last)
+        for letter, digit, pair, last in itertools.product("abc", (1, 2), ((True, "x"), (False, "y")), (0.5, 1.5))
+        if allowed is None or (letter, digit) != ("a", 2)
+    ]
+    assert values_of(parameters, quick=None) == product
+    quick = values_of(parameters, quick=True)
+    assert len(quick) < len(product) / 2
+    for columns in itertools.combinations(range(5), strength):
+        assert {tuple(row[column] for column in columns) for row in quick} == {
+            tuple(row[column] for column in columns) for row in product
+        }
+    assert all(mark.name == "slow" for parameter in parameters for mark in parameter.marks)
+
+
+def test_same_each_time():
+    assert grid(AXES) == grid(AXES)
+
+
+def test_ids():
+    assert grid(AXES)[0].id == "a-one-True-x-0.5"
+    mark = parametrize_grid(AXES).mark
+    assert mark.args[0] == "letter, digit, pair, other, last"
+
+
+def test_slow_except():
+    parameters = slow_except(("a", ("b", 1), "c"), quick=("c",))
+    assert [parameter.values for parameter in parameters] == [("a",), ("b", 1), ("c",)]
+    assert [bool(parameter.marks) for parameter in parameters] == [True, True, False]
+    with pytest.raises(AssertionError):
+        slow_except(("a",), quick=("b",))
