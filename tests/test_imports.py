@@ -30,7 +30,8 @@ TRAINING_ROWS = (
     ("comparison", "conversion"),
     ("run",),
     ("card",),
-    ("files", "parameters", "traces"),
+    ("models",),
+    ("files", "parameters", "text", "traces"),
 )
 
 
