@@ -1,10 +1,11 @@
 """Named configurations that ship with the package: models, recipes, comparisons and accelerate files."""
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from modeling_nlq.activations_nlq import did_you_mean
 
 
 _ROOT = Path(__file__).parent
@@ -29,8 +30,7 @@ def descriptions(kind: str) -> dict[str, str]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Ends a message about an unknown name: with the nearest known one, or with all of them."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return did_you_mean(name, known).strip() or f"there are {', '.join(known)}"
 
 
 def find(kind: str, name: str) -> Path:

@@ -13,25 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import strategies as st
+from support.reference import NON_NEGATIVE, PHI
 
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.masking_nlq import make_visibility
 
 
-# The formulas, written a second time. Softmax is apart: its sum needs a maximum.
-PHI = {
-    "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
-    "relu": lambda s: torch.where(s > 0, s, 0.0),
-    "relu_squared": lambda s: torch.where(s > 0, s * s, 0.0),
-    "squared": lambda s: s * s,
-    "softplus": lambda s: torch.logaddexp(s, torch.zeros_like(s)),
-    "tanh": lambda s: 2 / (1 + torch.exp(-2 * s)) - 1,
-    "identity": lambda s: s,
-    "gelu": lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2,
-    "silu": lambda s: s / (1 + torch.exp(-s)),
-    "leaky_relu": lambda s: torch.where(s > 0, s, 0.01 * s),
-}
-NON_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
 ALL_COMBINATIONS = [
     (name, normalization) for name in PHI for normalization in (*(["sum"] if name in NON_NEGATIVE else []), "length", "none")
 ]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.attention_cases import PHI
+from support.reference import NON_NEGATIVE, PHI
 
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 
@@ -10,33 +10,17 @@ from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 VOCABULARY = 13  # of the models that `make_model` makes
 PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
 # Every allowed normaliser of every activation; None is the activation's own.
+ROW_BY_ROW = ("softmax", "sparsemax", "entmax15")
 NORMALIZATIONS = {
-    "softmax": (None, "sum"),
-    "sigmoid": (None, "none", "length", "sum"),
-    "relu": (None, "length", "sum", "none"),
-    "relu_squared": (None, "length", "sum", "none"),
-    "squared": (None, "sum", "length", "none"),
-    "softplus": (None, "sum", "length", "none"),
-    "tanh": (None, "length", "none"),
-    "identity": (None, "length", "none"),
-    "gelu": (None, "length", "none"),
-    "gelu_new": (None,),
-    "hardswish": (None,),
-    "laplace": (None,),
-    "leaky_relu": (None,),
-    "mish": (None,),
-    "quick_gelu": (None,),
-    "relu6": (None,),
-    "silu": (None, "length", "none"),
-    "sparsemax": (None, "sum"),
-    "entmax15": (None, "sum"),
+    **dict.fromkeys(ROW_BY_ROW, (None, "sum")),
+    **{name: (None, "length", "none", *(["sum"] if name in NON_NEGATIVE else [])) for name in PHI},
+    **dict.fromkeys(("gelu_new", "hardswish", "laplace", "mish", "quick_gelu", "relu6"), (None,)),
 }
 ACTIVATION_AND_NORMALIZATION = [
     pytest.param(name, normalization, id=f"{name}-{normalization}")
     for name, normalizations in NORMALIZATIONS.items()
     for normalization in normalizations
 ]
-ROW_BY_ROW = ("softmax", "sparsemax", "entmax15")
 ELEMENTWISE_AND_NORMALIZATION = [case.values for case in ACTIVATION_AND_NORMALIZATION if case.values[0] not in ROW_BY_ROW]
 # Design A has a ReLU after each Add/Norm, design B has one before each sub-layer.
 BLOCKS = {

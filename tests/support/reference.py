@@ -27,7 +27,7 @@ def relu(x):
     return torch.where(x > 0, x, 0.0)
 
 
-# The functions that a switch can name. The activations of the scores are in `phi` below.
+# The functions that a switch can name.
 FUNCTIONS = {
     "gelu": gelu,
     "gelu_new": gelu_new,
@@ -46,6 +46,22 @@ FUNCTIONS = {
     None: lambda x: x,
 }
 
+# The attention activations, and functions of Transformers that the tests use as such. Softmax is apart: its sum needs a
+# maximum.
+PHI = {
+    "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
+    "relu": lambda s: torch.where(s > 0, s, 0.0),
+    "relu_squared": lambda s: torch.where(s > 0, s * s, 0.0),
+    "squared": lambda s: s * s,
+    "softplus": lambda s: torch.logaddexp(s, torch.zeros_like(s)),
+    "tanh": lambda s: 2 / (1 + torch.exp(-2 * s)) - 1,
+    "identity": lambda s: s,
+    "gelu": lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2,
+    "silu": lambda s: s / (1 + torch.exp(-s)),
+    "leaky_relu": lambda s: torch.where(s > 0, s, 0.01 * s),
+}
+NON_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
+# The default normaliser of each row of the table.
 CANONICAL_NORMALIZATION = {
     "softmax": "sum",
     "sigmoid": "none",
@@ -73,15 +89,7 @@ def phi(name, normalization, scores, count):
         return torch.exp(scores)
     if name == "sigmoid" and normalization == "none":
         return sigmoid(scores - math.log(count))
-    if name == "relu_squared":
-        return relu(scores) ** 2
-    if name == "squared":
-        return scores**2
-    if name == "softplus":
-        return torch.log(1 + torch.exp(scores))
-    if name == "identity":
-        return scores
-    return FUNCTIONS[name](scores)
+    return PHI[name](scores) if name in PHI else FUNCTIONS[name](scores)
 
 
 def weights_of_query(layer, scores, sink=None):
