@@ -50,7 +50,7 @@ class TestTable:
 
     def test_linear_is_no_function(self):
         """Transformers has a function named `linear`, the identity, which is another thing."""
-        with pytest.raises(ValueError, match="attention_activation='linear_attention' is no function of the scores"):
+        with pytest.raises(ValueError, match="attention_activation='linear_attention' is not a function of the scores"):
             get_attention_activation("linear_attention").function(SCORES)
 
     @pytest.mark.parametrize("name", SPARSE)
