@@ -26,11 +26,19 @@ def descriptions(kind: str) -> dict[str, str]:
     return found
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Ends a message about an unknown name: with the nearest known one, or with all of them."""
+def suggestion(name: str, known: Iterable[str], is_short: bool = False) -> str:
+    """Ends a message about an unknown name.
+
+    Args:
+        name: the unknown name.
+        known: the known ones.
+        is_short: whether `known` is a short list, which is given even if one name is near.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    if not near:
+        return f"there are {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" + (f" There are {', '.join(known)}" if is_short else "")
 
 
 def find(kind: str, name: str) -> Path:
@@ -48,5 +56,5 @@ def find(kind: str, name: str) -> Path:
     path = _ROOT / kind / f"{name.removesuffix(_SUFFIXES[kind])}{_SUFFIXES[kind]}"
     if path.is_file():
         return path
-    hint = suggestion(name, names(kind))
+    hint = suggestion(name, names(kind), is_short=True)
     raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}")
