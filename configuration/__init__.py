@@ -22,7 +22,8 @@ def descriptions(kind: str) -> dict[str, str]:
     for name in names(kind):
         lines = find(kind, name).read_text(encoding="utf-8").splitlines()
         comment = " ".join(line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines))
-        found[name] = re.match(r".*?[.?](?= |$)", comment)[0]
+        first = re.match(r".*?[.?](?= |$)", comment)
+        found[name] = first[0] if first else comment
     return found
 
 
