@@ -23,14 +23,24 @@ def descriptions(kind: str) -> dict[str, str]:
     for name in names(kind):
         lines = find(kind, name).read_text(encoding="utf-8").splitlines()
         comment = " ".join(line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines))
-        found[name] = re.match(r".*?[.?](?= |$)", comment)[0]
+        first = re.match(r".*?[.?](?= |$)", comment)
+        found[name] = first[0] if first else comment
     return found
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Ends a message about an unknown name: with the nearest known one, or with all of them."""
+def suggestion(name: str, known: Iterable[str], is_short: bool = False) -> str:
+    """Ends a message about an unknown name.
+
+    Args:
+        name: the unknown name.
+        known: the known ones.
+        is_short: whether `known` is a short list, which is given even if one name is near.
+    """
     known = sorted(known)
-    return did_you_mean(name, known).strip() or f"there are {', '.join(known)}"
+    choices = ", ".join(known)
+    if near := did_you_mean(name, known).strip():
+        return f"{near} There are {choices}" if is_short else near
+    return f"there are {choices}"
 
 
 def find(kind: str, name: str) -> Path:
@@ -48,5 +58,5 @@ def find(kind: str, name: str) -> Path:
     path = _ROOT / kind / f"{name.removesuffix(_SUFFIXES[kind])}{_SUFFIXES[kind]}"
     if path.is_file():
         return path
-    hint = suggestion(name, names(kind))
+    hint = suggestion(name, names(kind), is_short=True)
     raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}")

@@ -4,6 +4,7 @@ Any number of processes may work on one results folder, started by `accelerate l
 that share the folder. A run belongs to the process that holds its lock; the operating system frees the lock of a dead process.
 """
 
+import gc
 import json
 import math
 import multiprocessing
@@ -294,6 +295,7 @@ def _end_with_parent() -> None:
 def _start_run(steps, log_file: Path) -> None:
     global _steps
     _steps = steps
+    gc.freeze()  # a run collects garbage, and need not look through all that was imported
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from modeling_nlq.training.files import check_keys, read_section, read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, override_words, resolve_recipe
-from modeling_nlq.training.text import align
+from modeling_nlq.training.text import align, one_line
 from modeling_nlq.training.traces import without_folders
 
 
@@ -320,8 +320,7 @@ def _read_model(
             config = load_config(recipe.model, content["switches"])
         check_recipe(resolved, config)
     except (ValueError, StrictDataclassError) as error:
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ is not None else error
-        raise ValueError(f"{source}: {str(reason).removeprefix(f'{source}: ')}") from error
+        raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
     if recipe.test_fraction == 0:

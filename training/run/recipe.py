@@ -92,6 +92,8 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
         if self.tokenizer is None:
             self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
+        if not isinstance(self.tokenizer, str):
+            raise ValueError(f"tokenizer={self.tokenizer!r} must be a text")
         if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is a whole number of at least "

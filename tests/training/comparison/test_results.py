@@ -37,7 +37,7 @@ class TestFindsWhatIsThere:
             far["diverged_at"] is None and far["steps"] == 8 and without_number["diverged_at"] == without_number["steps"] == 2
         )
         assert without_number["history"]["stability"]["0"]["entropy"][1] == [2, None]
-        assert all(len(model["runs"]) == 4 for name, model in results["models"].items() if name != "absurd")
+        assert all(len(model["runs"]) == 3 for name, model in results["models"].items() if name != "absurd")
 
     def test_one_diverged_rate_is_not_chosen(self, finished):
         model = finished[1]["models"]["one rate absurd"]
@@ -159,8 +159,8 @@ class TestStatistics:
 
     def test_noise_floor(self, results):
         base = self.losses(results, "base")
-        mean = sum(base) / 4
-        deviation = math.sqrt(sum((loss - mean) ** 2 for loss in base) / 3)
+        mean = sum(base) / 3
+        deviation = math.sqrt(sum((loss - mean) ** 2 for loss in base) / 2)
         assert results["statistics"]["noise_floor"] == pytest.approx(deviation)
         assert results["statistics"]["noise_floor_percent"] == pytest.approx(100 * deviation / mean)
 
@@ -171,16 +171,16 @@ class TestStatistics:
         for name in ("twin", "planted", "one rate absurd"):
             effect = results["statistics"]["effects"][name]
             differences = [loss - other for loss, other in zip(self.losses(results, name), base)]
-            assert effect["mean_difference"] == pytest.approx(sum(differences) / 4, abs=1e-12)
+            assert effect["mean_difference"] == pytest.approx(sum(differences) / 3, abs=1e-12)
             p_values[name] = 1.0
             if any(differences):
-                deviation, freedom = effect["difference_deviation"], 3
+                deviation, freedom = effect["difference_deviation"], 2
                 if effect["is_pooled"]:
                     pool = results["statistics"]["pool"]
                     deviation, freedom = max(deviation, pool["deviation"]), pool["degrees_of_freedom"]
                 else:
                     assert deviation == pytest.approx(np.std(differences, ddof=1))
-                mean, error = np.mean(differences), deviation / 2
+                mean, error = np.mean(differences), deviation / math.sqrt(3)
                 p_values[name] = 2 * stats.t.sf(abs(mean / error), freedom)
                 low, high = mean + np.array([-1, 1]) * stats.t.ppf(0.975, freedom) * error
                 percent = 100 * np.array([-high, -low]) / np.mean(base)
