@@ -179,7 +179,7 @@ except ValueError as error:
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("has_triton", [True, False], ids=["triton", "no_triton"])
+@pytest.mark.parametrize("has_triton", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["triton", "no_triton"])
 def test_kernels_travel_with_the_model(has_triton, tmp_path):
     """Without Triton everything else works, and an error says what the kernels need."""
     model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()

@@ -1,19 +1,16 @@
-"""The attention activations in Triton's language, on the CPU: run by Triton's interpreter, and compiled but not run.
-
-`TRITON_INTERPRET=0 python tests/modeling/test_triton_activations.py` compiles them and prints which special functions they use.
-"""
+"""The attention activations in Triton's language, on the CPU: run by Triton's interpreter, and compiled but not run."""
 
 import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.grids import slow_except
+from support.paths import TESTS
 
 from modeling_nlq import triton_activations_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
@@ -21,7 +18,9 @@ from modeling_nlq.triton_activations_nlq import TRITON_BODIES
 
 
 triton = pytest.importorskip("triton")
-tl = triton.language
+elementwise_kernel = pytest.importorskip("support.triton_special_functions").elementwise_kernel
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = {name: row for name, row in (ATTENTION_ACTIVATIONS | LIBRARY_ACTIVATIONS).items() if row.is_elementwise}
 # Relative error of the result, and of the score that it would belong to, that is allowed. Rounding costs 6e-8; a GPU's
@@ -57,19 +56,6 @@ TAILS = [
     ("gelu", lambda s: s * torch.special.erfc(-s / math.sqrt(2)) / 2, -6.5, -1),
     ("laplace", lambda s: torch.special.erfc((0.707107 - s) / (0.282095 * math.sqrt(2))) / 2, -1.1, 0.5),
 ]
-
-
-@triton.jit
-def elementwise_kernel(scores, weights, slopes, count, BODY: tl.constexpr, WITH_SLOPES: tl.constexpr, TILE: tl.constexpr):
-    position = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = position < count
-    tile = tl.load(scores + position, mask=inside, other=0.0)
-    tile_weights, tile_slopes = BODY(tile)
-    # In a kernel they meet other tiles of the scores' type
-    tl.static_assert(tile_weights.dtype == tile.dtype and tile_slopes.dtype == tile.dtype)
-    tl.store(weights + position, tile_weights, mask=inside)
-    if WITH_SLOPES:
-        tl.store(slopes + position, tile_slopes, mask=inside)
 
 
 def run(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,28 +125,20 @@ class TestValues:
         torch.testing.assert_close(run(name, scores)[1], difference, rtol=1e-6, atol=1e-6)
 
 
-def special_functions(name: str, capability: int, with_slopes: bool) -> list[str]:
-    """The special functions in the code for a GPU of this capability, which need not be there."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {"BODY": TRITON_BODIES[name], "WITH_SLOPES": with_slopes, "TILE": 128}
-    types = {"scores": "*fp32", "weights": "*fp32", "slopes": "*fp32", "count": "i32", **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(elementwise_kernel, types, constants)
-    # 128 threads for 128 scores: each instruction is there once
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-    return sorted(re.findall(r"\b(ex2|lg2|rcp|div|sqrt|rsqrt|sin|cos|tanh)\.", code))
+CASES = [(False, 90), (True, 80), (True, 90)]
 
 
-def test_code_for_a_gpu():
+@pytest.mark.parametrize(
+    "with_slopes, capability", slow_except(CASES, [(True, 90)]), ids=["weights-sm_90", "both-sm_80", "both-sm_90"]
+)
+def test_code_for_a_gpu(with_slopes, capability):
     """Every function compiles, and without slopes it uses no special function of the derivative."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    arguments = json.dumps({"names": list(SPECIAL_FUNCTIONS), "with_slopes": with_slopes, "capability": capability})
+    command = [sys.executable, "-m", "support.triton_special_functions", arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["weights, sm_90"] == {name: weights for name, (weights, _) in SPECIAL_FUNCTIONS.items()}
-    for architecture in ("sm_80", "sm_90"):
-        assert found[f"both, {architecture}"] == {name: both for name, (_, both) in SPECIAL_FUNCTIONS.items()}
+    assert json.loads(done.stdout) == {name: functions[with_slopes] for name, functions in SPECIAL_FUNCTIONS.items()}
 
 
 def test_every_function_is_compiled():
@@ -175,13 +153,3 @@ def test_importable_without_triton(monkeypatch):
     assert set(module.TRITON_BODIES) == set(TRITON_BODIES)
     with pytest.raises(ImportError, match="triton_relu needs the package triton"):
         module.TRITON_BODIES["relu"](torch.zeros(1))
-
-
-if __name__ == "__main__":
-    found = {
-        f"{'both' if with_slopes else 'weights'}, sm_{capability}": {
-            name: special_functions(name, capability, with_slopes) for name in SPECIAL_FUNCTIONS
-        }
-        for with_slopes, capability in ((False, 90), (True, 80), (True, 90))
-    }
-    print(json.dumps(found))

@@ -12,7 +12,6 @@ from support.attention_cases import (
     THREE,
     Layout,
     check,
-    check_rounding,
     chunk,
     combinations,
     drawn_layouts,
@@ -51,19 +50,6 @@ class TestAgreement:
 
     # Padding, grouped queries, keys of a cache before them and empty places after them
     EVERYTHING = padded("0011111110000", "1101111110000", query_length=5, offset=torch.tensor(5), key_value_heads=1)
-
-    @staticmethod
-    def check_float32(activation, normalization, layout, **options):
-        module, states = layer_for(layout, activation, normalization), layout.states(**options)
-        actual = TRITON.run(layout, module, states)
-        assert all(tensor.dtype == torch.float32 for tensor in actual)
-        check(actual, expected_of(layout, activation, normalization, states), TOLERANCE)
-
-    @staticmethod
-    def check_half(dtype, activation, normalization, layout):
-        module, states = layer_for(layout, activation, normalization), layout.states(dtype)
-        eager = run_function(eager_attention_forward, layout, module, states)
-        check_rounding(TRITON.run(layout, module, states), eager, expected_of(layout, activation, normalization, states))
 
     @parametrize_grid({"activation, normalization": THREE[:2], "layout": LAYOUTS}, strength=1)
     def test_layouts(self, activation, normalization, layout):

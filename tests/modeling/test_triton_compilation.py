@@ -38,9 +38,8 @@ class TestCompilation:
             assert found["shared"] <= SHARED_MEMORY[90]
             assert (found["wgmma"] > 0) == (case["kernel"] != "split_kernel")  # whose tile is too small for that
 
-    @pytest.mark.parametrize(
-        "state", [pytest.param("bf16", marks=pytest.mark.slow), pytest.param("fp16", marks=pytest.mark.slow), "fp32"]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("state", ["bf16", "fp16", "fp32"])
     def test_smallest_tiles(self, tmp_path, state):
         """Some line of `TILES` fits everywhere."""
         options = {"normalization": "none", "head_dim": 256, "capability": 80, "line": -1, "causal": True}
