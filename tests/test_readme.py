@@ -21,8 +21,8 @@ README = REPOSITORY / "README.md"
 ATTENTION = README.parent / "docs" / "attention.md"
 
 
-def snippets() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def snippets(document: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
 def test_snippets(run, tmp_path, monkeypatch, capsys):
@@ -40,7 +40,8 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
 
 def test_snippets_of_the_other_side(run, tmp_path):
     """Snippets that load a published model run in a process without this package, on a local Hub."""
-    shared = [snippet for snippet in snippets() if "you/" in snippet]
+    documents = (README, README.parent / "docs" / "conversion.md")
+    shared = [snippet for document in documents for snippet in snippets(document) if "you/" in snippet]
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:
         environment = {**os.environ, **server.client_environment(tmp_path / "home", "hf_you"), "PYTHONPATH": ""}
@@ -49,7 +50,7 @@ def test_snippets_of_the_other_side(run, tmp_path):
         assert done.returncode == 0, done.stderr
         # Trainer needs accelerate, and the snippet datasets
         code = 'import sys\nsys.modules["modeling_nlq"] = None\n' + "".join(shared) + "print(tuple(features.shape))\n"
-        environment = {**os.environ, **server.client_environment(tmp_path / "stranger", "hf_you"), "PYTHONPATH": ""}
+        environment = {**os.environ, **server.client_environment(tmp_path / "other", "hf_you"), "PYTHONPATH": ""}
         done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("import ") and done.stdout.splitlines()[-1].startswith("(1, ")
