@@ -187,17 +187,9 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
 def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.run.evaluation import evaluate
 
-    metrics = evaluate(
-        arguments.model,
-        arguments.dataset,
-        dataset_config=arguments.dataset_config,
-        text_column=arguments.text_column,
-        validation_fraction=arguments.validation_fraction,
-        max_validation_documents=arguments.max_validation_documents,
-        block_size=arguments.block_size,
-        packing=arguments.packing,
-        batch_size=arguments.batch_size,
-    )
+    options = ("dataset_config", "text_column", "validation_fraction", "max_validation_documents")
+    options += ("block_size", "packing", "batch_size")
+    metrics = evaluate(arguments.model, arguments.dataset, **{name: getattr(arguments, name) for name in options})
     print(f"{arguments.model}: {_describe(metrics)}")
 
 
