@@ -15,6 +15,7 @@ import training_step
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 from support.flex_stand_in import dense_flex_attention
+from support.grids import slow_except
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from modeling_nlq import flex_nlq
@@ -436,7 +437,7 @@ class TestCommandLines:
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("kernel", ["forward", "key_value"])
+@pytest.mark.parametrize("kernel", slow_except(("forward", "key_value"), ("forward",)))
 def test_tuning(kernel, capsys):
     """Tuning orders the choices that work by their time, and leaves the table as it was."""
     before = {key: dict(lines) for key, lines in TILES.items()}

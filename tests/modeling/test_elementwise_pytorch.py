@@ -167,7 +167,7 @@ def test_tiled_operators(dropout, name):
     [
         pytest.param("causal", 0.0, torch.bfloat16, marks=pytest.mark.slow),
         ("one_key_value_head", 0.3, torch.float32),
-        ("packed", 0.0, torch.float32),
+        pytest.param("packed", 0.0, torch.float32, marks=pytest.mark.slow),
         pytest.param("mask_of_one_row", 0.3, torch.float32, marks=pytest.mark.slow),
     ],
     ids=["bfloat16", "dropout", "packed", "dense_mask"],

@@ -102,6 +102,7 @@ assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 
 """
 
 
+@pytest.mark.slow
 def test_label_smoothing_without_the_package(tmp_path):
     """A stock Trainer shifts the labels of model classes that it knows by name only."""
     NLQForCausalLM(tiny_config()).save_pretrained(tmp_path / "saved")

@@ -276,6 +276,7 @@ for name in ("nlq", "nlq_triton"):
     ]
 
 
+@pytest.mark.slow
 def test_on_the_cpu_without_the_interpreter():
     script = """
 import torch

@@ -41,6 +41,7 @@ class TestCompiler:
         assert targets.count(triton_nlq.operators.forward) == model.config.num_hidden_layers
         torch.testing.assert_close(program.module()(input_ids).logits, model(input_ids).logits)
 
+    @pytest.mark.slow
     @torch.no_grad()
     def test_export_of_any_length(self, make_model):
         model = make_model(implementation="nlq_triton", attention_activation="softplus", use_cache=False).to(DEVICE)
