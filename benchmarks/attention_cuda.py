@@ -37,6 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.flex_nlq import FlexMask
 from modeling_nlq.masking_nlq import Visibility, make_visibility
 
 
@@ -164,12 +165,11 @@ class Problem:
     def _forward(self, candidate: Candidate, inputs: list[torch.Tensor]) -> torch.Tensor:
         backend, name = candidate
         row = ATTENTION_BACKENDS["sdpa" if backend in PINNED else backend]
-        mask: Visibility | BlockMask | None = self.visibility if row.takes_visibility else None
-        options = {}
+        mask: Visibility | FlexMask | None = self.visibility if row.takes_visibility else None
         if backend == "flex_attention":
-            mask, options = self.block_mask, {"visible_count": self.visibility.visible_count}
+            mask = FlexMask(self.block_mask, self.visibility.visible_count)
         scaling = inputs[0].shape[-1] ** -0.5
-        return row.function(attention_layer(name), *inputs, mask, scaling=scaling, **options)[0]
+        return row.function(attention_layer(name), *inputs, mask, scaling=scaling)[0]
 
 
 def pinned(candidate: Candidate) -> contextlib.AbstractContextManager:

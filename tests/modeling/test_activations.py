@@ -101,7 +101,9 @@ class TestTable:
     def test_unknown(self, name):
         with pytest.raises(ValueError) as error:
             get_attention_activation(name)
-        assert str(error.value).startswith(f"attention_activation={name!r} is unknown; choose one of softmax, sigmoid, ")
+        near = {"prelu": "relu", "xielu": "silu", "softmaxx": "softmax"}[name]
+        message = f"attention_activation={name!r} is unknown; did you mean {near!r}? choose one of softmax, sigmoid, "
+        assert str(error.value).startswith(message)
         assert ", identity, sparsemax, entmax15, linear_attention" in str(error.value)
         assert f"register_attention_activation({name!r}, function)" in str(error.value)
 
@@ -234,8 +236,12 @@ print(NLQForCausalLM.from_pretrained({str(tmp_path)!r}).model.layers[1].self_att
             (torch.tanh, {"non_negative": True}, "function of 'mine' is -1 somewhere, but non_negative=True"),
             (lambda s: s.log(), {}, "function of 'mine' is not finite"),
             (lambda s: 1 / (s > 0), {}, "function of 'mine' is not finite"),
-            (torch.tanh, {"derivative": cauchy_derivative}, "derivative of 'mine' is not that of its function"),
-            (torch.tanh, {"derivative": lambda s, w: w - w.square()}, "derivative of 'mine' is not that of its function"),
+            (torch.tanh, {"derivative": cauchy_derivative}, "is not the derivative of its function"),
+            (
+                torch.tanh,
+                {"derivative": lambda s, w: w - w.square()},
+                "is not the derivative of its function",
+            ),
         ],
         ids=["normalization", "sum", "negative", "logarithm", "infinite", "derivative", "wrong_derivative"],
     )

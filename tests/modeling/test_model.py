@@ -226,7 +226,7 @@ def test_empty_batch(activation, tokens):
     assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
     model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
-    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) holds no tokens"):
+    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) contains no tokens"):
         model(tokens[:, :0])
 
 

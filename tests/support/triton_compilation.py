@@ -9,7 +9,7 @@ import sys
 import triton
 import triton.language as tl
 
-from modeling_nlq import triton_kernels_nlq
+from modeling_nlq import triton_gradients_nlq, triton_kernels_nlq
 from modeling_nlq.triton_activations_nlq import triton_sigmoid
 from modeling_nlq.triton_nlq import LAST_TILES, TILES
 
@@ -30,7 +30,8 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, size = getattr(triton_kernels_nlq, kernel), 2 if state == "bf16" else 4
+    file = triton_gradients_nlq if "gradient" in kernel else triton_kernels_nlq
+    function, size = getattr(file, kernel), 2 if state == "bf16" else 4
     width = max(16, 1 << (head_dim - 1).bit_length())
     tiles = [*(tiles for most, tiles in TILES[function][size].items() if width <= most), LAST_TILES][line]
     flags = dict.fromkeys(("has_dropout", "causal", "packed", "padded", "masked"), False) | options

@@ -403,7 +403,7 @@ class TestLearningAfterUpcycling:
         torch.optim.SGD([parameter for name, parameter in model.named_parameters() if name in gains], lr=0.1).step()
         found = gradients(model, input_ids)
         for name in projections:
-            assert found[f"{name}fc2.weight"].abs().max() > 0, name
+            assert found[f"{name}bottleneck.fc2.weight"].abs().max() > 0, name
             assert found[f"{name}bottleneck.fc1.weight"].abs().max() > 0, name
 
     @pytest.mark.parametrize("gate", ["headwise", "elementwise"])
