@@ -165,7 +165,7 @@ class Problem:
     def _forward(self, candidate: Candidate, inputs: list[torch.Tensor]) -> torch.Tensor:
         backend, name = candidate
         row = ATTENTION_BACKENDS["sdpa" if backend in PINNED else backend]
-        mask: Visibility | FlexMask | None = self.visibility if row.takes_visibility else None
+        mask: Visibility | FlexMask | None = self.visibility if row.mask == "visibility" else None
         if backend == "flex_attention":
             mask = FlexMask(self.block_mask, self.visibility.visible_count)
         scaling = inputs[0].shape[-1] ** -0.5
@@ -417,7 +417,7 @@ def claims_table(tables: Tables, activations: list[str], ours: str) -> str:
         missing = f"; no figure for {'; '.join(verdict.missing)}" if verdict.missing else ""
         asked = f"{claim.text}, lengths from {claim.from_length}"
         rows.append([asked, f"{claim.floor:g} x", worst, str(verdict.count), f"**{verdict.word}**{missing}"])
-    return markdown_table(["what was asked", "at least", "worst median of the rounds", "of so many", "verdict"], rows)
+    return markdown_table(["threshold", "at least", "worst median of the rounds", "of so many", "verdict"], rows)
 
 
 def pivot(

@@ -1,4 +1,4 @@
-"""Finds the tiles that make the kernels of `nlq_triton` fastest on this GPU, for `TILES` in `triton_kernels_nlq.py`.
+"""Finds the tiles that make the kernels of `nlq_triton` fastest on this GPU, for `TILES` in `triton_nlq.py`.
 
     python benchmarks/tune_triton.py                                   # all three kernels, head dimensions 64, 128 and 256
     python benchmarks/tune_triton.py --kernels forward --head_dim 64

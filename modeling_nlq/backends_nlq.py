@@ -3,8 +3,9 @@
 `attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot compute the
 activation of a layer is an error. It never computes softmax instead.
 
-All decisions about backends are in this file: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes.
+This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
+`find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes. A
+backend itself refuses tensors that it cannot take, such as a dtype or a device.
 """
 
 import math
@@ -142,14 +143,15 @@ class AttentionBackend:
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
-        takes_visibility: whether its mask is a `Visibility`, and not a mask that Transformers makes.
+        mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
+            `"padding"`.
     """
 
     function: Callable
     computes: Callable[[AttentionActivation, str | None], bool]
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
-    takes_visibility: bool = False
+    mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
         """True if it can do everything that a layer needs in one call."""
@@ -162,13 +164,14 @@ def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> 
     return activation.name == "softmax" and sink is None
 
 
-_flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_sink, weights="omitted")
-_other = AttentionBackend(sdpa_attention_forward, _softmax_without_sink, weights="omitted")
+_flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding")
+# Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
+_other = _flash_attention
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(
-        eager_attention_forward, lambda activation, sink: True, weights="returned", takes_visibility=True
+    "eager": AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned"),
+    "sdpa": AttentionBackend(
+        sdpa_with_sink_forward, lambda activation, sink: activation.name == "softmax", weights="omitted", mask="dense"
     ),
-    "sdpa": AttentionBackend(sdpa_with_sink_forward, lambda activation, sink: activation.name == "softmax", weights="omitted"),
     "flash_attention_2": _flash_attention,
     "flash_attention_3": _flash_attention,
     "flash_attention_4": _flash_attention,
@@ -176,18 +179,14 @@ ATTENTION_BACKENDS = {
         flex_attention_with_log_forward,
         lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
         has_dropout=False,
+        mask="block",
     ),
-    "nlq_tiled": AttentionBackend(
-        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, takes_visibility=True
-    ),
+    "nlq_tiled": AttentionBackend(tiled_attention_forward, lambda activation, sink: activation.is_elementwise),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
-        takes_visibility=True,
     ),
-    "nlq_sparse": AttentionBackend(
-        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", takes_visibility=True
-    ),
+    "nlq_sparse": AttentionBackend(sparse_attention_forward, lambda activation, sink: activation.kind == "simplex"),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
@@ -211,7 +210,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         if config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
             return AUTOMATIC
         return None
-    known = ("eager", *ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    known = (*ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
     if requested not in known:
         choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
         raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported; use one of {choices}')
@@ -289,14 +288,14 @@ def make_mask(
                 "weights to hide; give a padding mask (batch, key), or use another activation"
             )
         return sequences.visibility
-    takes_visibility = backend in ATTENTION_BACKENDS and ATTENTION_BACKENDS[backend].takes_visibility
+    kind = ATTENTION_BACKENDS.get(backend, _other).mask
     if is_dense:
-        if not takes_visibility and backend != "sdpa":
+        if kind not in ("visibility", "dense"):
             raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
         return boolean_mask(mask)
-    if isinstance(mask, BlockMask) and backend != "flex_attention":
+    if isinstance(mask, BlockMask) and kind != "block":
         raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
-    if takes_visibility:
+    if kind == "visibility":
         return sequences.visibility
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
@@ -312,7 +311,7 @@ def make_mask(
         past_key_values=past_key_values,
         position_ids=positions,
     )
-    if backend == "flex_attention":
+    if kind == "block":
         return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else sequences.visibility.visible_count)
     return causal_mask
 
@@ -332,8 +331,7 @@ def create_masks_for_generate(
     """
     implementation = config._attn_implementation
     _check_cache(implementation, past_key_values)
-    is_own = implementation in ATTENTION_BACKENDS and ATTENTION_BACKENDS[implementation].takes_visibility
-    if implementation != AUTOMATIC and not is_own:
+    if implementation != AUTOMATIC and ATTENTION_BACKENDS.get(implementation, _other).mask != "visibility":
         return transformers_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
     if attention_mask is None:
         return None

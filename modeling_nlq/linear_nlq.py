@@ -128,7 +128,7 @@ def chunked_form(
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
 
-    # What each chunk adds to the state, and how much of the state before it chunk_decay it
+    # The part that each chunk adds to the state, and the factor by which the earlier state decays over the chunk
     from_end = _decay(inputs.log_decay, after[..., None] - inputs.count)  # (b, g, chunks, c)
     chunk_decay = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
     if inputs.document_start is not None:
@@ -315,7 +315,7 @@ def linear_attention(
         for index, part in enumerate(zip(*splits)):
             inputs = _make_inputs(
                 *part,
-                scale=scaling * math.sqrt(head_dim),
+                query_scaling=scaling * math.sqrt(head_dim),
                 # A document that began before these tokens begins at a negative index
                 document_start=None if start is None else start.split(size, dim=1)[index] - index * size,
                 log_decay=log_decay,
@@ -339,14 +339,14 @@ def _make_inputs(
     value: torch.Tensor,
     count: torch.Tensor,
     is_valid: torch.Tensor,
-    scale: float,
+    query_scaling: float,
     document_start: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     position_embeddings: tuple[torch.Tensor, ...],
 ) -> LinearInputs:
     """Applies the feature map and rotary positions, and groups the heads."""
     query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
-    query, key = feature_map(query * scale), feature_map(key) * is_valid[:, None, :, None]
+    query, key = feature_map(query * query_scaling), feature_map(key) * is_valid[:, None, :, None]
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     rotated_query, rotated_key = query, key
     if position_embeddings:

@@ -15,7 +15,7 @@ SLICE_ELEMENTS = 2**20  # 4 MiB of float32
 
 def _slices(logits: torch.Tensor) -> list[slice]:
     rows = max(SLICE_ELEMENTS // logits.shape[-1], 1)
-    return [slice(start, start + rows) for start in range(0, max(logits.shape[0], 1), rows)]  # one even of an empty batch
+    return [slice(start, start + rows) for start in range(0, max(logits.shape[0], 1), rows)]  # also for an empty batch
 
 
 class _NegativeLogLikelihood(torch.autograd.Function):

@@ -44,8 +44,25 @@ from .masking_nlq import Sequences, Visibility, read_sequences
 logger = logging.get_logger(__name__)
 
 
+class NLQMLP(nn.Module):
+    """Two linear layers with an activation between."""
+
+    def __init__(self, config: NLQConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.fc2.ends_sublayer = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+
+
 class NLQAttention(NLQAttentionProjections):
-    """Multi-head attention with any activation of the scores, computed by any backend."""
+    """Multi-head attention with any activation of the scores, computed by any backend.
+
+    The base class has what linear attention needs too: the projections before and after the attention, norms, and the gate.
+    """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -119,7 +136,7 @@ class NLQAttention(NLQAttentionProjections):
 
 
 class NLQLinearAttention(NLQAttentionProjections):
-    """Linear attention, which stores a state instead of keys and values."""
+    """Linear attention, which stores a state instead of keys and values and needs no backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -188,20 +205,6 @@ class NLQLinearAttention(NLQAttentionProjections):
         if cache is not None:
             cache.set_state(state, hidden_states.shape[1])
         return self.project_output(hidden_states, attn_output), None
-
-
-class NLQMLP(nn.Module):
-    """Two linear layers with an activation between."""
-
-    def __init__(self, config: NLQConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
-        self.fc2.ends_sublayer = True
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.act_fn(self.fc1(hidden_states)))
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):

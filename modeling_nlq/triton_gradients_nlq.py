@@ -16,13 +16,13 @@ from .triton_kernels_nlq import (
 
 @jit
 def _query_gradient(
-    gradient_sum, begin, end, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+    gradient_sum, begin, end, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
     key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from `begin` to `end` contribute to `dS K`, but for the factor `1 / Z`."""
+    """Adds the contribution of the keys from `begin` to `end` to `dS K`, without the factor `1 / Z`."""
     for start in tl.range(begin, end, STEP):
         place = start + tl.arange(0, STEP)
         keys = load_rows(key, start, key_length, key_stride, STEP, WIDTH, HEAD_DIM, IN_RANGE)
@@ -35,7 +35,7 @@ def _query_gradient(
         if HAS_DROPOUT:
             slope *= dropout_factors(seed, row[:, None], place[None, :], key_length, dropout)
         if NORMALIZATION == "sum":
-            slope -= mean[:, None]
+            slope -= row_delta[:, None]
         _, derivative = BODY(scores)
         slope *= derivative
         if not IN_RANGE:
@@ -89,14 +89,14 @@ def query_gradient_kernel(
     queries = load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
     gradients = load_rows(gradient + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
     rows_of_head = batch_head.to(tl.int64) * query_length + row
-    mean = tl.zeros((TILE,), SUM)
+    row_delta = tl.zeros((TILE,), SUM)
     if NORMALIZATION == "sum":
         outputs = load_rows(output + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False)
         outputs = outputs.to(SUM)
         if HAS_REMAINDER:
             outputs += load_rows(remainder + of_head, start, query_length, stride, TILE, WIDTH, HEAD_DIM, False).to(SUM)
-        mean = tl.sum(gradients.to(SUM) * outputs, 1)
-        tl.store(delta + rows_of_head, mean, mask=is_row)
+        row_delta = tl.sum(gradients.to(SUM) * outputs, 1)
+        tl.store(delta + rows_of_head, row_delta, mask=is_row)
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
     if HAS_BIAS:
@@ -104,20 +104,20 @@ def query_gradient_kernel(
     gradient_sum = tl.zeros((TILE, WIDTH), SUM)
     if PACKED or PADDED:
         gradient_sum = _query_gradient(
-            gradient_sum, first, full_first, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+            gradient_sum, first, full_first, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
             CAUSAL, PACKED, PADDED, MASKED,
         )  # fmt: skip
     if not MASKED:
         gradient_sum = _query_gradient(
-            gradient_sum, full_first, full_last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+            gradient_sum, full_first, full_last, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
             CAUSAL, PACKED, PADDED, MASKED,
         )  # fmt: skip
     gradient_sum = _query_gradient(
-        gradient_sum, full_last, last, queries, gradients, bias, mean, row, is_row, index, document, visible_row,
+        gradient_sum, full_last, last, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
         key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
         CAUSAL, PACKED, PADDED, MASKED,

@@ -169,7 +169,7 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
 def _float32_precision() -> str:
     """Returns how tensor cores multiply float32: as PyTorch's setting says, or as exactly as they can by default."""
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    # AMD's have no way to split a number into parts that they know
+    # AMD's backend has no tf32x3
     return "tf32" if is_tf32 else "ieee" if torch.version.hip is not None else "tf32x3"
 
 

@@ -457,7 +457,7 @@ class TestSaving:
 
 
 class TestMasks:
-    """A caller's own 4-D masks, which linear layers refuse (`test_linear.py`)."""
+    """A caller's own 4-D masks, which linear layers refuse (`test_linear_model.py`)."""
 
     @cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     @examples(4)

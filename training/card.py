@@ -9,7 +9,7 @@ from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
-from modeling_nlq.training.files import CARD_FILE
+from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS
 from modeling_nlq.training.parameters import Size
 from modeling_nlq.training.traces import without_folders
 
@@ -36,8 +36,6 @@ _PIPELINES = {
     "AutoModelForQuestionAnswering": "question-answering",
 }
 _SWITCHES = ("norm_position", "sublayer_activation", "residual_activation", "position_embedding", *PER_LAYER_SWITCHES)
-_BUILT_IN = ("python-stdlib", "python-site-packages")
-_LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 def render(
@@ -105,7 +103,7 @@ def render(
         is_nlq=is_nlq,
         model_type=config.model_type,
         auto_class=auto_class,
-        prompt="import " if given and dataset in _BUILT_IN else "The",
+        prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
         parameters=size.total,
@@ -143,7 +141,7 @@ def base_model_of(model: str | Path) -> str | None:
 
 
 def _is_local(dataset: str) -> bool:
-    return dataset in _BUILT_IN or Path(dataset).suffix in _LOCAL_SUFFIXES or Path(dataset).exists()
+    return dataset in BUILT_IN_CORPORA or Path(dataset).suffix in DATA_FORMATS or Path(dataset).exists()
 
 
 def _auto_class(config: PreTrainedConfig) -> str:

@@ -17,6 +17,10 @@ from modeling_nlq.configuration import suggestion
 from modeling_nlq.configuration_nlq import AUTO_MAP
 
 
+# The datasets that a recipe can name besides those of the Hub: suffixes of local files with the builder of `datasets` that
+# reads them, and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of their Python files
+DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
 CARD_FILE = "README.md"
 CONVERSION_FILE = "conversion.json"
 METRICS_FILE = "metrics.json"

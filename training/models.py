@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from modeling_nlq.configuration import find, suggestion
-from modeling_nlq.training.text import one_line
+from modeling_nlq.training.text import first_line, one_line
 
 
 def is_saved_model(name: str) -> bool:
@@ -31,7 +31,7 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        raise ValueError(f"model {name!r}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"model {name!r}: {first_line(error)}") from error
     if "model_type" not in values:
         raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
     config = AutoConfig.for_model(**values)
@@ -61,4 +61,6 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except OSError as error:
         if Path(name).is_dir():
             raise
-        raise ValueError(f"model {name!r}: there is no such folder, and the Hub does not give it: {one_line(error)}") from error
+        raise ValueError(
+            f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
+        ) from error

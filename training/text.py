@@ -28,7 +28,12 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error that caused all others."""
+    """The first line of the message of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error that caused all others."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return error

@@ -18,7 +18,7 @@ class TestGradients:
     """Automatic differentiation against finite differences, in float64."""
 
     def test_every_activation_is_tested(self):
-        """Linear attention, which has no scores, in `test_linear.py`."""
+        """Linear attention, which has no scores, in `test_linear_forms.py`."""
         assert set(NORMALIZATIONS) >= set(ATTENTION_ACTIVATIONS) - {"linear_attention"}
 
     @pytest.mark.parametrize("activation, normalization", ALL_ACTIVATION_AND_NORMALIZATION)

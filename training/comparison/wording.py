@@ -71,7 +71,7 @@ def selection_sentences(results: dict[str, Any]) -> list[str]:
 def noise_floor_sentence(results: dict[str, Any]) -> str:
     found = results["statistics"]
     if found["noise_floor"] is None:
-        return f"Noise floor: unknown, for it takes two seeds that the baseline {results['baseline']} finished."
+        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results['baseline']}."
     return (
         f"Noise floor: the test loss of the baseline {results['baseline']} varies by {found['noise_floor']:.2g} nats from seed "
         f"to seed, {found['noise_floor_percent']:.2g} % (standard deviation)."
@@ -93,10 +93,10 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     if any(model["sweep"] for model in results["models"].values()):
         sentences.append(
             f"Each learning rate was chosen on the validation split, in runs with seed {results['sweep_seed']} that are not "
-            "reported. The losses reported are of the test split, which chose nothing."
+            "reported. The reported losses are measured on the test split, which was not used to choose them."
         )
     else:
-        sentences.append("No learning rate was chosen. The losses are of the test split, which chose nothing.")
+        sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if tested:
         sentences.append(_noise_of_tests(found, tested))
         sentences.append(

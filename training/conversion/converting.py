@@ -36,6 +36,7 @@ from modeling_nlq.training.files import (
 )
 from modeling_nlq.training.parameters import check_names, size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
+from modeling_nlq.training.text import first_line
 
 
 logger = logging.get_logger(__name__)
@@ -172,7 +173,7 @@ def load_source(source: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
-        raise ValueError(f"{source!r} is {place}no model that can be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{source!r} is {place}no model that can be read: {first_line(error)}") from error
     if config.model_type not in ("gpt2", "nlq"):
         raise ValueError(f"{source!r} is a model of type {config.model_type!r}; only GPT-2 and NLQ models can be converted")
     return _load_weights(source, config)
@@ -200,7 +201,7 @@ def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{source!r}: the weights cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{source!r}: the weights cannot be read: {first_line(error)}") from error
     except Exception as error:
         # torch has a long message for a pickle that holds more than tensors
         if "weights_only" not in str(error) and "Unsupported" not in str(error):
@@ -241,7 +242,7 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> Pr
         if name is None and not Path(source).exists():
             logger.warning(f"{source} has no tokenizer that can be read; give one by --tokenizer")
             return None
-        raise ValueError(f"tokenizer {name or source!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"tokenizer {name or source!r} cannot be read: {first_line(error)}") from error
     check_vocabulary(tokenizer, name or source, model.config)
     # A classifier of sequences reads its answer off the last token that is not padding: its own stays
     is_classifier = isinstance(model, NLQForSequenceClassification | GPT2ForSequenceClassification)

@@ -15,6 +15,7 @@ import torch
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training.conversion.gpt2 import build, to_nlq_name
 from modeling_nlq.training.parameters import check_shapes
+from modeling_nlq.training.text import one_line
 
 
 # `query_mode` there, `query_projection` here, and the parts that the rows of the fused `c_attn` are
@@ -84,8 +85,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # what torch raises for a damaged file is of many types
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from None
+        raise ValueError(f"{path} is no checkpoint that can be read: {one_line(error)}") from None
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         raise ValueError(
             f"{path} is no checkpoint of the paper's code or of nanoGPT: it does not hold 'model' and 'model_args'"

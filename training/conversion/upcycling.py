@@ -33,20 +33,20 @@ _WITHOUT_EFFECT = {
 }
 # Fields of the whole model that cannot change
 _FIXED = {
-    "head_dim": "the weights of every head are of this width",
-    "hidden_size": "all weights are of this width",
-    "num_attention_heads": "the weights belong to so many heads",
-    "num_hidden_layers": "the weights belong to so many layers",
-    "vocab_size": "a new token would take probability from those there are",
-    "norm_position": "the norms of the weights stand elsewhere",
-    "position_embedding": "the weights know where a token stands by another means",
-    "rope_parameters": "the weights know other angles",
+    "head_dim": "it is the width of the weights of every head",
+    "hidden_size": "it is the width of all weights",
+    "num_attention_heads": "the weights are those of this number of heads",
+    "num_hidden_layers": "the weights are those of this number of layers",
+    "vocab_size": "a new token would take probability from the existing tokens",
+    "norm_position": "the norms of the trained model are in other places",
+    "position_embedding": "the weights were trained with other position embeddings",
+    "rope_parameters": "the weights were trained with other angles",
 }
 _OTHER_FUNCTION = {
     "hidden_act": "the MLPs would compute something else",
     "layer_norm_eps": "every norm would compute something else",
-    "residual_activation": "what passes the residual sums would change",
-    "sublayer_activation": "what the sub-layers are given would change",
+    "residual_activation": "the residual stream would change",
+    "sublayer_activation": "the inputs of the sub-layers would change",
 }
 
 
@@ -165,7 +165,7 @@ def _pad_token_id(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
     if before == after or not isinstance(model, NLQForSequenceClassification):
         return []
     return [
-        _refusal("pad_token_id", before, after, "a classifier of sequences reads its answer off the last token that is not it")
+        _refusal("pad_token_id", before, after, "a sequence classifier reads its answer at the last token that is not padding")
     ]
 
 
@@ -255,7 +255,7 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
     if old.bottleneck and not new.bottleneck:
         reason = "the bottleneck f(X) would be lost"
     if not new.linear and (old.linear or old.identity != new.identity):
-        reason = "it has no matrix that could hold what X W, or X, contributes now"
+        reason = "it has no matrix that could hold X W, or X"
 
     if new.linear:
         into = target if isinstance(target, nn.Linear) else target.linear
@@ -358,7 +358,7 @@ def _head_projection(change: LayerChange) -> str | None:
     if not change.before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
     if change.before.attention_output_activation is not None or change.before.attention_gate == "elementwise":
-        return "what comes after the matrices that the model has learned keeps them out of the output projection"
+        return "an activation or gate after the learned matrices prevents moving them into the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
     change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
@@ -370,7 +370,7 @@ def _attention_sink(change: LayerChange) -> str | None:
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
     if before is None:
-        return "a sink takes part of every weight; only at minus infinity would it take none, and there it would never move"
+        return "a new sink changes the weights unless it starts at minus infinity, where its gradient is 0"
     return "the weights would sum to another number"
 
 

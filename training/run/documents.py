@@ -26,13 +26,9 @@ from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
+from modeling_nlq.training.files import BUILT_IN_CORPORA, DATA_FORMATS
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.text import first_line
-
-
-_FILE_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# The built-in corpora, and the key of `sysconfig.get_paths()` for the folder of their Python files
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
+from modeling_nlq.training.text import first_line, root_cause
 
 
 def python_files(corpus: str) -> list[Path]:
@@ -148,7 +144,7 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
     except Exception as error:
         if getattr(error, "errno", None) == errno.ENOSPC:
             raise
-        what = f"cannot be read: {first_line(error)}"  # unreadable content, unknown configuration
+        what = f"cannot be read: {first_line(root_cause(error))}"  # unreadable content, unknown configuration
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
             what = f"is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor available from the Hub"
         raise ValueError(f"dataset {name!r} {what}") from error
@@ -157,9 +153,9 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
 def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
     """Loads the rows of a local file, with a hash of its content and format."""
     name, path = recipe.dataset, Path(recipe.dataset).absolute()
-    file_format = _FILE_FORMATS.get(path.suffix)
+    file_format = DATA_FORMATS.get(path.suffix)
     if file_format is None:
-        raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(_FILE_FORMATS)}")
+        raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}")
     digest = _hash_file(path, name)
     if path.stat().st_size == 0:
         raise ValueError(f"dataset {name!r} is empty")
@@ -200,7 +196,7 @@ def _load_folder(recipe: Recipe) -> tuple[dict, str]:
 
 def _load_from_hub(recipe: Recipe) -> dict:
     path = Path(recipe.dataset)
-    if path.suffix in _FILE_FORMATS or path.is_absolute():
+    if path.suffix in DATA_FORMATS or path.is_absolute():
         raise ValueError(f"dataset {recipe.dataset!r}: there is no such file or folder")
     if recipe.dataset in _PACKAGED_DATASETS_MODULES:
         # `datasets` would read the files in the working directory

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from modeling_nlq.training.run.documents import check_text
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.text import first_line
+from modeling_nlq.training.text import first_line, root_cause
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,7 +28,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {recipe.tokenizer!r} has no end-of-text token (eos_token)")
     return tokenizer

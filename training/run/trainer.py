@@ -201,8 +201,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     )
     if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
         raise ValueError(
-            f"model {recipe.model!r} does not have the weights of a language model with these switches: {changed[0]} for "
-            "one is missing, or too many; `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model to go on from"
+            f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
+            f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
     return model
 

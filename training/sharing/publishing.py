@@ -48,6 +48,7 @@ from modeling_nlq.training.files import (
     read_yaml,
 )
 from modeling_nlq.training.parameters import check_parameters, size_of
+from modeling_nlq.training.text import first_line, one_line
 from modeling_nlq.training.traces import check_for_traces, without_folders
 
 
@@ -161,9 +162,7 @@ def _collect(
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
     settings = read_json(folder / "config.json")
     if settings.get("model_type") != NLQConfig.model_type:
-        raise ValueError(
-            f"{folder} holds a model of type {settings.get('model_type')!r}; `hf upload` shares what is no NLQ model"
-        )
+        raise ValueError(f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models only")
     model, weights = _check_weights(folder, settings)
     try:
         code = code_files(folder)
@@ -276,7 +275,7 @@ def _read_card(path: Path) -> bytes:
         if not isinstance(license, str | None):
             raise ValueError(f"license: {license!r} must be a name that the Hub knows")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"card {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"card {str(path)!r} cannot be read: {first_line(error)}") from error
     return path.read_bytes()
 
 
@@ -307,7 +306,7 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, HTTPError):
         kind = type(error).__name__
         return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)
 
 
 def _json(record: dict[str, Any]) -> bytes:
