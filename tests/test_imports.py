@@ -5,7 +5,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,32 +46,35 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path) -> Iterator[tuple[str, str, bool]]:
+@functools.cache
+def imports(name: str, is_package: bool, source: str) -> list[tuple[str, str, bool]]:
     """The imports of one module from this package: module, imported name, and whether the import is relative.
 
     Those below `if TYPE_CHECKING:` are left out.
     """
-    tree = ast.parse(path.read_text())
+    found = []
+    tree = ast.parse(source)
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     hidden = {child for guard in guards for statement in guard.body for child in ast.walk(statement)}
     for node in ast.walk(tree):
         if node in hidden:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "", False) for alias in node.names if alias.name.split(".")[0] == "modeling_nlq")
+            found += [(alias.name, "", False) for alias in node.names if alias.name.split(".")[0] == "modeling_nlq"]
         elif isinstance(node, ast.ImportFrom):
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            package = name if is_package else name.rpartition(".")[0]
             start = package.rsplit(".", node.level - 1)[0] if node.level else ""
             module = ".".join(filter(None, (start, node.module)))
             if module.split(".")[0] == "modeling_nlq":
-                yield from ((module, alias.name, node.level > 0) for alias in node.names)
+                found += [(module, alias.name, node.level > 0) for alias in node.names]
+    return found
 
 
 @functools.cache
-def names_of(path: Path) -> set[str]:
+def names_of(source: str) -> set[str]:
     """The names that a module defines or imports at its top level, in any branch."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -94,7 +96,7 @@ def check(name: str, path: Path, target: str, imported: str, is_relative: bool, 
     """The rule that an import of `target`, or of a name in it, breaks."""
     if target not in known:
         return "there is no such module"
-    if imported and imported not in names_of(known[target]) | {"*"} and target != "modeling_nlq.training":
+    if imported and imported not in names_of(known[target].read_text()) | {"*"} and target != "modeling_nlq.training":
         return "there is no such name"
     if imported.startswith("_") and not imported.startswith("__") and path.parent != known[target].parent:
         return "private names stay in their folder"
@@ -116,7 +118,7 @@ def violations(root: Path) -> list[str]:
     """One line for each import that the rules forbid, and for each private name of another module that is read."""
     found, known = [], modules(root)
     for name, path in known.items():
-        for module, imported, is_relative in imports(name, path):
+        for module, imported, is_relative in imports(name, path.name == "__init__.py", path.read_text()):
             is_module = f"{module}.{imported}" in known  # `from package import module`
             target, imported_name = (f"{module}.{imported}", "") if is_module else (module, imported)
             if reason := check(name, path, target, imported_name, is_relative, known):
