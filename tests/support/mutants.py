@@ -30,16 +30,37 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODELS = ["tests/modeling", "tests/test_invariants.py"]
 # The files to change, and the tests that run for each, in stages. A fault that one stage finds needs no other.
+M = "tests/modeling/test_"
 TESTS = {
-    "modeling_nlq/attention_nlq.py": [["tests/modeling/test_weights.py", "tests/modeling/test_extremes.py"], MODELS],
-    "modeling_nlq/masking_nlq.py": [["tests/modeling/test_model.py", "tests/modeling/test_tiled.py"], MODELS],
-    "modeling_nlq/projections_nlq.py": [["tests/modeling/test_formulas.py"], [*MODELS, "tests/training/conversion"]],
-    "modeling_nlq/tiled_nlq.py": [["tests/modeling/test_tiled.py", "tests/modeling/test_elementwise_gradients.py"], MODELS],
-    "modeling_nlq/linear_nlq.py": [["tests/modeling/test_linear_forms.py"], MODELS],
-    "modeling_nlq/operators_nlq.py": [["tests/modeling/test_tiled.py", "tests/modeling/test_elementwise_pytorch.py"], MODELS],
-    "training/comparison/statistics.py": [["tests/training/comparison/test_statistics.py"], ["tests/training/comparison"]],
+    "modeling_nlq/attention_nlq.py": [
+        [f"{M}weights.py", f"{M}extremes.py"],
+        [f"{M}formulas.py", f"{M}activations.py", f"{M}elementwise_gradients.py", f"{M}softmax_sinks.py", f"{M}sparse.py"],
+        ["tests/test_invariants.py"],
+    ],
+    "modeling_nlq/masking_nlq.py": [
+        [f"{M}model.py", f"{M}tiled.py"],
+        [f"{M}generation.py", f"{M}formulas.py", f"{M}linear_model.py"],
+        ["tests/test_invariants.py"],
+    ],
+    "modeling_nlq/projections_nlq.py": [[f"{M}formulas.py", f"{M}initial_state.py"], ["tests/training/conversion"]],
+    "modeling_nlq/tiled_nlq.py": [
+        [f"{M}tiled.py", f"{M}elementwise_gradients.py"],
+        [f"{M}elementwise_dropout.py", f"{M}elementwise_pytorch.py", f"{M}extremes.py"],
+    ],
+    "modeling_nlq/linear_nlq.py": [
+        [f"{M}linear_forms.py"],
+        [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py"],
+        ["tests/test_invariants.py"],
+    ],
+    "modeling_nlq/operators_nlq.py": [
+        [f"{M}tiled.py", f"{M}elementwise_pytorch.py"],
+        [f"{M}elementwise_dropout.py", f"{M}triton_model.py", f"{M}sharing.py"],
+    ],
+    "training/comparison/statistics.py": [
+        ["tests/training/comparison/test_statistics.py"],
+        ["tests/training/comparison/test_report.py"],
+    ],
     "training/conversion/upcycling.py": [["tests/training/conversion/test_upcycling.py"], ["tests/training/conversion"]],
     "training/sharing/publishing.py": [["tests/training/sharing"]],
 }
