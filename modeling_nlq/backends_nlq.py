@@ -326,12 +326,15 @@ def create_masks_for_generate(
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    NLQ's own backends take the padding mask, not a dense mask. It is as long as a static cache, so its shape stays the same
-    from token to token.
+    NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as long as a static cache, so its
+    shape stays the same from token to token.
     """
     implementation = config._attn_implementation
-    _check_cache(implementation, past_key_values)
-    if implementation != AUTOMATIC and ATTENTION_BACKENDS.get(implementation, _other).mask != "visibility":
+    is_linear = [layer.activation.kind == "linear" for layer in config.per_layer_config]
+    if not all(is_linear):
+        _check_cache(implementation, past_key_values)
+    takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
+    if not takes_padding and not any(is_linear):
         return transformers_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
     if attention_mask is None:
         return None

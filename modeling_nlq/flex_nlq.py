@@ -39,7 +39,7 @@ def flex_attention_with_log_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: FlexMask,
+    attention_mask: FlexMask | BlockMask,
     scaling: float,
     dropout: float = 0.0,
     **kwargs,
@@ -54,7 +54,7 @@ def flex_attention_with_log_forward(
         module: the attention layer.
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: a `FlexMask`.
+        attention_mask: a `FlexMask`, or a block mask alone.
         scaling: factor of the scores.
         dropout: must be 0.
 
@@ -62,10 +62,12 @@ def flex_attention_with_log_forward(
         The output `(batch, query, heads, head_dim)`, and no weights.
 
     Raises:
-        ValueError: on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and for a caller's block mask
-            if the number of visible keys is needed.
+        ValueError: without a mask; on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and for a
+            caller's block mask if the number of visible keys is needed.
     """
-    block_mask, visible_count = attention_mask
+    if attention_mask is None:
+        raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
+    block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else FlexMask(attention_mask)
     activation, normalization = module.activation, module.normalization
     _check_flex_attention_on_cpu(module, query, key, value)
     if activation.name == "softmax" and module.sink is None:

@@ -193,6 +193,8 @@ def read_sequences(
 
     boundaries = _check_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
     if boundaries is not None:
+        if past_key_values is not None:
+            raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
         position_ids = _positions_from_boundaries(boundaries, batch, query_length, attention_mask, position_ids)
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones

@@ -189,8 +189,10 @@ class NLQLinearAttention(NLQAttentionProjections):
                     "state: make it by DynamicCache(config=model.config)"
                 )
             state = cache.get_state()
-        elif attention_mask is not None:
+        elif isinstance(attention_mask, Visibility):
             attention_mask.check(hidden_states.shape[1], hidden_states.shape[1])
+        elif attention_mask is not None:
+            raise ValueError(f"layer {self.layer_idx}: linear attention takes a `Visibility`, not a 4-D mask")
         attn_output, state = linear_attention(
             query_states,
             key_states,

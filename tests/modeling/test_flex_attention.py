@@ -177,9 +177,16 @@ class TestFlexAttentionElsewhere:
         with pytest.raises(ValueError, match=f"cannot count the keys .*='{activation}' normalised by '{normalization}'"):
             flex_attention_with_log_forward(module, *layout.states(), FlexMask(block_mask(layout)), scaling=SCALING)
 
+    def test_no_mask(self):
+        layout = LAYOUTS["causal"]
+        with pytest.raises(ValueError, match=r"'flex_attention' \(layer 0\) needs a block mask"):
+            flex_attention_with_log_forward(layer("relu", "sum"), *layout.states(), None, scaling=SCALING)
+
     def test_no_count_is_needed(self):
         layout = LAYOUTS["causal"]
         states = layout.states()
+        output, _ = flex_attention_with_log_forward(layer("relu", "sum"), *states, block_mask(layout), scaling=SCALING)
+        check(results(output, states), expected_of(layout, "relu", "sum", states), 1e-5)
         output, _ = flex_attention_with_log_forward(
             layer("relu", "none"), *states, FlexMask(block_mask(layout)), scaling=SCALING
         )

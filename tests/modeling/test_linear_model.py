@@ -276,6 +276,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             model(tokens)
 
+    def test_layer_takes_no_tensor(self, make_model):
+        layer = make_model(**MODELS["linear"]).model.layers[0].self_attn
+        with pytest.raises(ValueError, match="layer 0: linear attention takes a `Visibility`, not a 4-D mask"):
+            layer(torch.zeros(1, 3, 16), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
+
+    @pytest.mark.parametrize("name", ["nlq", "eager", "sdpa"])
+    def test_mask_keeps_its_shape_with_a_static_cache(self, make_model, name, tokens):
+        """A mask that grows would be compiled anew for each token."""
+        model = make_model(implementation=name, **MODELS["linear_first"])
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        embeddings, padding = torch.zeros(2, 9, 16), torch.ones(2, 9).long()
+        mask = model.create_masks_for_generate(model.config, embeddings, padding, cache)
+        assert mask.shape == (2, 12)
+
     def test_automatic(self, make_model):
         for switches in MODELS.values():
             assert make_model(implementation=None, **switches).config._attn_implementation == "nlq"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.grids import slow_except
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments, modeling_utils
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification, NLQModel
@@ -305,6 +305,8 @@ def test_document_boundaries_are_checked(tokens):
         model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), position_ids=torch.arange(11)[None])
     with pytest.raises(ValueError, match="use_cache"):
         model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), use_cache=True)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents cannot be cached"):
+        model(tokens[:1], cu_seq_lens_q=torch.tensor([0, 5, 11]), past_key_values=DynamicCache(config=model.config))
     for boundaries in ([0, 5, 11], torch.tensor([[0, 5, 11]]), torch.tensor([0.0, 5.0, 11.0])):
         with pytest.raises(ValueError, match=r"must be a tensor \(documents \+ 1,\) of integers"):
             model(tokens[:1], cu_seq_lens_q=boundaries)
