@@ -49,6 +49,15 @@ def test_evaluation_drops_nothing(backend):
 
 
 @all_backends
+def test_no_dropout_draws_no_numbers(backend):
+    """Else the numbers drawn after a layer would depend on its backend."""
+    states = LAYOUTS["grouped_queries"].states()
+    for options in ({"dropout": 0.0}, {"training": False}):
+        attend(backend, states, **options)
+        assert torch.equal(torch.get_rng_state(), torch.manual_seed(0).get_state())
+
+
+@all_backends
 def test_which_weights_are_dropped(backend, monkeypatch):
     """A quarter of all weights is dropped, and the others are divided by 3/4; no two tiles or heads are alike."""
     set_triton_tiles(monkeypatch, 16, 16)
