@@ -50,7 +50,7 @@ TESTS = {
     ],
     "modeling_nlq/linear_nlq.py": [
         [f"{M}linear_forms.py"],
-        [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py"],
+        [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py", f"{M}optional_kernels.py"],
         ["tests/test_invariants.py"],
     ],
     "modeling_nlq/operators_nlq.py": [
