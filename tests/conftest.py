@@ -23,6 +23,11 @@ from modeling_nlq.training.run.documents import python_documents
 from modeling_nlq.training.run.trainer import train
 
 
+def pytest_collection_modifyitems(items):
+    """Starts with the tests of training, which take longest: a long test at the end would leave the other processes idle."""
+    items.sort(key=lambda item: "/tests/training/" not in item.path.as_posix())
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

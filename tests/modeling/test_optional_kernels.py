@@ -19,10 +19,10 @@ def gated_linear_attention(q, k, v, g=None, scale=None, initial_state=None, outp
     state = q.new_zeros(*q.shape[::2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
     outputs = []
     for index in range(q.shape[1]):
-        kept = 1.0 if g is None else g[:, index].exp()[..., None, None]
-        state = kept * state + k[:, index, :, :, None] * v[:, index, :, None, :]
+        decay = 1.0 if g is None else g[:, index].exp()[..., None, None]
+        state = decay * state + k[:, index, :, :, None] * v[:, index, :, None, :]
         outputs.append(scale * (q[:, index, :, None, :] @ state).squeeze(-2))
-    return torch.stack(outputs, dim=1), state
+    return torch.stack(outputs, dim=1), state if output_final_state else None
 
 
 class TestKernels:

@@ -52,7 +52,7 @@ class TestCommandLine:
             (["train", "broken.yaml"], ["broken.yaml", "cannot be read"]),
             (["train", "unknown.yaml"], ["unknown.yaml", "'learning_speed'", "training"]),
             (["generate", "no-such-folder", "x"], ["'no-such-folder'"]),
-            (["generate", "runs/nothing-there", "x"], ["'runs/nothing-there'", "no such folder"]),
+            (["generate", "runs/nothing-there", "x"], ["'runs/nothing-there'", "is not a local folder"]),
             (["generate", "half", "x"], ["'half'", "config.json"]),
             (["generate", "truncated", "x"], [""]),
             (["generate", "finished", "x", "--max_new_tokens", "70"], ["max_new_tokens=70", "64 positions"]),

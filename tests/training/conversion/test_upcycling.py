@@ -666,5 +666,5 @@ class TestTokenIds:
 
     def test_padding_of_a_classifier(self):
         model = from_gpt2(make_gpt2(GPT2ForSequenceClassification, pad_token_id=3))
-        with pytest.raises(ValueError, match="pad_token_id=3 cannot become 5: a classifier"):
+        with pytest.raises(ValueError, match="pad_token_id=3 cannot become 5: a sequence classifier"):
             upcycle(model, {"pad_token_id": 5})
