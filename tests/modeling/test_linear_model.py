@@ -276,6 +276,17 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             model(tokens)
 
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_beside_flex_attention(self, make_model, uncompiled, tokens):
+        mask = torch.ones_like(tokens)
+        mask[0, :3] = 0
+        logits = []
+        for name in ("flex_attention", "eager"):
+            model = make_model(implementation=name, **MODELS["linear_first"])
+            with torch.no_grad():
+                logits.append(model(tokens, attention_mask=mask).logits[mask.bool()])
+        torch.testing.assert_close(*logits)
+
     def test_layer_takes_no_tensor(self, make_model):
         layer = make_model(**MODELS["linear"]).model.layers[0].self_attn
         with pytest.raises(ValueError, match="layer 0: linear attention takes a `Visibility`, not a 4-D mask"):
