@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
+.PHONY: demo test test-all test-clients lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -15,11 +15,16 @@ demo: .venv/installed
 test: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients
 
 # The slow tests too, which repeat the quick ones' kinds of cases in more combinations
 test-all: .venv/installed-test
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu" --ignore tests/clients
+
+# Other people's programs, which have an environment of their own
+CLIENTS_PYTEST = $(subst .venv,.venv-clients,$(PYTEST))
+test-clients: .venv-clients/installed
+	$(CLIENTS_PYTEST) tests/clients
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
@@ -76,5 +81,11 @@ gpu-tune: .venv/installed-test
 	$(PIP) install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
+.venv-clients/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-clients
+	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
+	touch $@
+
 clean:
-	rm -rf .venv .cache build dist *.egg-info
+	rm -rf .venv .venv-clients .cache build dist *.egg-info

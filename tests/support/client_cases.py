@@ -1,0 +1,108 @@
+"""Shared parts of the tests of other people's programs: tiny trained models, and processes with and without this package."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+
+
+# Every activation that a client has to treat in its own way, each with another query
+CASES = (("softmax", "upcycled"), ("sigmoid", "nonlinear"), ("squared", "linear"), ("linear_attention", "nonlinear"))
+# All of them: for `slow` tests, and for what is cheap
+ALL_CASES = tuple(
+    (activation, query)
+    for activation in ("softmax", "sigmoid", "squared", "linear_attention")
+    for query in ("linear", "nonlinear", "upcycled")
+)
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+TEXT = "one two three four five six seven eight nine ten eleven twelve " * 40
+# Runs before a script: as if this package were not installed
+WITHOUT_PACKAGE = "import sys; sys.modules['modeling_nlq'] = None\n"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of `TEXT` with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    end = "<|endoftext|>"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end, pad_token=end)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def trained_model(folder: Path, steps: int = 60, **switches) -> Path:
+    """Trains a tiny model on `TEXT` until its tokens differ clearly, and saves it with its tokenizer and code."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    end = tokenizer.eos_token_id
+    config = NLQConfig(**{**SIZES, **switches}, pad_token_id=end, bos_token_id=end, eos_token_id=end)
+    model = NLQForCausalLM(config)
+    ids = torch.tensor(tokenizer(TEXT).input_ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        starts = torch.randint(len(ids) - 48, (8,)).tolist()
+        batch = torch.stack([ids[start : start + 48] for start in starts])
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def greedy(model, prompt: torch.Tensor, new_tokens: int) -> list[int]:
+    """The reference of every generating client: the most likely tokens after `(length,)`, without a cache."""
+    ids = prompt[None]
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def run_script(script: str, *arguments, package: bool = True, timeout: int = 300, check: bool = True, launcher=()):
+    """Runs a script in a new process, with this package or where it cannot be imported.
+
+    Args:
+        script: the source, dedented here. Without the package, models need `trust_remote_code=True`.
+        arguments: `sys.argv[1:]`.
+        package: whether `modeling_nlq` can be imported.
+        launcher: what stands before the file, such as `("-m", "torch.distributed.run", "--nproc_per_node", "2")`; the script is
+            then a file.
+    """
+    source = textwrap.dedent(script)
+    if not package:
+        source = WITHOUT_PACKAGE + source
+    command = [sys.executable, *launcher]
+    if launcher:
+        folder = Path(arguments[0]).parent
+        path = folder / "script.py"
+        path.write_text(source)
+        command += [str(path)]
+    else:
+        command += ["-c", source]
+    command += [str(argument) for argument in arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if check:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
