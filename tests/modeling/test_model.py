@@ -104,11 +104,12 @@ class TestSilentSoftmax:
         softmax.set_attn_implementation("eager")
         assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
 
-    def test_paged_attention(self, tokens):
-        model = make("relu")
-        model.config._attn_implementation = "paged|eager"
-        with pytest.raises(ValueError, match=r"'paged|eager' cannot compute attention_activation='relu'"):
-            model(tokens)
+    @pytest.mark.parametrize("activation", ["relu", "softmax"])
+    def test_paged_attention_without_a_paged_cache_is_eager(self, activation, tokens):
+        model = make(activation, attn_implementation="paged|eager")
+        logits = model(tokens).logits
+        model.set_attn_implementation("eager")
+        assert torch.equal(model(tokens).logits, logits)
 
     def test_sink_needs_a_backend_that_has_it(self):
         assert make(attention_sink="zero").config._attn_implementation == "sdpa"
