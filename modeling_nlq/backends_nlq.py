@@ -331,8 +331,8 @@ def create_masks_for_generate(
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    `layer_idx` is as in `make_mask`. NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as long
-    as a static cache, so its shape stays the same from token to token.
+    `layer_idx` is as in `make_mask`. NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as
+    long as a static cache, so its shape stays the same from token to token.
     """
     implementation = config._attn_implementation
     is_linear = [layer.activation.kind == "linear" for layer in config.per_layer_config]

@@ -149,7 +149,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         self.linear_attention_decay = config.per_layer_config[layer_idx].linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
-            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).float())
+            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype()))
 
     @property
     def log_decay(self) -> torch.Tensor | None:
@@ -477,6 +477,7 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)

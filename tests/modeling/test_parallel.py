@@ -74,6 +74,8 @@ SIZES = {
     "tp4": {"tp_size": 4},
     "pp4": {"pp_size": 4},
     "tp2_pp2": {"tp_size": 2, "pp_size": 2},
+    "fsdp2": {"fsdp_size": 2},
+    "tp2_fsdp2": {"tp_size": 2, "fsdp_size": 2},
 }
 
 
