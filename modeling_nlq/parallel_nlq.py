@@ -64,6 +64,9 @@ def check_sizes(config: PreTrainedConfig, distributed_config: DistributedConfig,
             f"tp_size={tp_size} must divide num_attention_heads={config.num_attention_heads} and "
             f"num_key_value_heads={config.num_key_value_heads}"
         )
+    if tp_size > 1 and pp_size > 1:
+        # Transformers 5.23 looks for the layers of the other stages when it splits those of this one
+        raise ValueError(f"tp_size={tp_size} with pp_size={pp_size} is not supported by Transformers; set one of them to 1")
     if pp_size > config.num_hidden_layers:
         raise ValueError(f"pp_size={pp_size} must be at most num_hidden_layers={config.num_hidden_layers}")
     if pp_size > 1 and not can_be_staged:

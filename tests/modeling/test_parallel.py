@@ -73,7 +73,6 @@ SIZES = {
     "pp2": {"pp_size": 2},
     "tp4": {"tp_size": 4},
     "pp4": {"pp_size": 4},
-    "tp2_pp2": {"tp_size": 2, "pp_size": 2},
     "fsdp2": {"fsdp_size": 2},
     "tp2_fsdp2": {"tp_size": 2, "fsdp_size": 2},
 }
@@ -134,7 +133,10 @@ def test_plan_names_existing_modules(make_model):
 
 def test_impossible_sizes(make_model):
     config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
-    check_sizes(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
+    check_sizes(config, DistributedConfig(tp_size=2), can_be_staged=False)
+    check_sizes(config, DistributedConfig(pp_size=2), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^tp_size=2 with pp_size=2 is not supported by Transformers; set one of them to 1$"):
+        check_sizes(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"):
         check_sizes(config, DistributedConfig(tp_size=3), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^pp_size=4 must be at most num_hidden_layers=2$"):
