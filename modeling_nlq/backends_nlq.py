@@ -145,6 +145,7 @@ class AttentionBackend:
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
+        is_portable: false if it calls operators or kernels that other programs lack. An exporting model uses another backend.
     """
 
     function: Callable
@@ -152,6 +153,7 @@ class AttentionBackend:
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
+    is_portable: bool = True
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
         """True if it can do everything that a layer needs in one call."""
@@ -181,12 +183,17 @@ ATTENTION_BACKENDS = {
         has_dropout=False,
         mask="block",
     ),
-    "nlq_tiled": AttentionBackend(tiled_attention_forward, lambda activation, sink: activation.is_elementwise),
+    "nlq_tiled": AttentionBackend(
+        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
+    ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
+        is_portable=False,
     ),
-    "nlq_sparse": AttentionBackend(sparse_attention_forward, lambda activation, sink: activation.kind == "simplex"),
+    "nlq_sparse": AttentionBackend(
+        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", is_portable=False
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
@@ -231,7 +238,8 @@ def find_backend(
     """Returns the name of the backend that computes layers in one call.
 
     A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else.
+    functions compute nothing else. An exporting model gets a portable backend, which computes the same weights with PyTorch's
+    own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -246,10 +254,12 @@ def find_backend(
     """
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
-    if name == AUTOMATIC:
-        names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
-        return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
     backend = ATTENTION_BACKENDS.get(name, _other)
+    is_exporting = torch.compiler.is_exporting()
+    if name == AUTOMATIC or (is_exporting and not backend.is_portable and backend.can(*asked)):
+        names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
+        names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
+        return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
     if backend.can(*asked):
         return name
     if not backend.computes(activation, sink):
