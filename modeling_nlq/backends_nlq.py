@@ -145,7 +145,7 @@ class AttentionBackend:
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
-        is_portable: false if it calls operators or kernels that other programs lack. An exporting model uses another backend.
+        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
     """
 
     function: Callable
@@ -166,7 +166,9 @@ def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> 
     return activation.name == "softmax" and sink is None
 
 
-_flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding")
+_flash_attention = AttentionBackend(
+    flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding", is_portable=False
+)
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
 _other = _flash_attention
 ATTENTION_BACKENDS = {
@@ -182,6 +184,7 @@ ATTENTION_BACKENDS = {
         lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
         has_dropout=False,
         mask="block",
+        is_portable=False,
     ),
     "nlq_tiled": AttentionBackend(
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
@@ -256,12 +259,12 @@ def find_backend(
     name = implementation or "eager"
     backend = ATTENTION_BACKENDS.get(name, _other)
     is_exporting = torch.compiler.is_exporting()
-    if name == AUTOMATIC or (is_exporting and not backend.is_portable and backend.can(*asked)):
+    if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
         names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
     if backend.can(*asked):
-        return name
+        return "eager" if is_exporting and not backend.is_portable else name
     if not backend.computes(activation, sink):
         refused = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
     elif needs_weights and backend.weights == "refused":

@@ -43,7 +43,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         self.max_cache_len = max_cache_len
         # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a length
         # without waiting for a device, and `torch.export` keeps it dynamic, but makes a plain number a constant
-        self.seen_tokens = torch.empty(0, 0)
+        self.seen_tokens: torch.Tensor | None = None
         self.cumulative_length: torch.Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 
     @property
@@ -79,7 +79,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
                 self.update_recurrent_state(part, index)
             self.has_previous_state[index] = True
         if self.max_cache_len is None:
-            self.seen_tokens = self.seen_tokens.new_empty(self.seen_tokens.shape[0] + length, 0)
+            self.seen_tokens = state.denominator.new_empty(self.get_seq_length() + length, 0)
         else:
             self.cumulative_length += length
 
@@ -89,11 +89,13 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens so far."""
-        return self.seen_tokens.shape[0] if self.cumulative_length is None else self.cumulative_length
+        if self.cumulative_length is not None:
+            return self.cumulative_length
+        return 0 if self.seen_tokens is None else self.seen_tokens.shape[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the length of a mask over all tokens, and the offset 0."""
-        return (self.seen_tokens.shape[0] + query_length if self.max_cache_len is None else self.max_cache_len), 0
+        return (self.get_seq_length() + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def get_max_length(self) -> int:
         """Returns the length of a static cache, or -1 for no limit."""
@@ -116,7 +118,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if self.max_cache_len is None:
             self._map(torch.zeros_like)  # not in place: a gradient may need the old state
         LinearAttentionLayer.reset(self)
-        self.seen_tokens = self.seen_tokens.new_empty(0, 0)
+        self.seen_tokens = None
         if self.cumulative_length is not None:
             self.cumulative_length.zero_()
 

@@ -7,51 +7,45 @@ import onnxruntime
 import pytest
 import torch
 from support.client_cases import greedy, run_script, trained_model
+from support.model_cases import LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS
 from transformers import AutoTokenizer
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
 
 
 LIMIT = 1e-4  # of the absolute error of a logit
 # Several layers in one export, which takes seconds. Each pairs an activation, a query and other switches
 MIXED = {
     "query_projection": "linear",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "position_embedding": "rope",
     "num_key_value_heads": 2,
     "per_layer_config": {
-        0: {"query_projection": "upcycled", "attention_sink": "learned"},
+        0: {"query_projection": "upcycled", "attention_sink": "learned", "head_projection": True},
         1: {"attention_activation": "sigmoid", "query_projection": "nonlinear", "attention_gate": "elementwise"},
-        2: {"attention_activation": "squared", "head_projection": True, "qk_norm": "rms"},
-        3: {"attention_activation": "linear_attention", "query_projection": "residual", "linear_attention_decay": "learned"},
+        2: {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "qk_norm": "rms"},
     },
 }
-OTHERS = {
-    "attention_activation": "silu",
-    "query_projection": "identity",
-    "num_hidden_layers": 4,
-    "per_layer_config": {
-        0: {"attention_activation": "entmax15", "query_projection": "bottleneck", "qk_norm": "l2"},
-        1: {"attention_activation": "relu", "attention_normalization": "sum", "attention_output_activation": "gelu"},
-        2: {"attention_activation": "softmax", "attention_sink": "zero", "attention_gate": "headwise"},
-        3: {"attention_activation": "softplus", "query_projection": "nonlinear"},
+# Every activation, in groups of the layers of one model
+KINDS = {
+    **SOFTMAX_KINDS,
+    **SPARSE_KINDS,
+    **LINEAR_KINDS,
+    **{
+        name: {"attention_activation": name}
+        for name, row in {**ATTENTION_ACTIVATIONS, **LIBRARY_ACTIVATIONS}.items()
+        if row.is_elementwise
     },
 }
+GROUPS = [list(KINDS)[start::7] for start in range(7)]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """A function from switches to the folder of a trained model."""
-    folders = {}
-
-    def get(switches):
-        key = str(switches)
-        if key not in folders:
-            folders[key] = trained_model(tmp_path_factory.mktemp("model"), **switches)
-        return folders[key]
-
-    return get
+def mixed(tmp_path_factory):
+    """The folder of a trained model with `MIXED` switches."""
+    return trained_model(tmp_path_factory.mktemp("mixed"), **MIXED)
 
 
 def run(session: onnxruntime.InferenceSession, inputs: dict) -> dict:
@@ -73,33 +67,22 @@ def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [MIXED, pytest.param(OTHERS, marks=pytest.mark.slow)],
-    ids=["mixed", "others"],
-)
-def test_prompt_and_decoding(switches, folder_of, tmp_path):
-    """Logits of a padded batch, and the tokens of a greedy loop over the exported decode step."""
-    folder = folder_of(switches)
-    model, tokenizer = NLQForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    words = tokenizer("one two three four five six seven eight nine ten", return_tensors="pt").input_ids[0]
-    sample = left_padded([words[:6], words[2:6]])
-    exported = OnnxExporter().export_for_generation(
-        model, {name: sample[name] for name in ("input_ids", "attention_mask")}, OnnxConfig(dynamic=True)
-    )
-    exported.save_pretrained(tmp_path)
-    prefill, decode = (open_session(str(tmp_path / f"{name}.onnx")) for name in ("prefill", "decode"))
+def export(model, sample: dict[str, torch.Tensor], folder) -> list[onnxruntime.InferenceSession]:
+    """Returns the programs of the prompt and of one more token, exported by Transformers with a mask."""
+    inputs = {name: sample[name] for name in ("input_ids", "attention_mask")}
+    exported = OnnxExporter().export_for_generation(model, inputs, OnnxConfig(dynamic=True))
+    exported.save_pretrained(folder)
+    return [open_session(str(folder / f"{name}.onnx")) for name in ("prefill", "decode")]
 
-    prompts = [words, words[3:], words[1:8]]
+
+def decode_greedily(model, prefill, decode, prompts: list[torch.Tensor], steps: int) -> tuple[float, torch.Tensor]:
+    """Runs both programs on a padded batch; returns the largest error of a logit, and the tokens `(batch, steps)`."""
     inputs = left_padded(prompts)
+    texts, mask, found = inputs["input_ids"], inputs["attention_mask"], []
     outputs = run(prefill, {name: value.numpy() for name, value in inputs.items()})
     with torch.no_grad():
         expected = model(**inputs).logits
-    kept = inputs["attention_mask"].bool()
-    assert (torch.from_numpy(outputs["logits"]) - expected)[kept].abs().max() < LIMIT
-
-    found, texts, errors = [], inputs["input_ids"], []
-    mask, steps = inputs["attention_mask"], 8
+    error = (torch.from_numpy(outputs["logits"]) - expected)[mask.bool()].abs().max().item()
     for _ in range(steps):
         new = torch.from_numpy(outputs["logits"])[:, -1:].argmax(-1)
         found.append(new)
@@ -108,9 +91,43 @@ def test_prompt_and_decoding(switches, folder_of, tmp_path):
         outputs = run(decode, {**outputs, **{name: value.numpy() for name, value in step.items()}})
         with torch.no_grad():
             expected = model(texts, attention_mask=mask, use_cache=False).logits[:, -1]
-        errors.append((torch.from_numpy(outputs["logits"])[:, -1] - expected).abs().max())
-    assert max(errors) < LIMIT
-    assert torch.cat(found, dim=1).tolist() == [greedy(model, prompt, steps) for prompt in prompts]
+        error = max(error, (torch.from_numpy(outputs["logits"])[:, -1] - expected).abs().max().item())
+    return error, torch.cat(found, dim=1)
+
+
+def test_prompt_and_decoding(mixed, tmp_path):
+    """Logits of a padded batch, and the tokens of a greedy loop over the exported decode step."""
+    model, tokenizer = NLQForCausalLM.from_pretrained(mixed), AutoTokenizer.from_pretrained(mixed)
+    words = tokenizer("one two three four five six seven eight nine ten", return_tensors="pt").input_ids[0]
+    programs = export(model, left_padded([words[:6], words[2:6]]), tmp_path)
+    prompts = [words, words[3:], words[1:8]]
+    error, tokens = decode_greedily(model, *programs, prompts, steps=8)
+    assert error < LIMIT
+    assert tokens.tolist() == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(GROUPS)), ids=["+".join(group) for group in GROUPS])
+def test_every_activation(number, make_model, tmp_path):
+    """The full table of docs/export.md: run with `-m slow -rP` to print the errors."""
+    layers = {
+        index: {**KINDS[kind], "query_projection": PROJECTIONS[(number + index) % len(PROJECTIONS)]}
+        for index, kind in enumerate(GROUPS[number])
+    }
+    positions = ("learned", "rope", "none")[number % 3]
+    model = make_model(
+        implementation="nlq",
+        position_embedding=positions,
+        max_position_embeddings=64,
+        num_hidden_layers=len(layers),
+        per_layer_config=layers,
+    )
+    ids = torch.randint(1, 13, (2, 6))
+    programs = export(model, left_padded([ids[0], ids[1, 2:]]), tmp_path)
+    prompts = list(torch.randint(1, 13, (4, 17)))
+    error, _ = decode_greedily(model, *programs, [prompts[0], prompts[1][5:], prompts[2][14:]], steps=4)
+    print(f"{', '.join(GROUPS[number])}; {positions}: {error:.1e}")
+    assert error < LIMIT
 
 
 def padded(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -126,12 +143,14 @@ def packed(*documents: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "sample, others",
-    [(padded(2, 5), [padded(3, 9), padded(1, 40)]), (packed(3, 4), [packed(2, 5, 3), packed(12)])],
-    ids=["padded", "packed"],
+    [
+        pytest.param(padded(2, 5), [padded(3, 9), padded(1, 40)], id="padded"),
+        pytest.param(packed(3, 4), [packed(2, 5, 3), packed(12)], id="packed", marks=pytest.mark.slow),
+    ],
 )
-def test_pytorch_exporter(sample, others, folder_of):
+def test_pytorch_exporter(sample, others, mixed):
     """`torch.onnx.export` without Transformers' patches of PyTorch."""
-    model = NLQForCausalLM.from_pretrained(folder_of(MIXED))
+    model = NLQForCausalLM.from_pretrained(mixed)
     model.config.use_cache = False
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.config.max_position_embeddings)
     program = torch.onnx.export(
