@@ -191,6 +191,7 @@ class AttentionBackend:
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
         is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
+        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
     """
 
     function: Callable
@@ -199,6 +200,7 @@ class AttentionBackend:
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
     is_paged: bool = False
+    is_portable: bool = True
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
         """True if it can do everything that a layer needs in one call."""
@@ -212,7 +214,12 @@ def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> 
 
 
 _flash_attention = AttentionBackend(
-    flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding", is_paged=True
+    flash_attention_forward,
+    _softmax_without_sink,
+    weights="omitted",
+    mask="padding",
+    is_paged=True,
+    is_portable=False,
 )
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
 _other = _flash_attention
@@ -236,13 +243,19 @@ ATTENTION_BACKENDS = {
         lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
         has_dropout=False,
         mask="block",
+        is_portable=False,
     ),
-    "nlq_tiled": AttentionBackend(tiled_attention_forward, lambda activation, sink: activation.is_elementwise),
+    "nlq_tiled": AttentionBackend(
+        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
+    ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
+        is_portable=False,
     ),
-    "nlq_sparse": AttentionBackend(sparse_attention_forward, lambda activation, sink: activation.kind == "simplex"),
+    "nlq_sparse": AttentionBackend(
+        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", is_portable=False
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
@@ -329,7 +342,8 @@ def find_backend(
     """Returns the name of the backend that computes layers in one call.
 
     A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else.
+    functions compute nothing else. An exporting model gets a portable backend, which computes the same weights with PyTorch's
+    own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -344,12 +358,14 @@ def find_backend(
     """
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
+    backend = ATTENTION_BACKENDS.get(name, _other)
+    is_exporting = torch.compiler.is_exporting()
     if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
+        names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
-    backend = ATTENTION_BACKENDS.get(name, _other)
     if backend.can(*asked):
-        return name
+        return "eager" if is_exporting and not backend.is_portable else name
     if not backend.computes(activation, sink):
         refused = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
     elif needs_weights and backend.weights == "refused":

@@ -70,9 +70,13 @@ def make_visibility(
     """
     query_index = torch.arange(query_length, device=device) + query_offset
     if segments is not None:
-        starts_here = torch.ones_like(segments, dtype=torch.bool)
-        starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
+        if torch.compiler.is_exporting():
+            # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
+            document_start = (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
+        else:
+            starts_here = torch.ones_like(segments, dtype=torch.bool)
+            starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
+            document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
         return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
