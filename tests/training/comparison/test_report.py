@@ -392,8 +392,8 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(results["seeds"])
         for name, model in results["models"].items()
     }
-    # To eight digits: the quantiles of older and newer SciPy differ in the eleventh
-    rounded = functools.partial(json.loads, parse_float=lambda number: f"{float(number):.8g}")
+    # To seven digits: the quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero
+    rounded = functools.partial(json.loads, parse_float=lambda number: f"{float(number):.7g}")
     statistics = dataclasses.asdict(analyse(losses, results["baseline"]))
     assert rounded(json.dumps(statistics)) == rounded(json.dumps(results["statistics"]))
     for model in results["models"].values():
