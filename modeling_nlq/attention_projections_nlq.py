@@ -9,11 +9,24 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .activations_nlq import AttentionActivation, get_attention_activation
 from .configuration_nlq import NLQConfig
-from .projections_nlq import make_projection
+from .parallel_nlq import own_heads, shared_by_heads
+from .projections_nlq import PROJECTIONS, NLQBottleneck
+
+
+class NLQRMSNorm(nn.RMSNorm):
+    """RMSNorm of each head, with one gain for all heads."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        return nn.functional.rms_norm(heads, self.normalized_shape, shared_by_heads(self.weight, self.tp_mesh), self.eps)
 
 
 class NLQL2Norm(nn.Module):
     """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, head_dim: int, num_heads: int | None = None):
         super().__init__()
@@ -25,11 +38,13 @@ class NLQL2Norm(nn.Module):
         # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
         dtype = torch.promote_types(heads.dtype, torch.float32)
         heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
-        return heads if self.scale is None else heads * self.scale[:, None]
+        return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
 
 
 class NLQHeadProjection(nn.Module):
     """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
@@ -37,7 +52,7 @@ class NLQHeadProjection(nn.Module):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> the same shape."""
-        return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
+        return torch.einsum("bqhd,hde->bqhe", heads, own_heads(self.weight, self.tp_mesh, dim=0))
 
 
 class NLQAttentionProjections(nn.Module):
@@ -46,6 +61,8 @@ class NLQAttentionProjections(nn.Module):
     The output of each head passes, in this order and where configured, through `head_projection`, `attention_output_scaling`,
     `attention_output_activation`, the gate, and the output projection.
     """
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
@@ -63,23 +80,33 @@ class NLQAttentionProjections(nn.Module):
 
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = config.num_key_value_heads * self.head_dim
-        options = {
-            "use_bias": config.use_bias,
-            "bottleneck_size": layer.projection_bottleneck_size,
-            "activation": layer.projection_activation,
-            "eps": config.layer_norm_eps,
-        }
-        # diff with Llama: any projection of the table, and what may follow the heads
-        self.q_proj = make_projection(layer.query_projection, config.hidden_size, query_size, **options)
-        self.k_proj = make_projection(layer.key_projection, config.hidden_size, key_value_size, **options)
-        self.v_proj = make_projection(layer.value_projection, config.hidden_size, key_value_size, **options)
+        # diff with Llama: each projection is a sum of terms. A term with weights is a module, and a missing one is `None`
+        sizes = {"query": query_size, "key": key_value_size, "value": key_value_size}
+        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in sizes}
+        for name, projection in self.projections.items():
+            linear = bottleneck = None
+            if projection.linear:
+                linear = nn.Linear(config.hidden_size, sizes[name], bias=config.use_bias)
+            if projection.bottleneck:
+                bottleneck = NLQBottleneck(
+                    config.hidden_size,
+                    sizes[name],
+                    bottleneck_size=layer.projection_bottleneck_size,
+                    activation=layer.projection_activation,
+                    use_bias=config.use_bias,
+                    eps=config.layer_norm_eps,
+                    starts_at_zero=projection.starts_at_zero,
+                )
+            # The names that Transformers, PEFT and quantizers know belong to plain linear layers only
+            self.register_module(f"{name[0]}_proj", linear)
+            self.register_module(f"{name[0]}_bottleneck", bottleneck)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         self.q_norm = self.k_norm = None
         if layer.qk_norm == "rms":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.q_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.k_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
         elif layer.qk_norm == "l2":
             self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
             self.k_norm = NLQL2Norm(self.head_dim)
@@ -107,12 +134,9 @@ class NLQAttentionProjections(nn.Module):
             hidden_states: the input of the layer.
             position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
         """
-        # Not -1, which is ambiguous for an empty batch
-        query_shape = (*hidden_states.shape[:-1], self.num_heads, self.head_dim)
-        key_value_shape = (*hidden_states.shape[:-1], self.num_heads // self.num_key_value_groups, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(query_shape)
-        key_states = self.k_proj(hidden_states).view(key_value_shape)
-        value_states = self.v_proj(hidden_states).view(key_value_shape)
+        query_states = self._apply_projection("query", hidden_states)
+        key_states = self._apply_projection("key", hidden_states)
+        value_states = self._apply_projection("value", hidden_states)
         if self.q_norm is not None:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
@@ -122,6 +146,18 @@ class NLQAttentionProjections(nn.Module):
             cos, sin = position_embeddings
             query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         return query_states, key_states, value_states
+
+    def _apply_projection(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, for the `"query"`, `"key"` or `"value"`."""
+        linear, bottleneck = getattr(self, f"{name[0]}_proj"), getattr(self, f"{name[0]}_bottleneck")
+        terms = []
+        if self.projections[name].identity:
+            terms.append(own_heads(hidden_states, self.tp_mesh, dim=-1))
+        if linear is not None:
+            terms.append(linear(hidden_states))
+        if bottleneck is not None:
+            terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
+        return sum(terms[1:], start=terms[0]).unflatten(-1, (-1, self.head_dim))
 
     def project_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`; the gate reads `hidden_states`, the layer's input."""
@@ -133,5 +169,5 @@ class NLQAttentionProjections(nn.Module):
             attn_output = self.output_activation(attn_output)
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(hidden_states))
-            attn_output = attn_output * gate.view(*attn_output.shape[:3], gate.shape[-1] // self.num_heads)
+            attn_output = attn_output * gate.unflatten(-1, (attn_output.shape[2], -1))
         return self.o_proj(attn_output.flatten(2))

@@ -24,9 +24,6 @@ from transformers.masking_utils import (
     create_causal_mask,
     sdpa_mask,
 )
-from transformers.masking_utils import (
-    create_masks_for_generate as transformers_masks_for_generate,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import is_flash_attention_requested
@@ -145,6 +142,7 @@ class AttentionBackend:
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
+        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
     """
 
     function: Callable
@@ -152,6 +150,7 @@ class AttentionBackend:
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
+    is_portable: bool = True
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
         """True if it can do everything that a layer needs in one call."""
@@ -164,7 +163,9 @@ def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> 
     return activation.name == "softmax" and sink is None
 
 
-_flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding")
+_flash_attention = AttentionBackend(
+    flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding", is_portable=False
+)
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
 _other = _flash_attention
 ATTENTION_BACKENDS = {
@@ -180,13 +181,19 @@ ATTENTION_BACKENDS = {
         lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
         has_dropout=False,
         mask="block",
+        is_portable=False,
     ),
-    "nlq_tiled": AttentionBackend(tiled_attention_forward, lambda activation, sink: activation.is_elementwise),
+    "nlq_tiled": AttentionBackend(
+        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
+    ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
+        is_portable=False,
     ),
-    "nlq_sparse": AttentionBackend(sparse_attention_forward, lambda activation, sink: activation.kind == "simplex"),
+    "nlq_sparse": AttentionBackend(
+        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", is_portable=False
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
@@ -231,7 +238,8 @@ def find_backend(
     """Returns the name of the backend that computes layers in one call.
 
     A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else.
+    functions compute nothing else. An exporting model gets a portable backend, which computes the same weights with PyTorch's
+    own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -246,12 +254,14 @@ def find_backend(
     """
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
+    backend = ATTENTION_BACKENDS.get(name, _other)
+    is_exporting = torch.compiler.is_exporting()
     if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
+        names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
-    backend = ATTENTION_BACKENDS.get(name, _other)
     if backend.can(*asked):
-        return name
+        return "eager" if is_exporting and not backend.is_portable else name
     if not backend.computes(activation, sink):
         refused = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
     elif needs_weights and backend.weights == "refused":
@@ -265,7 +275,12 @@ def find_backend(
 
 
 def make_mask(
-    backend: str, config: NLQConfig, sequences: Sequences, inputs_embeds: torch.Tensor, past_key_values: Cache | None
+    backend: str,
+    config: NLQConfig,
+    sequences: Sequences,
+    inputs_embeds: torch.Tensor,
+    past_key_values: Cache | None,
+    layer_idx: int = 0,
 ) -> Any:
     """Makes the mask that a backend takes.
 
@@ -275,6 +290,7 @@ def make_mask(
         sequences: padding, packed documents and positions of this call.
         inputs_embeds: `(batch, query, hidden)`.
         past_key_values: the cache, before the tokens of this call.
+        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
@@ -310,6 +326,7 @@ def make_mask(
         attention_mask=mask,
         past_key_values=past_key_values,
         position_ids=positions,
+        layer_idx=layer_idx,
     )
     if kind == "block":
         return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else sequences.visibility.visible_count)
@@ -322,12 +339,13 @@ def create_masks_for_generate(
     attention_mask: torch.Tensor | None,
     past_key_values: Cache,
     position_ids: torch.Tensor | None = None,
+    layer_idx: int = 0,
     **kwargs,
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as long as a static cache, so its
-    shape stays the same from token to token.
+    `layer_idx` is as in `make_mask`. NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as
+    long as a static cache, so its shape stays the same from token to token.
     """
     implementation = config._attn_implementation
     is_linear = [layer.activation.kind == "linear" for layer in config.per_layer_config]
@@ -335,10 +353,10 @@ def create_masks_for_generate(
         _check_cache(implementation, past_key_values)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
     if not takes_padding and not any(is_linear):
-        return transformers_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+        return create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer_idx)
     if attention_mask is None:
         return None
-    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], layer_idx)
     return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
 
 

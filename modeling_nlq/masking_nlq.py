@@ -69,9 +69,13 @@ def make_visibility(
     """
     query_index = torch.arange(query_length, device=device) + query_offset
     if segments is not None:
-        starts_here = torch.ones_like(segments, dtype=torch.bool)
-        starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
+        if torch.compiler.is_exporting():
+            # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
+            document_start = (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
+        else:
+            starts_here = torch.ones_like(segments, dtype=torch.bool)
+            starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
+            document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
         return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
@@ -157,6 +161,7 @@ def read_sequences(
     position_ids: torch.Tensor | None = None,
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
+    layer_idx: int = 0,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -172,6 +177,7 @@ def read_sequences(
             or a cache.
         past_key_values: the cache, before the tokens of this call.
         use_cache: whether the caller asked for a cache.
+        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
         seq_idx: allowed beside `position_ids` only; it is not read.
@@ -185,8 +191,8 @@ def read_sequences(
     position_ids = _check_positions(position_ids, batch, query_length)
     query_offset, key_length = 0, query_length
     if past_key_values is not None:
-        query_offset = past_key_values.get_seq_length()
-        key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
+        query_offset = past_key_values.get_seq_length(layer_idx)
+        key_length, _ = past_key_values.get_mask_sizes(query_length, layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)

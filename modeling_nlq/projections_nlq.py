@@ -1,4 +1,4 @@
-"""Query, key and value projections: their table and their modules.
+"""The table of query, key and value projections, and the module of their nonlinear term.
 
 Shapes: d is `hidden_size`, r is `projection_bottleneck_size`.
 
@@ -83,47 +83,3 @@ class NLQBottleneck(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, input)` -> `(batch, length, output)`."""
         return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
-
-
-class NLQProjection(nn.Module):
-    """The sum of the terms of a `Projection`.
-
-    Args:
-        projection: a row of the table.
-        input_size: d.
-        output_size: width of the output; equal to `input_size` if there is an identity term.
-        use_bias: whether linear layers and the output LayerNorm have biases.
-        options: the other arguments of `NLQBottleneck`.
-    """
-
-    def __init__(self, projection: Projection, input_size: int, output_size: int, use_bias: bool, **options):
-        super().__init__()
-        self.projection = projection
-        if projection.linear:
-            self.linear = nn.Linear(input_size, output_size, bias=use_bias)
-        if projection.bottleneck:
-            options["starts_at_zero"] = projection.starts_at_zero
-            self.bottleneck = NLQBottleneck(input_size, output_size, use_bias=use_bias, **options)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(batch, length, input)` -> `(batch, length, output)`."""
-        terms = []
-        if self.projection.identity:
-            terms.append(hidden_states)
-        if self.projection.linear:
-            terms.append(self.linear(hidden_states))
-        if self.projection.bottleneck:
-            terms.append(self.bottleneck(hidden_states))
-        return sum(terms[1:], start=terms[0])
-
-
-def make_projection(name: str, input_size: int, output_size: int, use_bias: bool, **options) -> nn.Module:
-    """Makes the module of a projection by its name in the table.
-
-    `"linear"` is a plain `nn.Linear` and `"identity"` a plain `nn.Identity`, which quantizers and PEFT know.
-    """
-    if name == "linear":
-        return nn.Linear(input_size, output_size, bias=use_bias)
-    if name == "identity":
-        return nn.Identity()
-    return NLQProjection(PROJECTIONS[name], input_size, output_size, use_bias, **options)

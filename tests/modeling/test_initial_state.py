@@ -46,7 +46,7 @@ class TestInitialState:
             vectors = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 1}
             for name, parameter in vectors.items():
                 expected = 0.0 if "bias" in name else 1.0
-                if name.endswith("q_proj.bottleneck.output_norm.weight"):
+                if name.endswith("q_bottleneck.output_norm.weight"):
                     expected = 0.0
                 elif name.endswith("q_norm.scale"):
                     expected = math.sqrt(16)
@@ -70,14 +70,14 @@ class TestInitialState:
         """The output gain has a gradient at step 0, the two matrices from step 1 on."""
         sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
         model = NLQForCausalLM(NLQConfig(**sizes, query_projection="upcycled"))
-        projection = model.model.layers[0].self_attn.q_proj
+        bottleneck = model.model.layers[0].self_attn.q_bottleneck
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         input_ids = random_tokens(2, 7)
         for step in range(2):
             optimizer.zero_grad()
             model(input_ids, labels=input_ids).loss.backward()
-            assert projection.bottleneck.output_norm.weight.grad.abs().max() > 0
-            for matrix in (projection.bottleneck.fc1.weight, projection.bottleneck.fc2.weight):
+            assert bottleneck.output_norm.weight.grad.abs().max() > 0
+            for matrix in (bottleneck.fc1.weight, bottleneck.fc2.weight):
                 assert (matrix.grad.abs().max() > 0) == (step == 1)
             optimizer.step()
 

@@ -149,25 +149,25 @@ def layer_norm(x, parameters, eps):
     return output if bias is None else output + bias
 
 
-def projection(kind, x, parameters, activation, eps):
+def projection(kind, name, x, parameters, activation, eps):
     def f(x):
-        bottleneck = parameters.below("bottleneck")
+        bottleneck = parameters.below(f"{name}_bottleneck")
         hidden = linear(rms_norm(x, bottleneck["input_norm.weight"], eps), bottleneck.below("fc1"))
         hidden = linear(FUNCTIONS[activation](hidden), bottleneck.below("fc2"))
         return layer_norm(hidden, bottleneck.below("output_norm"), eps)
 
     if kind == "linear":
-        return linear(x, parameters)
+        return linear(x, parameters.below(f"{name}_proj"))
     if kind == "identity":
         return x
     if kind == "residual":
-        return x + linear(x, parameters.below("linear"))
+        return x + linear(x, parameters.below(f"{name}_proj"))
     if kind == "nonlinear":
         return x + f(x)
     if kind == "bottleneck":
         return f(x)
     if kind == "upcycled":
-        return linear(x, parameters.below("linear")) + f(x)
+        return linear(x, parameters.below(f"{name}_proj")) + f(x)
     raise ValueError(kind)
 
 
@@ -248,9 +248,9 @@ def attention(config, layer, x, parameters, positions, visible):
     """One sequence through the attention sub-layer. `visible` is `(heads, length, length)`, true where a query sees a key."""
     eps, head_dim = config.layer_norm_eps, config.head_dim
     options = {"activation": layer.projection_activation, "eps": eps}
-    queries = projection(layer.query_projection, x, parameters.below("q_proj"), **options)
-    keys = projection(layer.key_projection, x, parameters.below("k_proj"), **options)
-    values = projection(layer.value_projection, x, parameters.below("v_proj"), **options)
+    queries = projection(layer.query_projection, "q", x, parameters, **options)
+    keys = projection(layer.key_projection, "k", x, parameters, **options)
+    values = projection(layer.value_projection, "v", x, parameters, **options)
     gates = None if layer.attention_gate is None else sigmoid(linear(x, parameters.below("gate_proj")))
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
     queries_per_key = config.num_attention_heads // config.num_key_value_heads

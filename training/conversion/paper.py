@@ -21,15 +21,15 @@ from modeling_nlq.training.text import one_line
 # `query_mode` there, `query_projection` here, and the parts that the rows of the fused `c_attn` are
 _QUERY_MODES = {
     "original": ("linear", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "residual": ("residual", ("self_attn.q_proj.linear", "self_attn.k_proj", "self_attn.v_proj")),
+    "residual": ("residual", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     "identity": ("identity", ("self_attn.k_proj", "self_attn.v_proj")),
     "residual_gelu": ("nonlinear", ("self_attn.k_proj", "self_attn.v_proj")),
 }
 _BOTTLENECK_NAMES = {
-    "residual_rmsnorm_input": "bottleneck.input_norm",
-    "residual_in": "bottleneck.fc1",
-    "residual_out": "bottleneck.fc2",
-    "residual_layernorm_output": "bottleneck.output_norm",
+    "residual_rmsnorm_input": "input_norm",
+    "residual_in": "fc1",
+    "residual_out": "fc2",
+    "residual_layernorm_output": "output_norm",
 }
 # Defaults of the paper's code for keys missing from `model_args`; the scale is that of a head of 64 for any head size
 _DEFAULTS = {
@@ -197,7 +197,7 @@ def _nlq_names(name: str, parts: tuple[str, ...]) -> list[str]:
     name = name.removeprefix("transformer.")
     if match := re.fullmatch(r"h\.(\d+)\.attn\.(residual_\w+)\.(weight|bias)", name):
         layer, module, kind = match.groups()
-        return [f"model.layers.{layer}.self_attn.q_proj.{_BOTTLENECK_NAMES[module]}.{kind}"]
+        return [f"model.layers.{layer}.self_attn.q_bottleneck.{_BOTTLENECK_NAMES[module]}.{kind}"]
     if ".c_attn." in name:
         return [f"model.{to_nlq_name(name, part)}" for part in parts]
     return [f"model.{to_nlq_name(name)}"]

@@ -9,7 +9,7 @@ Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.projections_nlq import PROJECTIONS
+from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
 from modeling_nlq.training.files import check_keys
 
 
@@ -239,17 +239,27 @@ def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
     field = f"{kind}_projection"
 
     def carry(change: LayerChange) -> str | None:
-        name = f"{kind[0]}_proj"
-        source, target = getattr(change.source, name), getattr(change.target, name)
+        source, target = _projection_of(change.source, kind), _projection_of(change.target, kind)
         if kind != "query" and change.differs("num_key_value_heads"):
             source = copy.deepcopy(source)
             _expand_heads(source, change.before.num_key_value_heads, change.after.num_key_value_heads)
-        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field), change)
+        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field))
 
     return carry
 
 
-def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: str, change: LayerChange) -> str | None:
+class _Terms(NamedTuple):
+    """The terms of one projection that have weights."""
+
+    linear: nn.Linear | None
+    bottleneck: NLQBottleneck | None
+
+
+def _projection_of(attention: nn.Module, kind: str) -> _Terms:
+    return _Terms(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
+
+
+def _carry_projection(source: _Terms, target: _Terms, before: str, after: str) -> str | None:
     old, new = PROJECTIONS[before], PROJECTIONS[after]
     reason = None
     if old.bottleneck and not new.bottleneck:
@@ -258,8 +268,7 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
         reason = "it has no matrix that could hold X W, or X"
 
     if new.linear:
-        into = target if isinstance(target, nn.Linear) else target.linear
-        from_ = source if isinstance(source, nn.Linear) else getattr(source, "linear", None)
+        from_, into = source.linear, target.linear
         # In float64: X + X W is X (I + W) up to one rounding
         weight = torch.zeros_like(into.weight, dtype=torch.float64) if from_ is None else from_.weight.double()
         if old.identity != new.identity:
@@ -268,12 +277,12 @@ def _carry_projection(source: nn.Module, target: nn.Module, before: str, after: 
         if from_ is not None and from_.bias is not None and into.bias is not None:
             into.bias.copy_(from_.bias)
     if new.bottleneck and old.bottleneck:
-        source, target = source.bottleneck, target.bottleneck
-        target.input_norm.load_state_dict(source.input_norm.state_dict())
-        _widen(source, target)
-        for old_module, new_module in ((source.fc2, target.fc2), (source.output_norm, target.output_norm)):
+        from_, into = source.bottleneck, target.bottleneck
+        into.input_norm.load_state_dict(from_.input_norm.state_dict())
+        _widen(from_, into)
+        for old_module, new_module in ((from_.fc2, into.fc2), (from_.output_norm, into.output_norm)):
             for name, parameter in old_module.named_parameters():
-                if getattr(new_module, name) is not None and (old_module, name) != (source.fc2, "weight"):
+                if getattr(new_module, name) is not None and (old_module, name) != (from_.fc2, "weight"):
                     getattr(new_module, name).copy_(parameter)
     elif new.bottleneck:
         # The gain has a gradient at once, the parameters before it from the first step on
@@ -300,11 +309,12 @@ def _projection_activation(change: LayerChange) -> str | None:
     return "the bottlenecks that the model has learned would compute something else" if is_other else None
 
 
-def _expand_heads(projection: nn.Module, before: int, after: int) -> None:
+def _expand_heads(terms: _Terms, before: int, after: int) -> None:
     """Gives each group of query heads that shared a key or value head copies of it, in place."""
-    names = ("", "linear", "bottleneck.fc2", "bottleneck.output_norm")
-    modules = dict(projection.named_modules())
-    for module in [modules[name] for name in names if name in modules]:
+    modules = [terms.linear]
+    if terms.bottleneck is not None:
+        modules += [terms.bottleneck.fc2, terms.bottleneck.output_norm]
+    for module in filter(None, modules):
         for parameter in module.parameters(recurse=False):
             heads = parameter.data.unflatten(0, (before, -1))
             parameter.data = heads.repeat_interleave(after // before, dim=0).flatten(0, 1)
@@ -319,12 +329,11 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if change.target.q_norm is not None:
         scaled = [next(change.target.q_norm.parameters())]
     else:
-        key = change.target.k_proj
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-        names = ("linear", "bottleneck.output_norm")
-        modules = [key] if isinstance(key, nn.Linear) else [dict(key.named_modules()).get(name) for name in names]
-        scaled = [parameter for module in modules if module is not None for parameter in module.parameters()]
+        key = _projection_of(change.target, "key")
+        modules = [key.linear, None if key.bottleneck is None else key.bottleneck.output_norm]
+        scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     for parameter in scaled:
         parameter.mul_(before / after)
     return None

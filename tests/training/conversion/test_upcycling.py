@@ -277,7 +277,7 @@ class TestUpcycling:
         source = make_source("gpt2")
         state = upcycle(source, {"query_projection": "upcycled", "intermediate_size": 60}).state_dict()
         for name, tensor in source.state_dict().items():
-            copied = state[name.replace("q_proj.", "q_proj.linear.")]
+            copied = state[name]
             if ".mlp." in name:
                 copied = copied[tuple(slice(size) for size in tensor.shape)]
             assert torch.equal(copied, tensor), name
@@ -300,11 +300,11 @@ class TestUpcycling:
         switches = {"query_projection": "upcycled", "projection_bottleneck_size": 200}
         model = upcycle(make_source({"hidden_size": 64, "initializer_range": 0.05}), switches)
         for layer in model.model.layers:
-            projection = layer.self_attn.q_proj
-            for matrix in (projection.bottleneck.fc1.weight, projection.bottleneck.fc2.weight):
+            bottleneck = layer.self_attn.q_bottleneck
+            for matrix in (bottleneck.fc1.weight, bottleneck.fc2.weight):
                 assert matrix.std().item() == pytest.approx(0.05, rel=0.1)
-            assert (projection.bottleneck.input_norm.weight == 1).all()
-            assert (projection.bottleneck.output_norm.weight == 0).all()
+            assert (bottleneck.input_norm.weight == 1).all()
+            assert (bottleneck.output_norm.weight == 0).all()
 
     @parametrize_cases("gpt2_class, nlq_class", HEADS)
     def test_heads(self, gpt2_class, nlq_class):
@@ -395,24 +395,24 @@ class TestLearningAfterUpcycling:
         model = upcycle(make_source(source), SWITCHES_FOR_ALL["all_projections"])
         input_ids = random_tokens(2, 12)
         found = gradients(model, input_ids)
-        projections = [f"model.layers.{index}.self_attn.{kind}_proj." for index in range(2) for kind in "qkv"]
-        gains = [name for name in found if name.endswith("_proj.bottleneck.output_norm.weight")]
-        assert gains == [f"{name}bottleneck.output_norm.weight" for name in projections]
+        projections = [f"model.layers.{index}.self_attn.{kind}_bottleneck." for index in range(2) for kind in "qkv"]
+        gains = [name for name in found if name.endswith("_bottleneck.output_norm.weight")]
+        assert gains == [f"{name}output_norm.weight" for name in projections]
         for name in gains:
             assert found[name].abs().max() > 0, name
         torch.optim.SGD([parameter for name, parameter in model.named_parameters() if name in gains], lr=0.1).step()
         found = gradients(model, input_ids)
         for name in projections:
-            assert found[f"{name}bottleneck.fc2.weight"].abs().max() > 0, name
-            assert found[f"{name}bottleneck.fc1.weight"].abs().max() > 0, name
+            assert found[f"{name}fc2.weight"].abs().max() > 0, name
+            assert found[f"{name}fc1.weight"].abs().max() > 0, name
 
     @pytest.mark.parametrize("gate", ["headwise", "elementwise"])
     @parametrize_bias
     def test_gate_and_head_projection(self, make_source, gate, use_bias):
         switches = {"attention_gate": gate, "head_projection": True, "query_projection": "upcycled"}
         found = gradients(upcycle(make_source({"use_bias": use_bias}), switches), random_tokens(2, 12))
-        names = ["gate_proj.weight", "head_proj.weight", "q_proj.bottleneck.output_norm.weight", "o_proj.weight"]
-        names += ["gate_proj.bias", "q_proj.bottleneck.output_norm.bias"] if use_bias else []
+        names = ["gate_proj.weight", "head_proj.weight", "q_bottleneck.output_norm.weight", "o_proj.weight"]
+        names += ["gate_proj.bias", "q_bottleneck.output_norm.bias"] if use_bias else []
         for index in range(2):
             for name in names:
                 gradient = found[f"model.layers.{index}.self_attn.{name}"]
@@ -420,11 +420,11 @@ class TestLearningAfterUpcycling:
                 assert gradient.isfinite().all(), name
 
     def test_identity_queries(self, make_source):
-        for kind, name in (("residual", "linear.weight"), ("nonlinear", "bottleneck.output_norm.weight")):
+        for kind, name in (("residual", "q_proj.weight"), ("nonlinear", "q_bottleneck.output_norm.weight")):
             model = upcycle(make_source({"query_projection": "identity"}), {"query_projection": kind})
             found = gradients(model, random_tokens(2, 12))
             for index in range(2):
-                assert found[f"model.layers.{index}.self_attn.q_proj.{name}"].abs().max() > 0
+                assert found[f"model.layers.{index}.self_attn.{name}"].abs().max() > 0
 
     def test_wider_mlp(self, make_source):
         """New units get a gradient, and not all the same one."""
