@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-clients lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
+.PHONY: demo test test-all test-oldest test-clients lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -20,6 +20,11 @@ test: .venv/installed-test
 # The slow tests too, which repeat the quick ones' kinds of cases in more combinations
 test-all: .venv/installed-test
 	$(PYTEST) -m "not gpu" --ignore tests/clients
+
+# The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
+OLDEST_PYTEST = $(subst .venv,.venv-oldest,$(PYTEST))
+test-oldest: .venv-oldest/installed
+	$(OLDEST_PYTEST) -m "not slow and not gpu" --ignore tests/clients
 
 # Other people's programs, which have an environment of their own
 CLIENTS_PYTEST = $(subst .venv,.venv-clients,$(PYTEST))
@@ -81,6 +86,12 @@ gpu-tune: .venv/installed-test
 	$(PIP) install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	$(subst .venv,.venv-oldest,$(PIP)) install --quiet -c constraints-oldest.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(subst .venv,.venv-oldest,$(PIP)) install --quiet -c constraints-oldest.txt -e ".[test]"
+	touch $@
+
 .venv-clients/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-clients
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
@@ -88,4 +99,4 @@ gpu-tune: .venv/installed-test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-clients .cache build dist *.egg-info

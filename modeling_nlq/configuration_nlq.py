@@ -4,7 +4,7 @@
 from transformers.utils.versions import require_version
 
 
-MINIMUM_TRANSFORMERS = "5.23.0"
+MINIMUM_TRANSFORMERS = "5.21.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import math

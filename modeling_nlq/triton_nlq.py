@@ -168,7 +168,8 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
 
 def _float32_precision() -> str:
     """Returns how tensor cores multiply float32: as PyTorch's setting says, or as exactly as they can by default."""
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    setting = torch.backends.cuda.matmul
+    is_tf32 = setting.fp32_precision == "tf32" if hasattr(setting, "fp32_precision") else setting.allow_tf32  # before torch 2.9
     # AMD's backend has no tf32x3
     return "tf32" if is_tf32 else "ieee" if torch.version.hip is not None else "tf32x3"
 

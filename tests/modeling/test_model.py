@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from packaging.version import Version
 from support.grids import slow_except
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
@@ -148,7 +149,8 @@ def test_compiles_to_one_graph(activation, tokens):
     model = make(activation, **RICH[activation])
     expected = model(tokens, labels=tokens)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=activation != "entmax15")
-    result = compiled(tokens, labels=tokens)
+    # PyTorch 2.8 cannot trace how Transformers' caches read a configuration, that of Llama either
+    result = compiled(tokens, labels=tokens, use_cache=Version(torch.__version__) >= Version("2.9"))
     assert torch.allclose(result.logits, expected.logits, atol=1e-5)
     result.loss.backward()
     assert all(parameter.grad is not None for name, parameter in model.named_parameters())

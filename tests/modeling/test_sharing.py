@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, activations_nlq
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 
@@ -389,13 +389,13 @@ def test_transformers_too_old_says_so_in_one_line(tmp_path):
     script = WITHOUT_THIS_PACKAGE + (
         "import importlib.metadata, transformers\n"
         "real = importlib.metadata.version\n"
-        "importlib.metadata.version = lambda name: '5.22.0' if name == 'transformers' else real(name)\n"
+        "importlib.metadata.version = lambda name: '5.0.0' if name == 'transformers' else real(name)\n"
         f"transformers.AutoConfig.from_pretrained({str(tmp_path / 'saved')!r}, trust_remote_code=True)\n"
     )
     done = run_python(script, cache=tmp_path)
     assert done.returncode != 0
     last = [line for line in done.stderr.splitlines() if "Error" in line][-1]
-    assert "transformers>=5.23.0" in last and "5.22.0" in last
+    assert f"transformers>={MINIMUM_TRANSFORMERS}" in last and "5.0.0" in last
 
 
 FSDP = """

@@ -22,7 +22,7 @@ from support.attention_cases import (
     padded,
 )
 from support.attention_cases import run as run_function
-from support.elementwise_backends import TRITON, set_triton_tiles
+from support.elementwise_backends import TRITON, float64_only, set_triton_tiles
 from support.grids import parametrize_grid, slow_except
 from support.properties import examples
 from support.triton_cases import (
@@ -33,7 +33,6 @@ from support.triton_cases import (
     apply,
     check_float32,
     check_half,
-    interpreter_only,
     slow,
 )
 
@@ -131,7 +130,7 @@ def check_any_layout(layout, combination, tile, step, least, head_dim):
 any_tiles = [st.sampled_from(sizes) for sizes in ([4, 8, 16], [4, 8], [2, 16])]
 
 
-@interpreter_only
+@float64_only
 @examples(15)
 @given(drawn_layouts(most=2, longest=9), st.sampled_from(ALL_COMBINATIONS), *any_tiles, st.integers(1, 9))
 def test_any_layout(layout, combination, tile, step, least, head_dim):
@@ -140,7 +139,7 @@ def test_any_layout(layout, combination, tile, step, least, head_dim):
 
 
 @slow
-@interpreter_only
+@float64_only
 @examples(250)
 @given(drawn_layouts(), st.sampled_from(ALL_COMBINATIONS), *any_tiles, st.integers(1, 9))
 def test_many_layouts(layout, combination, tile, step, least, head_dim):

@@ -84,7 +84,19 @@ def model_pair(make_model):
 
 
 def test_precision_of_float32(monkeypatch):
-    """Products in float32 are as exact as PyTorch's setting says, be it set by the older or the newer function."""
+    """Products in float32 are as exact as PyTorch's setting says."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert triton_nlq._float32_precision() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert triton_nlq._float32_precision() == "tf32x3"
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought this setting")
+def test_newer_setting_of_the_precision(monkeypatch):
+    """The newer setting and the older function may follow each other."""
     monkeypatch.setattr(torch.version, "hip", None)
     given = torch.backends.cuda.matmul.fp32_precision
     try:

@@ -4,6 +4,7 @@ import json
 import zipfile
 from pathlib import Path
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_callback import TrainerState
@@ -15,12 +16,16 @@ from modeling_nlq.training.run.record import RunRecord, best_checkpoint
 
 logger = logging.get_logger(__name__)
 
+# Where FSDP's checkpoints hold the weights, by Accelerate's `fsdp_state_dict_type`
+FSDP_FILE, FSDP_FOLDER = f"{FSDP_MODEL_NAME}.bin", f"{FSDP_MODEL_NAME}_0"
+_FSDP_WEIGHTS = {"FULL_STATE_DICT": FSDP_FILE, "SHARDED_STATE_DICT": FSDP_FOLDER}
+
 
 def is_complete_checkpoint(folder: Path) -> bool:
     """Tells whether Trainer finished writing a checkpoint, and can resume from it.
 
-    The files it reads are its state, which is written last, the headers of the weights (sharded weights lie in folders of their
-    own), and the archives of optimizer, scheduler and random state.
+    The files it reads are its state, which is written last, the headers of the weights, and the archives of optimizer,
+    scheduler and random state. Shards lie in folders of their own, those of FSDP with an index that is written last.
     """
     try:
         state = TrainerState.load_from_json(str(folder / STATE_FILE))
@@ -31,9 +36,16 @@ def is_complete_checkpoint(folder: Path) -> bool:
                 pass
     except (OSError, ValueError, TypeError, SafetensorError):
         return False
-    sharded = any(path.is_dir() for path in folder.iterdir())
-    archives = [folder / "scheduler.pt", *([] if sharded else [folder / "optimizer.pt"]), *folder.glob("rng_state*.pth")]
-    return bool(weights) and state.global_step > 0 and all(zipfile.is_zipfile(path) for path in archives)
+    optimizers = [*folder.glob("optimizer*"), *folder.glob("global_step*")]
+    shards = [path for path in (folder / FSDP_FOLDER, *folder.glob("optimizer_*")) if path.is_dir()]
+    archives = [folder / "scheduler.pt", *folder.glob("rng_state*.pth"), *folder.glob("pytorch_model*.bin")]
+    archives += [path for path in optimizers if path.is_file()]
+    return (
+        bool(weights and optimizers)
+        and state.global_step > 0
+        and all(zipfile.is_zipfile(path) for path in archives)
+        and all((path / ".metadata").is_file() for path in shards)
+    )
 
 
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
@@ -47,7 +59,7 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 
 
 def checkpoint_to_resume(
-    arguments: TrainingArguments, config: PreTrainedConfig, record: RunRecord
+    arguments: TrainingArguments, config: PreTrainedConfig, record: RunRecord, state_dict_type: str | None = None
 ) -> tuple[Path, TrainerState] | None:
     """Finds the checkpoint that a run goes on from, with its state; `None` if the run begins.
 
@@ -55,9 +67,10 @@ def checkpoint_to_resume(
         arguments: name the run folder, or the checkpoint.
         config: configuration of the model that is trained.
         record: it takes over the counts of the checkpoint.
+        state_dict_type: how FSDP stores weights in this run; `None` without FSDP.
 
     Raises:
-        ValueError: if the checkpoint is not complete, or belongs to another model or to other data.
+        ValueError: if the checkpoint is not complete, belongs to another model or to other data, or is stored in another way.
     """
     is_asked_for = arguments.resume_from_checkpoint is not None
     if is_asked_for:
@@ -69,6 +82,7 @@ def checkpoint_to_resume(
     if checkpoint is None:
         return None
     _check_same_model(checkpoint, config)
+    _check_same_storage(checkpoint, state_dict_type)
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
     _check_same_conditions(checkpoint, state, record, is_asked_for)
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
@@ -89,14 +103,22 @@ def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
         raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
 
 
+def _check_same_storage(checkpoint: Path, state_dict_type: str | None) -> None:
+    """Raises `ValueError` if the run cannot read the weights of the checkpoint. Each way of storing has a reader of its own."""
+    before = next((name for name, weights in _FSDP_WEIGHTS.items() if (checkpoint / weights).exists()), None)
+    if before != state_dict_type:
+        there, now = (f"FSDP and fsdp_state_dict_type={name}" if name else "no FSDP" for name in (before, state_dict_type))
+        raise ValueError(f"{checkpoint} was made with {there}, this run has {now}; choose what it was, or another --output_dir")
+
+
 def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRecord, is_asked_for: bool) -> None:
     """Raises `ValueError` if the run would go on with other data or in another order; warns if the user asked for it."""
     before = record.conditions_of(state)
     found = None
     if before is None:
-        found = f"{checkpoint} does not say with which dataset and how many processes it was made"
+        found = f"{checkpoint} does not say with which dataset and global batch size it was made"
     elif changes := differences(before, {name: record.conditions[name] for name in before}):
-        found = f"{checkpoint} was made with another dataset or number of processes ({changes})"
+        found = f"{checkpoint} was made with another dataset or global batch size ({changes})"
     if found is not None and is_asked_for:
         logger.warning(f"{found}: the run goes on all the same")
     elif found is not None:

@@ -7,6 +7,7 @@ import sys
 import time
 
 import torch
+from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -24,21 +25,18 @@ class RunRecord(TrainerCallback, ExportableState):
         dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
-        conditions: these three. A checkpoint keeps them: only under the same ones does a run see its data in the same order.
+        conditions: the last two. A checkpoint keeps them: only under the same ones does a run see its data in the same order.
         tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill a last
             batch.
-        token_stream: a hash of all tokens that this process trained on so far, row by row in their order. Two runs with the
-            same hash saw the same data.
+        token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data. Two runs
+            with the same hash saw the same data.
         seconds: time of the training steps, with data loading, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
 
     def __init__(self, processes: int = 1, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
-        self.conditions = {
-            "processes": processes,
-            "global_batch_size": global_batch_size,
-            "dataset_fingerprint": dataset_fingerprint,
-        }
+        self.processes = processes
+        self.conditions = {"global_batch_size": global_batch_size, "dataset_fingerprint": dataset_fingerprint}
         self._reset()
 
     def _reset(self) -> None:
@@ -51,20 +49,21 @@ class RunRecord(TrainerCallback, ExportableState):
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
         """Adds a batch. It is hashed later, because reading it now would make an accelerator wait."""
-        self.tokens_seen += input_ids.numel() * self.conditions["processes"]
+        self.tokens_seen += input_ids.numel() * self.processes
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
-            self._hash_batches()
+            self.hash_batches()
 
-    def _hash_batches(self) -> None:
-        for batch in self._batches:
-            for row in batch.cpu().to(torch.int32).numpy():  # row by row, so that the batch size does not change the hash
-                self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
+    def hash_batches(self) -> None:
+        """Hashes the batches since the last call. Every process must call this, for they exchange their batches."""
+        by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
+        # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the hash
+        for row in (row for batches in zip(*by_process) for batch in batches for row in batch):
+            self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
         self._batches.clear()
 
     def state(self) -> dict:
-        """The state that a checkpoint keeps (`ExportableState`)."""
-        self._hash_batches()
+        """The state that a checkpoint keeps (`ExportableState`). Only the main process calls this, after `hash_batches`."""
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
@@ -102,7 +101,7 @@ class RunRecord(TrainerCallback, ExportableState):
                 torch.accelerator.synchronize()
             self.seconds += time.perf_counter() - self._started_at
             self._started_at = None
-            self._hash_batches()
+            self.hash_batches()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}) and not math.isfinite(logs["loss"]):
@@ -130,6 +129,16 @@ class RecordingTrainer(Trainer):
     def training_step(self, model, inputs, *args, **kwargs):
         self.record.add_batch(inputs["input_ids"])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves as `Trainer` does. Of a model in shards, it saves the configuration in a checkpoint, and all at the end."""
+        self.record.hash_batches()
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if plugin is not None and not _internal_call:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        super().save_model(output_dir, _internal_call)
+        if plugin is not None and self.args.should_save:
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
 
     def _issue_warnings_after_load(self, load_result):
         # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing

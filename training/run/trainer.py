@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from matplotlib.figure import Figure
 from transformers import (
     AutoModelForCausalLM,
@@ -54,6 +55,10 @@ from modeling_nlq.training.traces import without_folders
 
 
 logger = logging.get_logger(__name__)
+
+# Their product with the number of processes is the global batch size. A checkpoint knows it, so that a run may go on from there
+# with another number of processes.
+_SHARES_OF_A_BATCH = ("gradient_accumulation_steps", "per_device_train_batch_size")
 
 # Blocks of the validation split on which attention is recorded while training
 _STABILITY_BLOCKS = 2
@@ -132,12 +137,20 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
             (folder / "tokenizer.json").unlink(missing_ok=True)
             write_yaml(recipe_file, given)
     elif recipe_file.is_file():
-        if changes := differences(read_yaml(recipe_file), given):
+        goes_on = not (folder / METRICS_FILE).is_file() and any(folder.glob("checkpoint-*"))
+        free = _SHARES_OF_A_BATCH if goes_on else ()
+        if changes := differences(*(_without(recipe, free) for recipe in (read_yaml(recipe_file), given))):
             raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
     elif is_taken(folder):
         raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
     elif is_main_process:
         write_yaml(recipe_file, given)
+
+
+def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A recipe without some of its fields of `TrainingArguments`."""
+    training = {name: value for name, value in given.get("training", {}).items() if name not in names}
+    return {**given, "training": training}
 
 
 # Build
@@ -176,6 +189,8 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     trainer = _make_trainer(resolved, model, tokenizer, blocks, record)
     for callback in callbacks:
         trainer.add_callback(callback)
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
+        logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
     return _Run(resolved, trainer, record, blocks, fingerprint, size)
 
 
@@ -246,7 +261,11 @@ def _make_trainer(
 def _train(run: _Run) -> None:
     """Trains from the beginning, or from where the run was interrupted."""
     trainer, arguments = run.trainer, run.resolved.training_arguments
-    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record)
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    state_dict_type = None if plugin is None else plugin.state_dict_type.name
+    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, state_dict_type)
+    if trainer.is_world_process_zero():  # its shares of a batch may be others than those of an earlier part of the run
+        write_yaml(Path(arguments.output_dir) / RECIPE_FILE, run.resolved.given)
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -391,7 +392,10 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(results["seeds"])
         for name, model in results["models"].items()
     }
-    assert json.loads(json.dumps(dataclasses.asdict(analyse(losses, results["baseline"])))) == results["statistics"]
+    # To seven digits: the quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero
+    rounded = functools.partial(json.loads, parse_float=lambda number: f"{float(number):.7g}")
+    statistics = dataclasses.asdict(analyse(losses, results["baseline"]))
+    assert rounded(json.dumps(statistics)) == rounded(json.dumps(results["statistics"]))
     for model in results["models"].values():
         sweep, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("sweep", "runs"))
         assert model["rate_gap"] == rate_gap(sweep, reported)

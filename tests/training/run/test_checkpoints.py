@@ -133,27 +133,35 @@ class TestConditions:
         dataset.write_text("".join(reversed(lines)))
         assert main(["train", str(recipe_file), *arguments]) == 1
         error = capsys.readouterr().err
-        assert f"{folder / 'checkpoint-4'} was made with another dataset or number of processes (dataset_fingerprint: " in error
+        assert f"{folder / 'checkpoint-4'} was made with another dataset or global batch size (dataset_fingerprint: " in error
         assert f"go on all the same by --resume_from_checkpoint {folder / 'checkpoint-4'}" in error
         assert not (folder / "metrics.json").exists()
         dataset.write_text("".join(lines))
         assert main(["train", str(recipe_file), *arguments]) == 0
 
-    def test_another_number_of_processes(self, recipe_file, tmp_path, capsys):
+    def test_another_global_batch_size(self, recipe_file, tmp_path, capsys):
         folder = tmp_path / "run"
-        arguments = ["--output_dir", str(folder)]
+        arguments = ["--output_dir", str(folder), "--per_device_train_batch_size", "16"]
         interrupt(recipe_file, output_dir=folder)
-        checkpoint = folder / "checkpoint-4"
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-        conditions = state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
-        assert conditions["processes"] == 1 and conditions["global_batch_size"] == 8
-        conditions.update(processes=2, global_batch_size=16)  # as two processes would have written
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        recipe, checkpoint = (folder / "recipe.yaml").read_text(), folder / "checkpoint-4"
         assert main(["train", str(recipe_file), *arguments]) == 1
-        assert "(global_batch_size: 16 there, 8 now, processes: 2 there, 1 now); restore what it was" in capsys.readouterr().err
+        assert "(global_batch_size: 8 there, 16 now); restore what it was" in capsys.readouterr().err
+        assert (folder / "recipe.yaml").read_text() == recipe
         assert main(["train", str(recipe_file), *arguments, "--resume_from_checkpoint", str(checkpoint)]) == 0
         metrics = json.loads((folder / "metrics.json").read_text())
-        assert metrics["processes"] == 1 and metrics["tokens_seen"] == 8 * 8 * 64
+        assert metrics["tokens_seen"] == (4 * 8 + 4 * 16) * 64
+
+    def test_same_batch_in_other_shares(self, run, recipe_file, tmp_path):
+        folder = tmp_path / "run"
+        interrupt(recipe_file, output_dir=folder)
+        shares = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        metrics = train(recipe_file, output_dir=folder, **shares)
+        assert metrics["token_stream"] == run[1]["token_stream"]
+        assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
+        # The folder holds the recipe as it ended: the same command again does nothing, the earlier one is another recipe
+        assert train(recipe_file, output_dir=folder, **shares) == metrics
+        with pytest.raises(ValueError, match=r"holds a run of another recipe .*gradient_accumulation_steps"):
+            train(recipe_file, output_dir=folder)
 
     def test_checkpoint_that_does_not_say(self, recipe_file, tmp_path, capsys):
         arguments = ["--output_dir", str(tmp_path / "run")]
@@ -163,7 +171,7 @@ class TestConditions:
         del state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
         path.write_text(json.dumps(state))
         assert main(["train", str(recipe_file), *arguments]) == 1
-        assert "does not say with which dataset and how many processes it was made" in capsys.readouterr().err
+        assert "does not say with which dataset and global batch size it was made" in capsys.readouterr().err
 
 
 def test_tied_weights_are_not_missing(run, recipe_file, tmp_path, caplog):

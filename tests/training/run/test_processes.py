@@ -1,0 +1,150 @@
+"""Several processes: data parallel and FSDP2 runs train as one process does, and go on with another number of processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from support.paths import REPOSITORY
+from support.runs import logged_losses
+
+from modeling_nlq.configuration import find
+from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+
+
+SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+
+
+def fsdp_environment(state_dict_type: str) -> dict[str, str]:
+    """What `accelerate launch` makes of the shipped file, with another way to store weights."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    settings = load_config_from_file(str(find("accelerate", "fsdp2"))).fsdp_config
+    settings = {**settings, "fsdp_state_dict_type": state_dict_type}
+    names = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+    variables = {names.get(name, name.upper()): str(value) for name, value in settings.items()}
+    return {"ACCELERATE_USE_FSDP": "true", **variables}
+
+
+def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *arguments: str, shard: bool = True):
+    """Trains with a global batch of 8, under FSDP2 if a `state_dict_type` is given."""
+    program = "support.fsdp_on_cpu" if state_dict_type is not None and shard else "modeling_nlq.training"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", program]
+    command += ["train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
+    command += ["--per_device_train_batch_size", str(8 // processes), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY / "tests")}
+    if state_dict_type is not None:
+        environment |= fsdp_environment(state_dict_type)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder.parent)
+
+
+def cut(finished: Path, folder: Path, step: int = 4) -> None:
+    """Makes a copy of a run that was killed after a checkpoint."""
+    shutil.copytree(finished, folder)
+    for file in (folder / "metrics.json", folder / "model.safetensors"):
+        file.unlink()
+    for checkpoint in folder.glob("checkpoint-*"):
+        if int(checkpoint.name.removeprefix("checkpoint-")) > step:
+            shutil.rmtree(checkpoint)
+
+
+def check_same_run(folder: Path, run: tuple[Path, dict], processes: int) -> None:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["processes"] == processes and metrics["steps"] == 8
+    assert metrics["tokens_seen"] == run[1]["tokens_seen"] and metrics["token_stream"] == run[1]["token_stream"]
+    assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
+    assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], abs=2e-4)
+    weights, expected = (load_file(path / "model.safetensors") for path in (folder, run[0]))
+    for name, weight in expected.items():
+        assert weights[name] == pytest.approx(weight, abs=2e-3), name
+
+
+@pytest.fixture(scope="module", params=[SHARDED, FULL])
+def sharded_run(request, recipe_file, tmp_path_factory) -> tuple[Path, str]:
+    """A run of two processes under FSDP2, and how it stores weights."""
+    folder = tmp_path_factory.mktemp("fsdp") / "run"
+    done = launch(recipe_file, folder, 2, request.param)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, request.param
+
+
+@pytest.mark.slow
+class TestFSDP2:
+    def test_trains_as_one_process(self, run, sharded_run):
+        folder, state_dict_type = sharded_run
+        check_same_run(folder, run, processes=2)
+        checkpoint = folder / "checkpoint-4"
+        assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
+        assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
+
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_goes_on_with(self, processes, run, sharded_run, recipe_file, tmp_path):
+        finished, state_dict_type = sharded_run
+        folder = tmp_path / "run"
+        cut(finished, folder)
+        done = launch(recipe_file, folder, processes, state_dict_type)
+        assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
+        check_same_run(folder, run, processes)
+
+    def test_one_process_to_two(self, run, sharded_run, recipe_file, tmp_path):
+        _, state_dict_type = sharded_run
+        one, two = tmp_path / "one", tmp_path / "two"
+        assert launch(recipe_file, one, 1, state_dict_type).returncode == 0
+        cut(one, two)
+        done = launch(recipe_file, two, 2, state_dict_type)
+        assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
+        check_same_run(two, run, processes=2)
+
+    def test_run_cut_after_its_last_step(self, run, sharded_run, recipe_file, tmp_path):
+        finished, state_dict_type = sharded_run
+        folder = tmp_path / "run"
+        cut(finished, folder, step=8)
+        done = launch(recipe_file, folder, 2, state_dict_type)
+        assert done.returncode == 0, done.stderr[-3000:]
+        check_same_run(folder, run, processes=2)
+
+    def test_damaged_checkpoint(self, sharded_run, tmp_path):
+        finished, state_dict_type = sharded_run
+        folder = tmp_path / "run"
+        cut(finished, folder, step=6)
+        broken = folder / "checkpoint-6"
+        assert is_complete_checkpoint(broken)
+        if state_dict_type == SHARDED:
+            (broken / "optimizer_0" / ".metadata").unlink()
+        else:
+            (broken / "optimizer.bin").write_bytes(b"half")
+        assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
+
+    def test_without_fsdp(self, sharded_run, recipe_file, tmp_path):
+        finished, state_dict_type = sharded_run
+        folder = tmp_path / "run"
+        cut(finished, folder)
+        done = launch(recipe_file, folder, 1, None)
+        assert done.returncode != 0
+        message = f"was made with FSDP and fsdp_state_dict_type={state_dict_type}, this run has no FSDP; choose what it was"
+        assert message in done.stderr and not (folder / "metrics.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_data_parallel_run_goes_on_with_another_number_of_processes(before, after, run, recipe_file, tmp_path):
+    first, folder = tmp_path / "first", tmp_path / "run"
+    done = launch(recipe_file, first, before, None)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cut(first, folder)
+    done = launch(recipe_file, folder, after, None)
+    assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
+    check_same_run(folder, run, after)
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["training"]["per_device_train_batch_size"] == 8 // after
+
+
+@pytest.mark.slow
+def test_fsdp_that_is_off_says_so(recipe_file, tmp_path):
+    done = launch(recipe_file, tmp_path / "run", 2, FULL, "--max_steps", "1", "--save_strategy", "no", shard=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("FSDP is off, for Accelerate has none for cpu: every process holds the whole model") == 1
