@@ -9,11 +9,24 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .activations_nlq import AttentionActivation, get_attention_activation
 from .configuration_nlq import NLQConfig
+from .parallel_nlq import own_heads, shared_by_heads
 from .projections_nlq import PROJECTIONS, NLQBottleneck
+
+
+class NLQRMSNorm(nn.RMSNorm):
+    """RMSNorm of each head, with one gain for all heads."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        return nn.functional.rms_norm(heads, self.normalized_shape, shared_by_heads(self.weight, self.tp_mesh), self.eps)
 
 
 class NLQL2Norm(nn.Module):
     """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, head_dim: int, num_heads: int | None = None):
         super().__init__()
@@ -25,11 +38,13 @@ class NLQL2Norm(nn.Module):
         # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
         dtype = torch.promote_types(heads.dtype, torch.float32)
         heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
-        return heads if self.scale is None else heads * self.scale[:, None]
+        return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
 
 
 class NLQHeadProjection(nn.Module):
     """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
@@ -37,7 +52,7 @@ class NLQHeadProjection(nn.Module):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> the same shape."""
-        return torch.einsum("bqhd,hde->bqhe", heads, self.weight)
+        return torch.einsum("bqhd,hde->bqhe", heads, own_heads(self.weight, self.tp_mesh, dim=0))
 
 
 class NLQAttentionProjections(nn.Module):
@@ -46,6 +61,8 @@ class NLQAttentionProjections(nn.Module):
     The output of each head passes, in this order and where configured, through `head_projection`, `attention_output_scaling`,
     `attention_output_activation`, the gate, and the output projection.
     """
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
@@ -88,8 +105,8 @@ class NLQAttentionProjections(nn.Module):
 
         self.q_norm = self.k_norm = None
         if layer.qk_norm == "rms":
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.q_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.k_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
         elif layer.qk_norm == "l2":
             self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
             self.k_norm = NLQL2Norm(self.head_dim)
@@ -133,8 +150,13 @@ class NLQAttentionProjections(nn.Module):
     def _apply_projection(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, for the `"query"`, `"key"` or `"value"`."""
         linear, bottleneck = getattr(self, f"{name[0]}_proj"), getattr(self, f"{name[0]}_bottleneck")
-        terms = [hidden_states] if self.projections[name].identity else []
-        terms += [module(hidden_states) for module in (linear, bottleneck) if module is not None]
+        terms = []
+        if self.projections[name].identity:
+            terms.append(own_heads(hidden_states, self.tp_mesh, dim=-1))
+        if linear is not None:
+            terms.append(linear(hidden_states))
+        if bottleneck is not None:
+            terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
         return sum(terms[1:], start=terms[0]).unflatten(-1, (-1, self.head_dim))
 
     def project_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,6 @@ from transformers.masking_utils import (
     create_causal_mask,
     sdpa_mask,
 )
-from transformers.masking_utils import (
-    create_masks_for_generate as transformers_masks_for_generate,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import is_flash_attention_requested
@@ -265,7 +262,12 @@ def find_backend(
 
 
 def make_mask(
-    backend: str, config: NLQConfig, sequences: Sequences, inputs_embeds: torch.Tensor, past_key_values: Cache | None
+    backend: str,
+    config: NLQConfig,
+    sequences: Sequences,
+    inputs_embeds: torch.Tensor,
+    past_key_values: Cache | None,
+    layer_idx: int = 0,
 ) -> Any:
     """Makes the mask that a backend takes.
 
@@ -275,6 +277,7 @@ def make_mask(
         sequences: padding, packed documents and positions of this call.
         inputs_embeds: `(batch, query, hidden)`.
         past_key_values: the cache, before the tokens of this call.
+        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
@@ -310,6 +313,7 @@ def make_mask(
         attention_mask=mask,
         past_key_values=past_key_values,
         position_ids=positions,
+        layer_idx=layer_idx,
     )
     if kind == "block":
         return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else sequences.visibility.visible_count)
@@ -322,12 +326,13 @@ def create_masks_for_generate(
     attention_mask: torch.Tensor | None,
     past_key_values: Cache,
     position_ids: torch.Tensor | None = None,
+    layer_idx: int = 0,
     **kwargs,
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as long as a static cache, so its
-    shape stays the same from token to token.
+    `layer_idx` is as in `make_mask`. NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as
+    long as a static cache, so its shape stays the same from token to token.
     """
     implementation = config._attn_implementation
     is_linear = [layer.activation.kind == "linear" for layer in config.per_layer_config]
@@ -335,10 +340,10 @@ def create_masks_for_generate(
         _check_cache(implementation, past_key_values)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
     if not takes_padding and not any(is_linear):
-        return transformers_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+        return create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer_idx)
     if attention_mask is None:
         return None
-    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)
+    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], layer_idx)
     return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
 
 

@@ -274,6 +274,35 @@ class NLQConfig(PreTrainedConfig):
         """Validates nothing: the types of the layers are not a field, they follow from the activations."""
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """The linear layers that tensor parallelism splits, and how, for Transformers.
+
+        Norms, and parameters with a row for each head, are whole on every process. `parallel_nlq.py` cuts what needs cutting.
+        """
+        plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
+        for layer in self.per_layer_config:
+            for name in ("query", "key", "value"):
+                projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
+                if projection.linear:
+                    plan[f"self_attn.{name[0]}_proj"] = "colwise"
+                if projection.bottleneck:
+                    plan |= {f"self_attn.{name[0]}_bottleneck.fc1": "colwise", f"self_attn.{name[0]}_bottleneck.fc2": "rowwise"}
+            if layer.attention_gate is not None:
+                plan["self_attn.gate_proj"] = "colwise"
+        plan |= {"self_attn.o_proj": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+        return {f"layers.*.{name}": style for name, style in plan.items()}
+
+    @property
+    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
+        """The inputs and outputs of the modules that pipeline parallelism distributes, for Transformers."""
+        plan = {"embed_tokens": (["input_ids"], ["inputs_embeds"])}
+        if self.position_embedding == "learned":
+            plan["embed_positions"] = (["position_ids"], ["position_embeddings"])
+        plan["layers"] = (["hidden_states", "attention_mask"], ["hidden_states"])
+        plan["norm"] = (["hidden_states"], ["hidden_states"])
+        return plan
+
+    @property
     def score_scaling(self) -> float:
         """The factor of the scores (of one layer): `attention_scaling` or its default."""
         if self.attention_scaling is not None:

@@ -157,6 +157,7 @@ def read_sequences(
     position_ids: torch.Tensor | None = None,
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
+    layer_idx: int = 0,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -172,6 +173,7 @@ def read_sequences(
             or a cache.
         past_key_values: the cache, before the tokens of this call.
         use_cache: whether the caller asked for a cache.
+        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
         seq_idx: allowed beside `position_ids` only; it is not read.
@@ -185,8 +187,8 @@ def read_sequences(
     position_ids = _check_positions(position_ids, batch, query_length)
     query_offset, key_length = 0, query_length
     if past_key_values is not None:
-        query_offset = past_key_values.get_seq_length()
-        key_length, _ = past_key_values.get_mask_sizes(query_length, 0)
+        query_offset = past_key_values.get_seq_length(layer_idx)
+        key_length, _ = past_key_values.get_mask_sizes(query_length, layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)

@@ -39,6 +39,7 @@ from .configuration_nlq import AUTOMATIC, NLQConfig
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
+from .parallel_nlq import check_sizes, own_heads, own_layers
 
 
 logger = logging.get_logger(__name__)
@@ -83,9 +84,14 @@ class NLQAttention(NLQAttentionProjections):
     @property
     def sink(self) -> torch.Tensor | None:
         """`(heads,)`, the logit of each head's sink, or `None`."""
-        if self.attention_sink == "zero":
-            return torch.zeros(self.config.num_attention_heads, device=self.o_proj.weight.device)
-        return self.sink_bias if self.attention_sink == "learned" else None
+        if self.attention_sink is None:
+            return None
+        sink = (
+            self.sink_bias
+            if self.attention_sink == "learned"
+            else torch.zeros(self.num_heads, device=self.o_proj.weight.device)
+        )
+        return own_heads(sink, self.tp_mesh, dim=0)
 
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
         """Returns the name of the backend that computes this layer in this call.
@@ -143,18 +149,20 @@ class NLQLinearAttention(NLQAttentionProjections):
         self.linear_attention_decay = config.per_layer_config[layer_idx].linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
-            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).float())
+            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype()))
 
     @property
     def log_decay(self) -> torch.Tensor | None:
         """`(key_value_heads,)`, the logarithm of the decay per token, or `None` without decay."""
+        if self.linear_attention_decay is None:
+            return None
         if self.linear_attention_decay == "learned":
-            return nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
-        if self.linear_attention_decay == "fixed":
+            log_decay = nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
+        else:
             weight = self.o_proj.weight
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
-            return log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
-        return None
+            log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
+        return own_heads(log_decay, self.tp_mesh, dim=0)
 
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
         """Returns `LINEAR_ATTENTION`, whatever `attn_implementation` is.
@@ -316,6 +324,24 @@ class NLQPreTrainedModel(PreTrainedModel):
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        # diff with Llama: modules cut the parts of their heads that no linear layer computes, and learned positions belong to
+        # the first stage, as token embeddings do
+        if mesh_manager is None:
+            return model
+        check_sizes(model.config, distributed_config, can_be_staged=isinstance(model, NLQForCausalLM))
+        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        if distributed_config.tp_size > 1 and model.tp_plan:
+            for module in model.modules():
+                if hasattr(module, "tp_mesh"):
+                    module.tp_mesh = mesh_manager.get_mesh("tp")
+        if distributed_config.pp_size > 1 and not model._pp_stage.pp_is_first_stage:
+            model.model.embed_positions = None
+            model.model.dropout = nn.Identity()
+            model._keys_to_ignore_on_load_unexpected.add(r"^model\.embed_positions\.")
+        return model
+
 
 class NLQModel(NLQPreTrainedModel):
     """Embeddings, blocks and, with `norm_position="pre"`, a final norm."""
@@ -336,6 +362,11 @@ class NLQModel(NLQPreTrainedModel):
             self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()
+
+    @property
+    def first_layer_idx(self) -> int:
+        """The first layer that this process computes. The cache has nothing of the layers before it."""
+        return own_layers(self.layers)[0].self_attn.layer_idx
 
     @capture_outputs
     def forward(
@@ -369,7 +400,11 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         use_cache = self._check_use_cache(use_cache, past_key_values)
-        sequences = read_sequences(inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, **kwargs)
+        # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
+        layers = own_layers(self.layers[: self.config.num_hidden_layers])
+        sequences = read_sequences(
+            inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, layer_idx=self.first_layer_idx, **kwargs
+        )
         wants_cache = self.config.use_cache if use_cache is None else use_cache
         if wants_cache and past_key_values is None and sequences.packed_position_ids is None:
             past_key_values = DynamicCache(config=self.config)
@@ -383,12 +418,10 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
-        layers = self.layers[: self.config.num_hidden_layers]
         # One mask for each backend, made before the first layer advances the cache
         backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
         masks = {
-            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values)
+            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values, self.first_layer_idx)
             for backend in dict.fromkeys(backends)
         }
         for layer, backend in zip(layers, backends):
@@ -413,7 +446,7 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_use_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing, where Transformers drops the cache in each layer."""
-        if not (self.training and any(layer.gradient_checkpointing for layer in self.layers)):
+        if not (self.training and any(layer.gradient_checkpointing for layer in own_layers(self.layers))):
             return use_cache
         if past_key_values is not None:
             raise ValueError(
@@ -442,6 +475,9 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
     """NLQ with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
@@ -499,8 +535,9 @@ class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
-    create_masks_for_generate = staticmethod(create_masks_for_generate)
+    def create_masks_for_generate(self, *args, **kwargs):
+        # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
+        return create_masks_for_generate(*args, layer_idx=self.model.first_layer_idx, **kwargs)
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,

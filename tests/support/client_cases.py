@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -80,27 +81,34 @@ def greedy(model, prompt: torch.Tensor, new_tokens: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def run_script(script: str, *arguments, package: bool = True, timeout: int = 300, check: bool = True, launcher=()):
+def run_script(
+    script: str,
+    *arguments,
+    package: bool = True,
+    launcher: Sequence[str] = (),
+    script_folder: Path | None = None,
+    timeout: int = 300,
+    check: bool = True,
+) -> subprocess.CompletedProcess:
     """Runs a script in a new process, with this package or where it cannot be imported.
 
     Args:
         script: the source, dedented here. Without the package, models need `trust_remote_code=True`.
         arguments: `sys.argv[1:]`.
         package: whether `modeling_nlq` can be imported.
-        launcher: what stands before the file, such as `("-m", "torch.distributed.run", "--nproc_per_node", "2")`; the script is
-            then a file.
+        launcher: a program that starts the script in several processes, such as `("-m", "torch.distributed.run", ...)`.
+        script_folder: where the launcher finds the script as a file.
+        timeout: in seconds.
+        check: whether the script has to succeed.
     """
     source = textwrap.dedent(script)
     if not package:
         source = WITHOUT_PACKAGE + source
-    command = [sys.executable, *launcher]
+    command = [sys.executable, *launcher, "-c", source]
     if launcher:
-        folder = Path(arguments[0]).parent
-        path = folder / "script.py"
+        path = script_folder / "script.py"
         path.write_text(source)
-        command += [str(path)]
-    else:
-        command += ["-c", source]
+        command[-2:] = [str(path)]
     command += [str(argument) for argument in arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     if check:

@@ -1,0 +1,145 @@
+"""Tensor and pipeline parallelism on several processes: everything equals one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.grids import slow_except
+from support.model_cases import LINEAR_SWITCHES, SWITCHES
+from support.paths import TESTS
+from transformers.distributed import DistributedConfig
+
+from modeling_nlq import NLQConfig
+from modeling_nlq.parallel_nlq import check_sizes
+
+
+# Few models with many switches each, so that every part that belongs to heads is in one of them
+CASES = {
+    "sigmoid": {
+        "attention_activation": "sigmoid",
+        "query_projection": "nonlinear",
+        "qk_norm": "rms",
+        "head_projection": True,
+        "attention_gate": "headwise",
+        "use_bias": True,
+        "norm_position": "post",
+    },
+    "softmax": {
+        "query_projection": "upcycled",
+        "attention_sink": "learned",
+        "qk_norm": "l2",
+        "attention_gate": "elementwise",
+        "use_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "squared": {
+        "attention_activation": "squared",
+        "query_projection": "residual",
+        "key_projection": "upcycled",
+        "value_projection": "bottleneck",
+        "num_key_value_heads": 2,
+        "position_embedding": "rope",
+    },
+    "linear_attention": {
+        "attention_activation": "linear_attention",
+        "linear_attention_decay": "fixed",
+        "query_projection": "identity",
+        "key_projection": "nonlinear",
+        "value_projection": "identity",
+        "position_embedding": "none",
+    },
+    "layers_differ": {
+        "attention_activation": "linear_attention",
+        "linear_attention_decay": "learned",
+        "query_projection": "linear",
+        "qk_norm": "l2",
+        "per_layer_config": {
+            1: {
+                "attention_activation": "softmax",
+                "linear_attention_decay": None,
+                "attention_sink": "zero",
+                "query_projection": "nonlinear",
+                "qk_norm": "rms",
+                "head_projection": True,
+            }
+        },
+    },
+}
+SIZES = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "tp4": {"tp_size": 4},
+    "pp4": {"pp_size": 4},
+    "fsdp2": {"fsdp_size": 2},
+    "tp2_fsdp2": {"tp_size": 2, "fsdp_size": 2},
+}
+
+
+def check(cases, sizes, make_model, folder):
+    """Compares models on several processes with the same models on one."""
+    described = {}
+    for name, switches in cases.items():
+        layers = max(3, sizes.get("pp_size", 1))  # an uneven split for two stages
+        if switches.get("num_key_value_heads", 4) % sizes.get("tp_size", 1):
+            switches = {**switches, "num_key_value_heads": 4}
+        model = make_model(implementation=None, num_hidden_layers=layers, **switches)
+        model.save_pretrained(folder / name)
+        described[name] = {"folder": str(folder / name), "sizes": sizes}
+    (folder / "cases.json").write_text(json.dumps(described))
+    processes = 1
+    for size in sizes.values():
+        processes *= size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += ["-m", "support.parallel_worker", str(folder / "cases.json"), str(folder / "results.json")]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads((folder / "results.json").read_text())
+    assert results.keys() == cases.keys()
+    for name, differences in results.items():
+        assert max(differences.values()) < 1e-9, (name, differences)
+
+
+@pytest.mark.parametrize("sizes", slow_except(list(SIZES), ["tp2", "pp2"]))
+def test_equals_one_process(sizes, make_model, tmp_path):
+    check(CASES, SIZES[sizes], make_model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["tp2", "pp2"])
+def test_every_switch(sizes, make_model, tmp_path):
+    linear = {"attention_activation": "linear_attention"}
+    cases = SWITCHES | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
+    check(cases, SIZES[sizes], make_model, tmp_path)
+
+
+def test_plan_names_existing_modules(make_model):
+    """Transformers would only warn of a rule that names nothing."""
+    for switches in CASES.values():
+        model = make_model(**switches)
+        names = {name.replace(".0.", ".*.").replace(".1.", ".*.") for name, _ in model.named_modules()}
+        assert model.tp_plan.keys() - names <= {"model.layers.*.self_attn.k_proj"}
+        linear = {name for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)}
+        planned = {name.removeprefix("model.layers.*.") for name in model.tp_plan}
+        assert {name.partition(".")[2] for name in linear} <= planned, "a linear layer that every process holds"
+        assert set(model.pp_plan) - {"lm_head"} == {f"model.{name}" for name, _ in model.model.named_children()} - {
+            "model.rotary_emb",
+            "model.dropout",
+        }
+
+
+def test_impossible_sizes(make_model):
+    config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
+    check_sizes(config, DistributedConfig(tp_size=2), can_be_staged=False)
+    check_sizes(config, DistributedConfig(pp_size=2), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^tp_size=2 with pp_size=2 is not supported by Transformers; set one of them to 1$"):
+        check_sizes(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"):
+        check_sizes(config, DistributedConfig(tp_size=3), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^pp_size=4 must be at most num_hidden_layers=2$"):
+        check_sizes(config, DistributedConfig(pp_size=4), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^pp_size=2: pipeline stages exist for NLQForCausalLM only"):
+        check_sizes(config, DistributedConfig(pp_size=2), can_be_staged=False)

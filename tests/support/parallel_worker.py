@@ -1,0 +1,93 @@
+"""One of the processes that share a model. It compares the model with the whole one, case by case, and prints what differs.
+
+Run by `torch.distributed.run` with a file of cases: `{name: {"folder": ..., "sizes": {"tp_size": 2}}}`. The first process
+prints a line of JSON: `{name: {check: number}}`, the largest difference of all processes, relative to the largest number.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from modeling_nlq import NLQForCausalLM
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(folder: str, sizes: dict[str, int], compile: bool = False) -> dict[str, float]:
+    """Returns the differences of logits, tokens, losses, gradients and saved weights from those of the whole model."""
+    expected = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=DistributedConfig(**sizes))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(expected.config.vocab_size, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    differences = {}
+    with torch.no_grad():
+        kept = mask.bool()
+        differences["logits"] = relative(found(**inputs).logits[kept], expected(**inputs).logits[kept])
+        caches = [(model, model(ids[:, :5]).past_key_values) for model in (found, expected)]
+        step, whole_step = (model(ids[:, 5:], past_key_values=cache).logits for model, cache in caches)
+        differences["cached"] = relative(step, whole_step)
+        for cache in ("dynamic", "static"):
+            options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+            options["disable_compile"] = True
+            tokens = found.generate(**inputs, **options)
+            differences[f"tokens_{cache}"] = float((tokens != expected.generate(**inputs, **options)).sum())
+    if "pp_size" not in sizes:
+        for _ in range(2):  # gradients accumulate
+            losses = []
+            for model in (found, expected):
+                losses.append(model(**inputs, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss)
+                losses[-1].backward()
+            differences["loss"] = relative(*(loss.detach() for loss in losses))
+        gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        differences["gradients"] = max(
+            ((whole(parameter.grad) - gradients[name]).abs().max() / largest).item()
+            for name, parameter in found.named_parameters()
+        )
+        saved = Path(folder).parent / f"{Path(folder).name}-saved"
+        found.save_pretrained(saved)
+        dist.barrier()
+        again = NLQForCausalLM.from_pretrained(saved, dtype=torch.float64).state_dict()
+        differences["saved"] = max(relative(again[name], tensor) for name, tensor in expected.state_dict().items())
+    else:
+        names = {name for name, _ in found.named_parameters() if "embed_positions" in name}
+        differences["positions_in_later_stages"] = float(not found._pp_stage.pp_is_first_stage and len(names))
+    return differences
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    results = {}
+    for name, case in json.loads(Path(sys.argv[1]).read_text()).items():
+        found = compare(**case)
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        results[name] = {check: max(each[check] for each in everywhere) for check in found}
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.barrier()
+    with contextlib.redirect_stderr(open(os.devnull, "w")):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
