@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 
 IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:36]).view(3, 12)
-# Tracing linear attention takes half a minute, and tests/modeling/test_linear_model.py does it
+# Tracing linear attention takes half a minute, and tests/modeling/test_model.py does it
 WITH_WEIGHTS = CASES[:3]
 
 
