@@ -50,7 +50,7 @@ def keep_from_overflow(
     exponent = _exponent_above(largest_score)
     # In two steps, because float32 has no power of 2 below 2^-126
     half = (exponent / 2).ceil()
-    return query * torch.exp2(-half).to(query.dtype) * torch.exp2(half - exponent).to(query.dtype)
+    return query * torch.pow(2.0, -half).to(query.dtype) * torch.pow(2.0, half - exponent).to(query.dtype)
 
 
 def _largest_exponent(states: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
@@ -111,7 +111,7 @@ def attention_weights(
     if activation.subtract_log_count and normalization == "none":
         scores = scores - count.log()
     if normalization == "sum" and activation.is_homogeneous and scores.numel():
-        scores = scores * torch.exp2(-_exponent_above(_largest_exponent(scores, dim=(-1,))))
+        scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
     weights = activation.function(scores).masked_fill(~visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)

@@ -5,17 +5,20 @@ activation of a layer is an error. It never computes softmax instead.
 
 This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
 `find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes. A
-backend itself refuses tensors that it cannot take, such as a dtype or a device.
+backend itself refuses tensors that it cannot take, such as a dtype or a device. `choose_paged_implementation` chooses for
+continuous batching.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -52,6 +55,7 @@ def sdpa_with_sink_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    cache: PagedAttentionCache | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
@@ -68,6 +72,7 @@ def sdpa_with_sink_forward(
             to their own index, counted from the first key, and a single query sees all keys.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
+        cache: in continuous batching, as in `paged_attention_forward`, and so are the mask and the other arguments.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -78,7 +83,10 @@ def sdpa_with_sink_forward(
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
     if module.attention_sink is None:
         inputs = (module, query, key, value, attention_mask)
-        return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, cache=cache, **kwargs)
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+        attention_mask = attention_mask == 0
     head_dim = query.shape[-1]
     pad = nn.functional.pad
     is_learned = module.attention_sink == "learned"
@@ -130,6 +138,46 @@ def sparse_attention_forward(
     return output, None
 
 
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    cache: PagedAttentionCache | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes continuous batching: softmax without sinks by Transformers' function, the rest as `eager` does.
+
+    One row holds the new tokens of all requests, one request after the other. The keys of a request are its cached tokens and
+    its new ones. Queries beyond the requests' tokens pad the row; they see no key, and their weights are 0.
+
+    Without a paged cache this is `eager`: a model can be called while continuous batching runs, and this name is set.
+
+    Args:
+        module: the attention layer.
+        query: `(1, heads, query, head_dim)`.
+        key, value: `(1, key_value_heads, query, head_dim)`, of the new tokens.
+        attention_mask: `(1, 1, query, key)`, 0 where a query sees a key and the dtype's lowest number elsewhere.
+        scaling: factor of the scores.
+        dropout: probability of dropping a weight; none with a paged cache, which is for generation.
+        cache: Transformers' paged cache, or `None`.
+        kwargs: where the cache stores the new tokens and finds the old ones.
+
+    Returns:
+        The output `(1, query, heads, head_dim)` and the weights `(1, heads, query, key)`.
+    """
+    if cache is None:
+        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+    if _softmax_without_sink(module.activation, module.attention_sink):
+        inputs = (module, query, key, value, attention_mask)
+        return eager_paged_attention_forward(*inputs, scaling=scaling, cache=cache, **kwargs)
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    return eager_attention_forward(module, query, key, value, attention_mask == 0, scaling)
+
+
 @dataclass(frozen=True)
 class AttentionBackend:
     """One row of the table of backends.
@@ -142,6 +190,8 @@ class AttentionBackend:
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
+        is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
+        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
     """
 
     function: Callable
@@ -149,6 +199,8 @@ class AttentionBackend:
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
+    is_paged: bool = False
+    is_portable: bool = True
 
     def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
         """True if it can do everything that a layer needs in one call."""
@@ -161,13 +213,27 @@ def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> 
     return activation.name == "softmax" and sink is None
 
 
-_flash_attention = AttentionBackend(flash_attention_forward, _softmax_without_sink, weights="omitted", mask="padding")
+_flash_attention = AttentionBackend(
+    flash_attention_forward,
+    _softmax_without_sink,
+    weights="omitted",
+    mask="padding",
+    is_paged=True,
+    is_portable=False,
+)
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
 _other = _flash_attention
+# Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
+PAGED_EAGER = "paged|eager"
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned"),
+    PAGED_EAGER: AttentionBackend(paged_attention_forward, lambda activation, sink: True, weights="returned", is_paged=True),
     "sdpa": AttentionBackend(
-        sdpa_with_sink_forward, lambda activation, sink: activation.name == "softmax", weights="omitted", mask="dense"
+        sdpa_with_sink_forward,
+        lambda activation, sink: activation.name == "softmax",
+        weights="omitted",
+        mask="dense",
+        is_paged=True,
     ),
     "flash_attention_2": _flash_attention,
     "flash_attention_3": _flash_attention,
@@ -177,17 +243,25 @@ ATTENTION_BACKENDS = {
         lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
         has_dropout=False,
         mask="block",
+        is_portable=False,
     ),
-    "nlq_tiled": AttentionBackend(tiled_attention_forward, lambda activation, sink: activation.is_elementwise),
+    "nlq_tiled": AttentionBackend(
+        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
+    ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
+        is_portable=False,
     ),
-    "nlq_sparse": AttentionBackend(sparse_attention_forward, lambda activation, sink: activation.kind == "simplex"),
+    "nlq_sparse": AttentionBackend(
+        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", is_portable=False
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
 PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "eager")
+# The same for continuous batching
+PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
 LINEAR_ATTENTION = "linear_attention"
 
@@ -202,19 +276,59 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     Raises:
         ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some layer.
     """
-    layers = [(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
+    layers = _attention_layers(config)
     if requested is None:
         if config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
             return AUTOMATIC
         return None
     known = (*ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
     if requested not in known:
-        choices = ", ".join((AUTOMATIC, *ATTENTION_BACKENDS))
-        raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported; use one of {choices}')
+        raise ValueError(
+            f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
+        )
     for layer in layers:
         if layer[0].kind != "linear":
             find_backend(requested, [index for index, other in enumerate(layers) if other == layer], *layer)
     return requested
+
+
+def choose_paged_implementation(config: NLQConfig) -> str:
+    """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
+
+    Raises:
+        ValueError: if a layer is linear, or the backend that is set takes no paged cache or cannot compute some layer.
+    """
+    layers = _attention_layers(config)
+    if linear := [index for index, (activation, _) in enumerate(layers) if activation.kind == "linear"]:
+        raise ValueError(
+            f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
+            "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
+        )
+    name = config._attn_implementation
+    possible = [paged for paged in PAGED_PREFERENCE if all(ATTENTION_BACKENDS[paged].computes(*layer) for layer in layers)]
+    if name == AUTOMATIC:
+        return possible[0]
+    paged = PAGED_EAGER if name == "eager" else name
+    if not ATTENTION_BACKENDS.get(paged, _other).is_paged:
+        choices = _choices("eager" if other == PAGED_EAGER else other for other in possible)
+        raise ValueError(f"attn_implementation={name!r} has no continuous batching; use one of {choices}")
+    return choose_implementation(config, paged)
+
+
+def supports_flash_attention(config: NLQConfig) -> bool:
+    """True if flash attention computes every layer, linear ones apart, which need no backend."""
+    layers = [layer for layer in _attention_layers(config) if layer[0].kind != "linear"]
+    return all(_flash_attention.computes(*layer) for layer in layers)
+
+
+def _choices(backends: Iterable[str]) -> str:
+    """Returns the names that a message offers, the automatic choice first."""
+    return ", ".join((AUTOMATIC, *(name for name in backends if name != PAGED_EAGER)))
+
+
+def _attention_layers(config: NLQConfig) -> list[tuple[AttentionActivation, str | None]]:
+    """Returns the activation and the sink of each layer."""
+    return [(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
 
 
 def find_backend(
@@ -228,7 +342,8 @@ def find_backend(
     """Returns the name of the backend that computes layers in one call.
 
     A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else.
+    functions compute nothing else. An exporting model gets a portable backend, which computes the same weights with PyTorch's
+    own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -243,19 +358,21 @@ def find_backend(
     """
     asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
+    backend = ATTENTION_BACKENDS.get(name, _other)
+    is_exporting = torch.compiler.is_exporting()
     if name == AUTOMATIC:
         names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
+        names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
-    backend = ATTENTION_BACKENDS.get(name, _other)
     if backend.can(*asked):
-        return name
+        return "eager" if is_exporting and not backend.is_portable else name
     if not backend.computes(activation, sink):
         refused = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
     elif needs_weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"
     else:
         refused = f"attention_dropout={dropout}"
-    choices = ", ".join((AUTOMATIC, *(other for other, backend in ATTENTION_BACKENDS.items() if backend.can(*asked))))
+    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.can(*asked))
     raise ValueError(
         f"attn_implementation={name!r} cannot compute {refused} (layer {', '.join(map(str, layers))}); use one of {choices}"
     )
@@ -283,6 +400,13 @@ def make_mask(
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
     mask = sequences.attention_mask
+    if sequences.visibility is None:
+        if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _other).is_paged:
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
+                "generate_batch or init_continuous_batching, which choose one that does"
+            )
+        return mask
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
         if is_dense or isinstance(mask, BlockMask):

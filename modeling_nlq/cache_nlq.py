@@ -41,7 +41,10 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields))
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        self.cumulative_length: int | torch.Tensor = 0
+        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a length
+        # without waiting for a device, and `torch.export` keeps it dynamic, but makes a plain number a constant
+        self.seen_tokens: torch.Tensor | None = None
+        self.cumulative_length: torch.Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 
     @property
     def is_compileable(self) -> bool:
@@ -57,8 +60,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         """Allocates a state of the given shape."""
         super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
         self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
-        if self.max_cache_len is not None and isinstance(self.cumulative_length, int):
-            self.cumulative_length = torch.tensor([self.cumulative_length], device=self.device)
+        if self.max_cache_len is not None and self.cumulative_length is None:
+            self.cumulative_length = torch.zeros(1, dtype=torch.long, device=self.device)
         self.is_initialized = True
 
     def get_state(self) -> LinearState | None:
@@ -75,7 +78,10 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             else:
                 self.update_recurrent_state(part, index)
             self.has_previous_state[index] = True
-        self.cumulative_length += length
+        if self.max_cache_len is None:
+            self.seen_tokens = state.denominator.new_empty(self.get_seq_length() + length, 0)
+        else:
+            self.cumulative_length += length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Raises `RuntimeError`: this layer stores no keys and values."""
@@ -83,11 +89,13 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens so far."""
-        return self.cumulative_length
+        if self.cumulative_length is not None:
+            return self.cumulative_length
+        return 0 if self.seen_tokens is None else self.seen_tokens.shape[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the length of a mask over all tokens, and the offset 0."""
-        return (self.cumulative_length + query_length if self.max_cache_len is None else self.max_cache_len), 0
+        return (self.get_seq_length() + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def get_max_length(self) -> int:
         """Returns the length of a static cache, or -1 for no limit."""
@@ -110,9 +118,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if self.max_cache_len is None:
             self._map(torch.zeros_like)  # not in place: a gradient may need the old state
         LinearAttentionLayer.reset(self)
-        if isinstance(self.cumulative_length, int):
-            self.cumulative_length = 0
-        else:
+        self.seen_tokens = None
+        if self.cumulative_length is not None:
             self.cumulative_length.zero_()
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -9,11 +9,13 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 
 import math
 from dataclasses import fields
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
@@ -442,5 +444,13 @@ def _check_layer(layer: NLQConfig) -> None:
 
 
 NLQConfig.register_for_auto_class()
+
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map` there, and
+# has no other way in that would not hide errors. The name stands for the Auto class, not for a class of this revision: the Auto
+# class finds the code that belongs to each folder, so several revisions in one process set the same thing. It is set here
+# because the server imports no other file of the model before. It is an attribute of the module's class because Transformers
+# makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
+if type(transformers) is not ModuleType:
+    type(transformers).NLQForCausalLM = AutoModelForCausalLM
 
 __all__ = ["NLQConfig"]

@@ -14,6 +14,7 @@ Letters of shapes: b batch, g key and value heads, r query heads for each of the
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ def parallel_form(inputs: LinearInputs) -> torch.Tensor:
 
 
 def chunked_form(
-    inputs: LinearInputs, state: LinearState | None = None, chunk_size: int = CHUNK_SIZE
+    inputs: LinearInputs, state: LinearState | None = None, chunk_size: int | None = CHUNK_SIZE
 ) -> tuple[torch.Tensor, LinearState]:
     """Returns `(b, g, r, n, d)` and the state after the last token: pairs within a chunk, and the state before it.
 
@@ -120,10 +121,11 @@ def chunked_form(
     Args:
         inputs: the inputs of n tokens.
         state: the state of all tokens before them.
-        chunk_size: c, in tokens.
+        chunk_size: c, in tokens. `None` makes one chunk of all tokens, whose number an exported program leaves open.
     """
     length = inputs.query.shape[-2]
     inputs = _chunked(inputs, chunk_size)
+    chunk_size = inputs.query.shape[-2]
     before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)  # (b, chunks): tokens before each chunk
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
@@ -238,14 +240,18 @@ def _pairs(inputs: LinearInputs) -> torch.Tensor:
     return (_decay(inputs.log_decay, tokens) * visible[:, None])[:, :, None]
 
 
-def _chunked(inputs: LinearInputs, chunk_size: int) -> LinearInputs:
+def _chunked(inputs: LinearInputs, chunk_size: int | None) -> LinearInputs:
     """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills the last one with padding."""
-    missing = -inputs.query.shape[-2] % chunk_size
+    missing = 0 if chunk_size is None else -inputs.query.shape[-2] % chunk_size
 
     def cut(states: torch.Tensor) -> torch.Tensor:
+        if chunk_size is None:
+            return states.unsqueeze(-3)
         return nn.functional.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
 
     def cut_row(row: torch.Tensor) -> torch.Tensor:
+        if chunk_size is None:
+            return row.unsqueeze(-2)
         # Repeat the last token's number: padding is not counted, and belongs to the last document
         row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
         return row.unflatten(-1, (-1, chunk_size))
@@ -259,7 +265,8 @@ def _chunked(inputs: LinearInputs, chunk_size: int) -> LinearInputs:
         rotated_key=cut(inputs.rotated_key) if is_rotated else key,
         value=cut(inputs.value),
         count=cut_row(inputs.count),
-        is_valid=nn.functional.pad(inputs.is_valid, (0, missing)).unflatten(-1, (-1, chunk_size)),
+        # Padding is not valid, and `cut` fills up with 0
+        is_valid=cut(inputs.is_valid[..., None]).squeeze(-1),
         document_start=None if inputs.document_start is None else cut_row(inputs.document_start),
         log_decay=inputs.log_decay,
     )
@@ -302,13 +309,19 @@ def linear_attention(
     count, start = visibility.visible_count.expand(batch, -1), visibility.document_start
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
-    has_kernel = chunk_simple_gla is not None and query.is_cuda and start is None
-    size = length if form == "parallel" or has_kernel else SEGMENT_SIZE
+    is_exporting = torch.compiler.is_exporting()
+    has_kernel = chunk_simple_gla is not None and query.is_cuda and start is None and not is_exporting
+    # A loop over segments or chunks would fix the length of an exported program
+    size = None if form == "parallel" or has_kernel or is_exporting else SEGMENT_SIZE
 
-    # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
-    splits = [states.split(size, dim=2) for states in (query, key, value)]
-    splits += [row.split(size, dim=1) for row in (count, is_valid)]
-    positions = () if position_embeddings is None else [part.split(size, dim=1) for part in position_embeddings]
+    def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+        # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
+        return [states] if size is None else states.split(size, dim)
+
+    splits = [split(states, 2) for states in (query, key, value)]
+    splits += [split(row, 1) for row in (count, is_valid)]
+    starts = None if start is None else split(start, 1)
+    positions = () if position_embeddings is None else [split(part, 1) for part in position_embeddings]
     outputs = []
     # Sums over thousands of tokens need float32, also where autocast would use less
     with maybe_autocast(query.device.type, enabled=False):
@@ -317,9 +330,9 @@ def linear_attention(
                 *part,
                 query_scaling=scaling * math.sqrt(head_dim),
                 # A document that began before these tokens begins at a negative index
-                document_start=None if start is None else start.split(size, dim=1)[index] - index * size,
+                document_start=None if starts is None else starts[index] - index * SEGMENT_SIZE,
                 log_decay=log_decay,
-                position_embeddings=tuple(split[index] for split in positions),
+                position_embeddings=tuple(parts[index] for parts in positions),
             )
             if form == "parallel":
                 output = parallel_form(inputs)
@@ -327,6 +340,8 @@ def linear_attention(
                 output, state = recurrent_form(inputs, state)
             elif has_kernel:
                 output, state = kernel_form(inputs, state)
+            elif is_exporting:
+                output, state = chunked_form(inputs, state, chunk_size=None)
             else:
                 output, state = chunked_form(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))

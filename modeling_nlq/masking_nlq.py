@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import BlockMask, find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
@@ -69,9 +70,13 @@ def make_visibility(
     """
     query_index = torch.arange(query_length, device=device) + query_offset
     if segments is not None:
-        starts_here = torch.ones_like(segments, dtype=torch.bool)
-        starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
+        if torch.compiler.is_exporting():
+            # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
+            document_start = (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
+        else:
+            starts_here = torch.ones_like(segments, dtype=torch.bool)
+            starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
+            document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
         return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
@@ -136,7 +141,8 @@ class Sequences(NamedTuple):
     """The sequences of one call of the model.
 
     Attributes:
-        visibility: the keys that each query sees, apart from a 4-D or block mask of the caller.
+        visibility: the keys that each query sees, apart from a 4-D or block mask of the caller. `None` in continuous batching,
+            where `attention_mask` alone says it, or for flash attention the arguments that Transformers passes to it.
         position_ids: `(batch or 1, query)`, the position of each token in its text.
         attention_mask: the caller's mask, or `None` if it hides nothing.
         packed_position_ids: `position_ids` if documents are packed, else `None`. Transformers' masks and flash attention look
@@ -144,7 +150,7 @@ class Sequences(NamedTuple):
         last_position: the largest position where it is known without reading `position_ids`, else `None`.
     """
 
-    visibility: Visibility
+    visibility: Visibility | None
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | BlockMask | None = None
     packed_position_ids: torch.Tensor | None = None
@@ -161,6 +167,7 @@ def read_sequences(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    cache: PagedAttentionCache | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
@@ -177,10 +184,13 @@ def read_sequences(
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
         seq_idx: allowed beside `position_ids` only; it is not read.
+        cache: Transformers' paged cache, in continuous batching. Then the other arguments are Transformers' own.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
     """
+    if cache is not None:
+        return Sequences(None, position_ids, attention_mask)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if isinstance(attention_mask, dict):
         attention_mask = _mask_of_all_layers(attention_mask)

@@ -9,7 +9,6 @@ from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -34,8 +33,10 @@ from .backends_nlq import (
     create_masks_for_generate,
     find_backend,
     make_mask,
+    supports_flash_attention,
 )
 from .configuration_nlq import AUTOMATIC, NLQConfig
+from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
@@ -275,7 +276,6 @@ class NLQPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["NLQDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -316,6 +316,11 @@ class NLQPreTrainedModel(PreTrainedModel):
             init.zeros_(module.sink_bias)
         elif isinstance(module, NLQLinearAttention) and module.linear_attention_decay == "learned":
             init.copy_(module.decay_bias, initial_decay_bias(len(module.decay_bias)))
+
+    @property
+    def _supports_flash_attn(self) -> bool:
+        # diff with Llama: not for every configuration. Continuous batching switches to flash attention where this is true
+        return supports_flash_attention(self.config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         # diff with Llama: a backend that cannot compute the activation of some layer is an error
@@ -396,7 +401,8 @@ class NLQModel(NLQPreTrainedModel):
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
                 beyond the learned ones, for a cache under gradient checkpointing, and for `is_causal=False`.
         """
-        if not kwargs.pop("is_causal", True):
+        # Continuous batching says so too where it gives a mask, which is causal
+        if not kwargs.pop("is_causal", True) and kwargs.get("cache") is None:
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         use_cache = self._check_use_cache(use_cache, past_key_values)
@@ -411,8 +417,7 @@ class NLQModel(NLQPreTrainedModel):
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            self._check_last_position(sequences)
-            hidden_states = hidden_states + self.embed_positions(sequences.position_ids)
+            hidden_states = hidden_states + self.embed_positions(self._check_last_position(sequences))
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
@@ -457,21 +462,26 @@ class NLQModel(NLQPreTrainedModel):
             logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
         return False
 
-    def _check_last_position(self, sequences: Sequences) -> None:
-        """Raises `ValueError` if a position is beyond the learned ones."""
+    def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
+        """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
+        if sequences.visibility is None:
+            # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a token that
+            # it computes before it knows that a request has ended. Their outputs are not used
+            return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
         last_position = sequences.last_position
         if last_position is None:
             if is_tracing(sequences.position_ids):
-                return
+                return sequences.position_ids
             last_position = int(sequences.position_ids.max())
         if last_position >= self.config.max_position_embeddings:
             raise ValueError(
                 f"position {last_position} is beyond the learned ones: max_position_embeddings="
                 f"{self.config.max_position_embeddings} allows sequences of at most that many tokens"
             )
+        return sequences.position_ids
 
 
-class NLQForCausalLM(NLQPreTrainedModel, GenerationMixin):
+class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
     """NLQ with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -1,8 +1,8 @@
 """PyTorch operators of attention in linear memory, shared by `nlq_tiled` and `nlq_triton`.
 
-Each pass is one operator of `torch.library`, which `torch.compile` and export keep as one node. Both passes take the query, key
-and value, the number of keys that each query sees, the fields of a `Visibility` or a boolean mask, a seed for dropout, and the
-options.
+Each pass is one operator of `torch.library`, which `torch.compile` keeps as one node. An exporting model calls none of them
+(`backends_nlq.find_backend`). Both passes take the query, key and value, the number of keys that each query sees, the fields of
+a `Visibility` or a boolean mask, a seed for dropout, and the options.
 """
 
 import hashlib

@@ -17,6 +17,7 @@ FOLDERS = {"modeling_nlq": "modeling_nlq", "modeling_nlq.configuration": "config
 # A module imports modules of lower rows only. Modules of one row do not know each other.
 MODEL_ROWS = (
     ("modeling_nlq",),
+    ("continuous_batching_nlq",),
     ("backends_nlq",),
     ("triton_nlq",),
     ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),

@@ -75,7 +75,7 @@ class TestSilentSoftmax:
     @pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel"])
     @pytest.mark.parametrize("at_run_time", [False, True], ids=["made-with", "set-at-run-time"])
     def test_kernel(self, asked, at_run_time, tokens, monkeypatch):
-        """A kernel's name, and flash attention that Transformers replaces by a kernel, bypass the model's early check."""
+        """A kernel's name bypasses the model's early check. Flash attention, which Transformers replaces by one, does not."""
 
         def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
             sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -95,20 +95,23 @@ class TestSilentSoftmax:
             assert model.config._attn_implementation == name
             return model
 
-        with pytest.raises(ValueError, match=rf"'{name}' cannot compute attention_activation='relu' \(layer 0\).*nlq_tiled"):
+        layers = "0, 1" if asked == "flash_attention_2" else "0"
+        refusal = rf"'{asked}' cannot compute attention_activation='relu' \(layer {layers}\).*nlq_tiled"
+        with pytest.raises(ValueError, match=refusal):
             make_with_kernel(activation="relu")(tokens)
-        with pytest.raises(ValueError, match=rf"'{name}' cannot compute .*attention_sink='learned'"):
+        with pytest.raises(ValueError, match=rf"'{asked}' cannot compute .*attention_sink='learned'"):
             make_with_kernel(attention_sink="learned")(tokens)
         softmax = make_with_kernel()
         expected = softmax(tokens).logits
         softmax.set_attn_implementation("eager")
         assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
 
-    def test_paged_attention(self, tokens):
-        model = make("relu")
-        model.config._attn_implementation = "paged|eager"
-        with pytest.raises(ValueError, match=r"'paged|eager' cannot compute attention_activation='relu'"):
-            model(tokens)
+    @pytest.mark.parametrize("activation", ["relu", "softmax"])
+    def test_paged_attention_without_a_paged_cache_is_eager(self, activation, tokens):
+        model = make(activation, attn_implementation="paged|eager")
+        logits = model(tokens).logits
+        model.set_attn_implementation("eager")
+        assert torch.equal(model(tokens).logits, logits)
 
     def test_sink_needs_a_backend_that_has_it(self):
         assert make(attention_sink="zero").config._attn_implementation == "sdpa"

@@ -196,7 +196,10 @@ def test_kernels_travel_with_the_model(has_triton, tmp_path):
 REVISIONS = """
 import sys
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoProcessor
+
+assert sys.modules["transformers"] is not transformers, "AutoProcessor makes another module object"
 
 new, old = sys.argv[1:]
 inputs = torch.arange(12).reshape(2, 6) % 50
@@ -208,6 +211,9 @@ assert torch.allclose(second, 2 * first), "the old revision doubles its logits"
 for folder in (old, new):  # the body of a generic head comes from the head's own revision
     head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
     assert type(head.model).__module__ == type(head).__module__, (type(head), type(head.model))
+# The server finds a model by the name of its class, in the first of the module objects
+for model, folder in zip(models, (new, old)):
+    assert type(transformers.NLQForCausalLM.from_pretrained(folder, trust_remote_code=True)) is type(model)
 """
 
 

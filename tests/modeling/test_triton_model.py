@@ -1,4 +1,4 @@
-"""Whole models on `nlq_triton` and on `eager`, compiled and exported too."""
+"""Whole models on `nlq_triton` and on `eager`, compiled too."""
 
 import contextlib
 import functools
@@ -29,26 +29,7 @@ pytestmark = MARKS
 
 @pytest.mark.usefixtures("small_tiles", "fresh_compiler")
 class TestCompiler:
-    """Models on `nlq_triton` under `torch.compile` and `torch.export`."""
-
-    @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "strict"])
-    def test_export(self, make_model, strict):
-        model = make_model(implementation="nlq_triton", attention_activation="softplus", use_cache=False).to(DEVICE)
-        input_ids = torch.randint(13, (2, 7), device=DEVICE)
-        program = torch.export.export(model, (input_ids,), strict=strict)
-        graphs = [part.graph for part in program.graph_module.modules() if hasattr(part, "graph")]
-        targets = [node.target for graph in graphs for node in graph.nodes]
-        assert targets.count(triton_nlq.operators.forward) == model.config.num_hidden_layers
-        torch.testing.assert_close(program.module()(input_ids).logits, model(input_ids).logits)
-
-    @pytest.mark.slow
-    @torch.no_grad()
-    def test_export_of_any_length(self, make_model):
-        model = make_model(implementation="nlq_triton", attention_activation="softplus", use_cache=False).to(DEVICE)
-        shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=30)}}
-        program = torch.export.export(model, (torch.randint(13, (2, 7), device=DEVICE),), dynamic_shapes=shapes, strict=True)
-        input_ids = torch.randint(13, (2, 12), device=DEVICE)
-        torch.testing.assert_close(program.module()(input_ids).logits, model(input_ids).logits)
+    """Models on `nlq_triton` under `torch.compile`. Exporting models use another backend: `test_export.py`."""
 
     @pytest.mark.parametrize("is_training", [pytest.param(False, marks=pytest.mark.slow), True], ids=["inference", "training"])
     def test_no_graph_break(self, make_model, is_training):

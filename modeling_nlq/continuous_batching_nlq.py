@@ -1,0 +1,103 @@
+"""Continuous batching: `generate_batch`, `init_continuous_batching` and Transformers' server, for every activation.
+
+Transformers runs the requests. This file chooses the attention that it uses meanwhile, and refuses requests that do not fit
+into the learned positions, because a single failing request would stop the thread that serves all of them.
+"""
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from transformers.generation import GenerationMixin
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.utils import logging
+
+from .backends_nlq import choose_paged_implementation
+from .configuration_nlq import NLQConfig
+
+
+logger = logging.get_logger(__name__)
+
+
+class NLQGenerationMixin(GenerationMixin):
+    """Transformers' generation, whose continuous batching takes every attention activation with keys and values."""
+
+    def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
+        """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.
+
+        Until the manager stops, `attn_implementation` is one that takes the paged cache. Then the manager sets the model's own
+        again.
+
+        Raises:
+            ValueError: for linear attention, and if the model's `attn_implementation` has no continuous batching.
+        """
+        original = self.config._attn_implementation
+        paged = choose_paged_implementation(self.config)
+        if paged != original:
+            self.set_attn_implementation(paged)
+        try:
+            manager = super().init_continuous_batching(*args, **kwargs)
+        except Exception:
+            self.set_attn_implementation(original)
+            raise
+        if paged != original:
+            manager._original_attn_impl = original
+        is_limited = self.config.position_embedding == "learned"
+        if is_limited and "add_request" not in vars(manager):  # Transformers may return the manager of an earlier call
+            manager.add_request = _keep_within_positions(manager, self.config)
+        return manager
+
+    @contextmanager
+    def continuous_batching_context_manager(self, *args, **kwargs) -> Generator[ContinuousBatchingManager]:
+        """As in Transformers. The model's own `attn_implementation` returns also where the manager fails before it starts."""
+        original = self.config._attn_implementation
+        try:
+            with super().continuous_batching_context_manager(*args, **kwargs) as manager:
+                yield manager
+        finally:
+            if self.config._attn_implementation != original:
+                self.set_attn_implementation(original)
+
+    def generate_batch(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> dict:
+        """As in Transformers, after a check of the prompts: there, a prompt that fails ends the generation of all others.
+
+        Raises:
+            ValueError: for a prompt without tokens, one longer than the learned positions, and what `init_continuous_batching`
+                refuses.
+        """
+        for prompt in inputs:
+            _check_prompt(prompt, self.config)
+        return super().generate_batch(inputs, *args, **kwargs)
+
+
+def _check_prompt(prompt: Sequence[int], config: NLQConfig) -> None:
+    if len(prompt) == 0:
+        raise ValueError("inputs: a prompt contains no tokens; give each prompt at least one")
+    if config.position_embedding == "learned" and len(prompt) > config.max_position_embeddings:
+        raise ValueError(
+            f"inputs: a prompt of {len(prompt)} tokens is longer than the learned positions, "
+            f"max_position_embeddings={config.max_position_embeddings}"
+        )
+
+
+def _keep_within_positions(manager: ContinuousBatchingManager, config: NLQConfig) -> Callable[..., str | None]:
+    """Returns the manager's `add_request`, which ends requests at the last learned position, with a warning.
+
+    A longer request would fail in the thread that serves all requests, and Transformers offers no other place for a check.
+    """
+    add_request = manager.add_request
+
+    @functools.wraps(add_request)
+    def add_request_within_positions(input_ids, request_id=None, max_new_tokens=None, *args, **kwargs):
+        _check_prompt(input_ids, config)
+        wanted = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        possible = config.max_position_embeddings - len(input_ids) + 1  # the last token needs no position
+        if wanted is None or wanted > possible:
+            logger.warning_once(
+                f"max_new_tokens={wanted}: requests end at the last learned position, max_position_embeddings="
+                f"{config.max_position_embeddings}"
+            )
+            wanted = possible
+        return add_request(input_ids, request_id, wanted, *args, **kwargs)
+
+    return add_request_within_positions

@@ -1,0 +1,206 @@
+"""ONNX: programs of Transformers' and of PyTorch's exporter, run by ONNX Runtime, against the model in PyTorch.
+
+Batch, length, padding and the number of cached tokens differ from those at export.
+"""
+
+import onnxruntime
+import pytest
+import torch
+from support.client_cases import greedy, run_script, trained_model
+from support.model_cases import LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS
+from transformers import AutoTokenizer
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
+
+
+LIMIT = 1e-4  # of the absolute error of a logit
+# Several layers in one export, which takes seconds. Each pairs an activation, a query and other switches
+MIXED = {
+    "query_projection": "linear",
+    "num_hidden_layers": 3,
+    "position_embedding": "rope",
+    "num_key_value_heads": 2,
+    "per_layer_config": {
+        0: {"query_projection": "upcycled", "attention_sink": "learned", "head_projection": True},
+        1: {"attention_activation": "sigmoid", "query_projection": "nonlinear", "attention_gate": "elementwise"},
+        2: {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "qk_norm": "rms"},
+    },
+}
+# Every activation, in groups of the layers of one model
+KINDS = {
+    **SOFTMAX_KINDS,
+    **SPARSE_KINDS,
+    **LINEAR_KINDS,
+    **{
+        name: {"attention_activation": name}
+        for name, row in {**ATTENTION_ACTIVATIONS, **LIBRARY_ACTIVATIONS}.items()
+        if row.is_elementwise
+    },
+}
+GROUPS = [list(KINDS)[start::7] for start in range(7)]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """The folder of a trained model with `MIXED` switches."""
+    return trained_model(tmp_path_factory.mktemp("mixed"), **MIXED)
+
+
+def run(session: onnxruntime.InferenceSession, inputs: dict) -> dict:
+    """Runs a program. Names that are inputs and outputs at once carry a prefix."""
+    feed = {value.name: inputs[value.name.removeprefix("input.")] for value in session.get_inputs()}
+    names = [value.name.removeprefix("output.") for value in session.get_outputs()]
+    return dict(zip(names, session.run(None, feed)))
+
+
+def open_session(model) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, prompts))
+    pad = torch.nn.functional.pad
+    ids = torch.stack([pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([pad(torch.ones_like(prompt), (longest - len(prompt), 0)) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def export(model, sample: dict[str, torch.Tensor], folder) -> list[onnxruntime.InferenceSession]:
+    """Returns the programs of the prompt and of one more token, exported by Transformers with a mask."""
+    inputs = {name: sample[name] for name in ("input_ids", "attention_mask")}
+    exported = OnnxExporter().export_for_generation(model, inputs, OnnxConfig(dynamic=True))
+    exported.save_pretrained(folder)
+    return [open_session(str(folder / f"{name}.onnx")) for name in ("prefill", "decode")]
+
+
+def decode_greedily(model, prefill, decode, prompts: list[torch.Tensor], steps: int) -> tuple[float, torch.Tensor]:
+    """Runs both programs on a padded batch; returns the largest error of a logit, and the tokens `(batch, steps)`."""
+    inputs = left_padded(prompts)
+    texts, mask, found = inputs["input_ids"], inputs["attention_mask"], []
+    outputs = run(prefill, {name: value.numpy() for name, value in inputs.items()})
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    error = (torch.from_numpy(outputs["logits"]) - expected)[mask.bool()].abs().max().item()
+    for _ in range(steps):
+        new = torch.from_numpy(outputs["logits"])[:, -1:].argmax(-1)
+        found.append(new)
+        texts, mask = torch.cat([texts, new], dim=1), torch.cat([mask, torch.ones_like(new)], dim=1)
+        step = {"input_ids": new, "attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+        outputs = run(decode, {**outputs, **{name: value.numpy() for name, value in step.items()}})
+        with torch.no_grad():
+            expected = model(texts, attention_mask=mask, use_cache=False).logits[:, -1]
+        error = max(error, (torch.from_numpy(outputs["logits"])[:, -1] - expected).abs().max().item())
+    return error, torch.cat(found, dim=1)
+
+
+def test_prompt_and_decoding(mixed, tmp_path):
+    """Logits of a padded batch, and the tokens of a greedy loop over the exported decode step."""
+    model, tokenizer = NLQForCausalLM.from_pretrained(mixed), AutoTokenizer.from_pretrained(mixed)
+    words = tokenizer("one two three four five six seven eight nine ten", return_tensors="pt").input_ids[0]
+    programs = export(model, left_padded([words[:6], words[2:6]]), tmp_path)
+    prompts = [words, words[3:], words[1:8]]
+    error, tokens = decode_greedily(model, *programs, prompts, steps=8)
+    assert error < LIMIT
+    assert tokens.tolist() == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(GROUPS)), ids=["+".join(group) for group in GROUPS])
+def test_every_activation(number, make_model, tmp_path):
+    """The full table of docs/export.md: run with `-m slow -rP` to print the errors."""
+    layers = {
+        index: {**KINDS[kind], "query_projection": PROJECTIONS[(number + index) % len(PROJECTIONS)]}
+        for index, kind in enumerate(GROUPS[number])
+    }
+    positions = ("learned", "rope", "none")[number % 3]
+    model = make_model(
+        implementation="nlq",
+        position_embedding=positions,
+        max_position_embeddings=64,
+        num_hidden_layers=len(layers),
+        per_layer_config=layers,
+    )
+    ids = torch.randint(1, 13, (2, 6))
+    programs = export(model, left_padded([ids[0], ids[1, 2:]]), tmp_path)
+    prompts = list(torch.randint(1, 13, (4, 17)))
+    error, _ = decode_greedily(model, *programs, [prompts[0], prompts[1][5:], prompts[2][14:]], steps=4)
+    print(f"{', '.join(GROUPS[number])}; {positions}: {error:.1e}")
+    assert error < LIMIT
+
+
+def padded(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 300, (rows, length))
+    mask = (torch.arange(length) >= torch.arange(rows)[:, None] + 1).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def packed(*documents: int) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(length) for length in documents]).expand(2, -1).contiguous()
+    return {"input_ids": torch.randint(1, 300, positions.shape), "position_ids": positions}
+
+
+@pytest.mark.parametrize(
+    "sample, others",
+    [
+        pytest.param(padded(2, 5), [padded(3, 9), padded(1, 40)], id="padded"),
+        pytest.param(packed(3, 4), [packed(2, 5, 3), packed(12)], id="packed", marks=pytest.mark.slow),
+    ],
+)
+def test_pytorch_exporter(sample, others, mixed):
+    """`torch.onnx.export` without Transformers' patches of PyTorch."""
+    model = NLQForCausalLM.from_pretrained(mixed)
+    model.config.use_cache = False
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.config.max_position_embeddings)
+    program = torch.onnx.export(
+        model,
+        (),
+        kwargs=sample,
+        dynamic_shapes={name: {0: batch, 1: length} for name in sample},
+        input_names=list(sample),
+        output_names=["logits"],
+        dynamo=True,
+    )
+    session = open_session(program.model_proto.SerializeToString())
+    for inputs in others:
+        logits = torch.from_numpy(run(session, {name: value.numpy() for name, value in inputs.items()})["logits"])
+        assert logits.isfinite().all()  # padded tokens included
+        with torch.no_grad():
+            expected = model(**inputs).logits
+        kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        assert (logits - expected)[kept].abs().max() < LIMIT
+
+
+REMOTE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+sample = tokenizer("three four five six", return_tensors="pt").input_ids
+exported = OnnxExporter().export_for_generation(model, {"input_ids": sample}, OnnxConfig(dynamic=True))
+prefill, decode = (exported.runners[name] for name in ("prefill", "decode"))
+ids = tokenizer("one two three", return_tensors="pt").input_ids
+positions = torch.arange(ids.shape[1])[None]
+outputs = prefill(input_ids=ids, position_ids=positions, past_key_values=DynamicCache(config=model.config))
+found = []
+for _ in range(8):
+    new = outputs.logits[:, -1:].argmax(-1)
+    found.append(new.item())
+    cache = outputs.past_key_values
+    positions = torch.tensor([[cache.get_seq_length()]])
+    outputs = decode(input_ids=new, position_ids=positions, past_key_values=cache)
+print(found)
+"""
+
+
+def test_remote_code(trained):
+    """Transformers' runner, for linear attention: no layer has keys, whose length would tell how many tokens are cached."""
+    folder = trained("linear_attention", "nonlinear")
+    model, tokenizer = NLQForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]
+    done = run_script(REMOTE, folder, package=False)
+    assert done.stdout.splitlines()[-1] == str(greedy(model, prompt, 8)), done.stdout

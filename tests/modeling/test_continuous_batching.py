@@ -1,0 +1,338 @@
+"""Continuous batching: the paged form of the activations against the formulas, `generate_batch` against greedy decoding."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.client_cases import greedy
+from support.reference import weights_of_query
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq, backends_nlq, register_attention_activation
+from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.backends_nlq import paged_attention_forward, sdpa_with_sink_forward
+
+
+HEADS, KEY_VALUE_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.5
+# Cached and new tokens of each request: a prompt, a decoded token, and a chunk of a prompt
+REQUESTS = ((0, 3), (4, 1), (2, 2))
+PADDING = 2
+VOCABULARY = 60
+POSITIONS = 64
+
+
+class Cache:
+    """Stands for Transformers' paged cache: it returns the keys and values of all requests, and some of padding."""
+
+    def __init__(self, key, value):
+        self.states = key, value
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        return self.states
+
+
+def paged_inputs():
+    """Query, key, value and mask `(1, 1, query, key)` of `REQUESTS`, with padding whose keys would change any sum."""
+    generator = torch.Generator().manual_seed(0)
+    query_length = sum(new for _, new in REQUESTS) + PADDING
+    key_length = sum(cached + new for cached, new in REQUESTS) + PADDING
+    query = torch.randn(1, HEADS, query_length, HEAD_DIM, generator=generator)
+    key, value = torch.randn(2, 1, KEY_VALUE_HEADS, key_length, HEAD_DIM, generator=generator)
+    key[:, :, -PADDING:], value[:, :, -PADDING:] = 50.0, 1e3
+    mask = torch.full((1, 1, query_length, key_length), torch.finfo(torch.float32).min)
+    first_query = first_key = 0
+    for cached, new in REQUESTS:
+        for index in range(new):
+            mask[..., first_query + index, first_key : first_key + cached + index + 1] = 0.0
+        first_query, first_key = first_query + new, first_key + cached + new
+    return query, key, value, mask
+
+
+def expected_output(name, normalization, sink):
+    """The output `(1, query, heads, head_dim)` of `paged_inputs`, one query after the other, in float64; 0 for padding."""
+    query, key, value, _ = (tensor.double() for tensor in paged_inputs())
+    output = torch.zeros(1, query.shape[2], HEADS, HEAD_DIM, dtype=torch.float64)
+    layer = SimpleNamespace(attention_activation=name, attention_normalization=normalization)
+    first_query = first_key = 0
+    for cached, new in REQUESTS:
+        for index in range(new):
+            seen = slice(first_key, first_key + cached + index + 1)
+            for head in range(HEADS):
+                shared = head * KEY_VALUE_HEADS // HEADS
+                scores = SCALING * key[0, shared, seen] @ query[0, head, first_query + index]
+                weights = weights_of_query(layer, scores, None if sink is None else sink[head].double())
+                output[0, first_query + index, head] = weights @ value[0, shared, seen]
+        first_query, first_key = first_query + new, first_key + cached + new
+    return output
+
+
+def paged_output(function, name, normalization=None, sink=None):
+    row = get_attention_activation(name)
+    module = SimpleNamespace(
+        activation=row,
+        normalization=normalization or row.normalization,
+        num_key_value_groups=HEADS // KEY_VALUE_HEADS,
+        training=False,
+        sink=sink,
+        attention_sink=None if sink is None else "learned",
+        is_causal=True,
+        layer_idx=0,
+    )
+    query, key, value, mask = paged_inputs()
+    new = slice(0, query.shape[2])  # the cache has them all, so the new keys and values are not read
+    return function(module, query, key[:, :, new], value[:, :, new], mask, scaling=SCALING, cache=Cache(key, value))[0]
+
+
+SINK = torch.tensor([-1.0, 0.0, 1.0, 3.0])
+FORMS = [
+    *(
+        pytest.param(paged_attention_forward, name, None, None, id=name)
+        for name in ("sigmoid", "tanh", "sparsemax", "entmax15")
+    ),
+    pytest.param(paged_attention_forward, "squared", "sum", None, id="squared-sum"),
+    pytest.param(paged_attention_forward, "softplus", "length", None, id="softplus-length"),
+    pytest.param(paged_attention_forward, "softmax", None, SINK, id="softmax-sink"),
+    pytest.param(sdpa_with_sink_forward, "softmax", None, SINK, id="sdpa-sink"),
+]
+
+
+@pytest.mark.parametrize("function, name, normalization, sink", FORMS)
+def test_paged_form(function, name, normalization, sink):
+    output = paged_output(function, name, normalization, sink)
+    torch.testing.assert_close(output, expected_output(name, normalization, sink).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_without_sinks_is_transformers(monkeypatch):
+    monkeypatch.setattr(backends_nlq, "eager_paged_attention_forward", lambda *args, **kwargs: ("Transformers", None))
+    assert paged_output(paged_attention_forward, "softmax") == "Transformers"
+    assert isinstance(paged_output(paged_attention_forward, "sigmoid"), torch.Tensor)
+    monkeypatch.setattr(backends_nlq, "sdpa_attention_forward", lambda *args, cache, **kwargs: (cache, None))
+    assert isinstance(paged_output(sdpa_with_sink_forward, "softmax"), Cache)
+
+
+def make_model(**switches) -> NLQForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS}
+    # Large weights: the greedy tokens vary, and differ by more than rounding
+    model = NLQForCausalLM(NLQConfig(**{**sizes, **heads, "initializer_range": 0.3, **switches})).eval()
+    for layer in model.model.layers:
+        if getattr(layer.self_attn, "attention_sink", None) == "learned":
+            torch.nn.init.normal_(layer.self_attn.sink_bias)
+    return model
+
+
+def draw_prompts() -> list[list[int]]:
+    """Prompts of several lengths; the last three share a prefix of several blocks."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (3, 17, 1, 30, 8)]
+    return [*prompts, prompts[3][:22], prompts[3]]
+
+
+PROMPTS = draw_prompts()
+
+
+def run(model, prompts=PROMPTS, batching=None, **generation) -> list[list[int]]:
+    """The new tokens of `generate_batch`, with blocks of 4 tokens and prompts computed in chunks of at most 16 tokens."""
+    generation_config = GenerationConfig(
+        **{"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **generation}
+    )
+    sizes = {"num_blocks": 40, "max_batch_tokens": 16, "page_size": 4, **(batching or {})}
+    outputs = model.generate_batch(
+        prompts, generation_config=generation_config, continuous_batching_config=ContinuousBatchingConfig(**sizes)
+    )
+    assert [output.error for output in outputs.values()] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+def expected_tokens(model, prompts=PROMPTS, new_tokens=6) -> list[list[int]]:
+    tokens = [greedy(model, torch.tensor(prompt), new_tokens) for prompt in prompts]
+    assert len({token for row in tokens for token in row}) > 5  # a model that repeats one token would hide errors
+    return tokens
+
+
+CASES = {
+    "softmax": {},
+    "softmax_eager": {"attn_implementation": "eager"},
+    "sink": {"attention_sink": "learned"},
+    "sigmoid_rope": {"attention_activation": "sigmoid", "position_embedding": "rope"},
+    "squared": {"attention_activation": "squared"},
+    "entmax15_no_positions": {"attention_activation": "entmax15", "position_embedding": "none"},
+    "mixed": {"attention_activation": "relu", "per_layer_config": {1: {"attention_activation": "softmax"}}},
+}
+
+
+@pytest.mark.parametrize("switches", CASES.values(), ids=CASES)
+def test_tokens_are_those_of_greedy_decoding(switches):
+    model = make_model(**switches)
+    prompt = torch.tensor(PROMPTS[3:4])
+    implementation, logits = model.config._attn_implementation, model(prompt).logits
+    assert run(model) == expected_tokens(model)
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(model(prompt).logits, logits)
+
+
+def test_registered_activation(monkeypatch):
+    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
+    register_attention_activation("cauchy", lambda scores: 1 / (1 + scores.square()), normalization="length")
+    model = make_model(attention_activation="cauchy")
+    assert run(model) == expected_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def sigmoid():
+    return make_model(attention_activation="sigmoid")
+
+
+def flash_stand_in(module, query, key, value, attention_mask, scaling, cache=None, **kwargs):
+    """What flash attention computes from the lengths that Transformers gives it, where it is not installed."""
+    if cache is None:
+        return sdpa_with_sink_forward(module, query, key, value, attention_mask, scaling)
+    assert attention_mask is None
+    key, value = cache.update(key, value, module.layer_idx, kwargs)
+    outputs = []
+    starts = [kwargs[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    for first, last, first_key, last_key in zip(starts[0], starts[0][1:], starts[1], starts[1][1:]):
+        visible = torch.ones(last - first, last_key - first_key, dtype=torch.bool).tril(last_key - first_key - (last - first))
+        states = query[:, :, first:last], key[:, :, first_key:last_key], value[:, :, first_key:last_key]
+        outputs.append(sdpa_with_sink_forward(module, *states, visible[None, None], scaling)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def test_flash_attention_gets_the_lengths_of_the_requests(monkeypatch):
+    model = make_model()
+    expected = expected_tokens(model)
+    name = "flash_attention_2"
+    row = dataclasses.replace(backends_nlq.ATTENTION_BACKENDS[name], function=flash_stand_in)
+    monkeypatch.setitem(backends_nlq.ATTENTION_BACKENDS, name, row)
+    monkeypatch.setattr(NLQForCausalLM, "set_attn_implementation", None)  # nothing has to be changed
+    model.config._attn_implementation = name
+    assert run(model) == expected
+
+
+def test_end_of_text_one_token_and_several_sequences(sigmoid):
+    expected = expected_tokens(sigmoid)
+    end = expected[0][2]
+    ended = [row[: row.index(end) + 1] if end in row else row for row in expected]
+    assert run(sigmoid, eos_token_id=end) == ended != expected
+    assert run(sigmoid, max_new_tokens=1) == [row[:1] for row in expected]
+    # The only sampling whose tokens are known
+    assert run(sigmoid, do_sample=True, top_k=1, num_return_sequences=2) == [row for row in expected for _ in range(2)]
+
+
+def test_cache_that_is_too_small_for_all_requests(sigmoid):
+    assert run(sigmoid, batching={"num_blocks": 11, "max_batch_tokens": 5}) == expected_tokens(sigmoid)
+
+
+def test_padded_batches_and_warm_up(sigmoid):
+    """Static shapes, as for CUDA graphs and compilation: the row is padded, and so is what it reads from the cache."""
+    expected = expected_tokens(sigmoid)
+    sizes = {"num_blocks": 40, "page_size": 4, "q_padding_interval_size": 8, "kv_padding_interval_size": 16}
+    # A warm-up fills all of a batch by one request, which then has more tokens than there are learned positions
+    batching = ContinuousBatchingConfig(max_batch_tokens=POSITIONS + 16, **sizes)
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    manager = sigmoid.init_continuous_batching(generation, batching)
+    manager.warmup()
+    runner = manager.batch_processor.model_runner
+    runner.pad_inputs = True  # Transformers does so on accelerators
+    with torch.no_grad():
+        assert runner.run_one_warmup(sigmoid, POSITIONS + 16, 0) > 0.0  # 0.0 if it failed
+    manager.batch_processor.cache.reset()
+    finite = []
+    hook = sigmoid.model.register_forward_hook(lambda module, _, output: finite.append(output[0].isfinite().all().item()))
+    manager.start()
+    ids = manager.add_requests(PROMPTS)
+    tokens = {}
+    while len(tokens) < len(ids):
+        result = manager.get_result(timeout=60)
+        tokens[result.request_id] = result.generated_tokens
+    manager.stop()
+    hook.remove()
+    assert [tokens[name] for name in ids] == expected
+    assert finite and all(finite)
+
+
+def test_model_can_be_called_while_requests_run(sigmoid):
+    implementation, prompt = sigmoid.config._attn_implementation, torch.tensor(PROMPTS[1:2])
+    logits, expected = sigmoid(prompt).logits, expected_tokens(sigmoid)
+    batching = ContinuousBatchingConfig(num_blocks=40, max_batch_tokens=16, page_size=4)
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    with sigmoid.continuous_batching_context_manager(generation, continuous_batching_config=batching) as manager:
+        ids = [manager.add_request(prompt, streaming=True) for prompt in PROMPTS[:2]]
+        torch.testing.assert_close(sigmoid(prompt).logits, logits)
+        ids += [manager.add_request(PROMPTS[2], max_new_tokens=2)]
+        tokens = {}
+        while len(tokens) < 3:
+            result = manager.get_result(timeout=60)
+            if result.is_finished():
+                tokens[result.request_id] = result.generated_tokens
+    assert [tokens[name] for name in ids] == [*expected[:2], expected[2][:2]]
+    assert sigmoid.config._attn_implementation == implementation
+
+
+def test_requests_end_at_the_last_learned_position(sigmoid):
+    prompt = [index % VOCABULARY for index in range(POSITIONS - 3)]
+    assert run(sigmoid, [prompt], max_new_tokens=20) == [greedy(sigmoid, torch.tensor(prompt), 4)]
+    assert run(sigmoid, [prompt * 2][:0]) == []
+    with pytest.raises(ValueError, match=f"a prompt of {POSITIONS + 1} tokens is longer than .* max_position_embeddings=64$"):
+        run(sigmoid, [[1], [1] * (POSITIONS + 1)])
+    rope = make_model(attention_activation="sigmoid", position_embedding="rope")
+    assert len(run(rope, [[1] * (POSITIONS + 1)])[0]) == 6
+
+
+class TestRefused:
+    @pytest.mark.parametrize("start", ["generate_batch", "init_continuous_batching"])
+    @pytest.mark.parametrize("layers", [(0, 1), (1,)], ids=["linear", "hybrid"])
+    def test_linear_attention(self, layers, start):
+        switches = {layer: {"attention_activation": "linear_attention"} for layer in layers}
+        model = make_model(attention_activation="sigmoid", per_layer_config=switches)
+        numbers = ", ".join(map(str, layers))
+        message = rf"^attention_activation='linear_attention' \(layer {numbers}\) has no continuous batching: .*; use generate$"
+        with pytest.raises(ValueError, match=message):
+            getattr(model, start)(*([PROMPTS] if start == "generate_batch" else []))
+        assert model.config._attn_implementation == "nlq"
+
+    def test_backend_without_paged_cache(self):
+        model = make_model(attention_activation="sigmoid", attn_implementation="nlq_tiled")
+        with pytest.raises(
+            ValueError, match=r"^attn_implementation='nlq_tiled' has no continuous batching; use one of nlq, eager$"
+        ):
+            run(model)
+        with pytest.raises(
+            ValueError, match=r"^attn_implementation='nlq_tiled' takes no paged cache; start continuous batching"
+        ):
+            model(torch.tensor([[1]]), position_ids=torch.tensor([[0]]), cache=Cache(None, None), use_cache=False)
+        model = make_model(attn_implementation="flex_attention")
+        with pytest.raises(ValueError, match=r"use one of nlq, sdpa, eager$"):
+            run(model)
+
+    def test_backend_that_cannot_compute_the_activation(self, sigmoid):
+        for name in ("sdpa", "flash_attention_2"):
+            with pytest.raises(
+                ValueError, match=f"{name}' cannot compute attention_activation='sigmoid'.* use one of nlq, eager,"
+            ):
+                sigmoid.set_attn_implementation(name)
+        model = make_model(attention_activation="sigmoid")
+        model.config._attn_implementation = "sdpa"  # past the check above
+        with pytest.raises(ValueError, match="'sdpa' cannot compute attention_activation='sigmoid'"):
+            run(model)
+
+    def test_prompt_without_tokens(self, sigmoid):
+        with pytest.raises(ValueError, match="a prompt contains no tokens"):
+            run(sigmoid, [[1], []])
+
+    def test_failure_before_the_start_leaves_the_model_as_it_was(self, sigmoid):
+        implementation = sigmoid.config._attn_implementation
+        with pytest.raises(RuntimeError, match=r"device.type = 'cpu'"):
+            run(sigmoid, batching={"use_async_batching": True})
+        with pytest.raises(ValueError, match="page_size must be at least"):
+            run(sigmoid, batching={"page_size": 1})
+        assert sigmoid.config._attn_implementation == implementation
+
+
+def test_transformers_switches_to_flash_attention_where_it_computes_the_model(sigmoid):
+    assert make_model()._supports_flash_attn
+    assert not sigmoid._supports_flash_attn
+    assert not make_model(attention_sink="zero")._supports_flash_attn
+    assert make_model(per_layer_config={1: {"attention_activation": "linear_attention"}})._supports_flash_attn

@@ -1,0 +1,187 @@
+"""Exported programs: PyTorch's own operators only, and the model's numbers at other lengths, batch sizes and paddings.
+
+`tests/clients` runs such programs in ONNX Runtime and ExecuTorch.
+"""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.grids import grid
+from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS, SWITCHES, VOCABULARY
+from transformers import DynamicCache
+from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
+
+
+KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **SPARSE_KINDS, **LINEAR_KINDS}
+# With a name, PyTorch refuses a program that would fix a length
+BATCH, LENGTH = torch.export.Dim("batch"), torch.export.Dim("length", max=32)
+# As close as float32 gets: the program takes other paths than the model
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def operators(program: torch.export.ExportedProgram) -> set[str]:
+    """The namespaces of all operators of a program."""
+    graphs = [part.graph for part in program.graph_module.modules() if hasattr(part, "graph")]
+    targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert targets
+    return {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)}
+
+
+def batch_of(rows: int, length: int, padding: int = 0, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random tokens and a mask. The rows begin with `padding` padded tokens, one less from row to row."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : max(padding - row, 0)] = 0
+    return {"input_ids": torch.randint(VOCABULARY, (rows, length), generator=generator), "attention_mask": mask}
+
+
+def check(program, model, inputs) -> None:
+    with torch.no_grad():
+        expected, found = model(**inputs).logits, program.module()(**inputs).logits
+    kept = inputs["attention_mask"].bool() if "attention_mask" in inputs else slice(None)
+    torch.testing.assert_close(found[kept], expected[kept], **TOLERANCE)
+    assert found.isfinite().all()
+
+
+def export(model, inputs, strict: bool = False) -> torch.export.ExportedProgram:
+    shapes = {name: {0: BATCH, 1: LENGTH} for name in inputs}
+    with torch.no_grad():
+        return torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=strict)
+
+
+def groups(names: list[str], size: int) -> list[list[str]]:
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+# Several kinds of layers in one model, each with another query, because an export takes seconds
+@pytest.mark.parametrize("kinds", groups(list(KINDS), 6), ids="+".join)
+def test_prompt(kinds, make_model):
+    """Exported with one padding and length, run with others."""
+    layers = {
+        index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]} for index, kind in enumerate(kinds)
+    }
+    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=len(kinds), per_layer_config=layers)
+    program = export(model, batch_of(2, 5, padding=2))
+    assert operators(program) == {"aten"}
+    check(program, model, batch_of(3, 11, padding=4))
+    check(program, model, batch_of(2, 7))
+
+
+def test_switches(make_model):
+    switches = {**SWITCHES["everything_after_the_heads"], "num_key_value_heads": 2, "position_embedding": "rope"}
+    layers = {0: {**KINDS["sigmoid"], "qk_norm": "l2"}, 1: {**KINDS["linear_learned"], "qk_norm": "rms"}}
+    model = make_model(implementation="nlq", use_cache=False, query_projection="linear", per_layer_config=layers, **switches)
+    program = export(model, batch_of(2, 5, padding=2))
+    check(program, model, batch_of(3, 11, padding=4))
+
+
+def test_a_sample_without_padding(make_model):
+    """A mask of ones in the sample is not taken for "no padding"."""
+    layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax_sink_learned"]}
+    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=3, per_layer_config=layers)
+    check(export(model, batch_of(2, 5)), model, batch_of(3, 11, padding=4))
+
+
+def test_packed_documents(make_model):
+    """Documents begin elsewhere, and are more, than in the sample; `n_i` is counted in each document."""
+    layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax"]}
+    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=3, per_layer_config=layers)
+
+    def packed(*lengths):
+        positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1).contiguous()
+        return {"input_ids": batch_of(*positions.shape)["input_ids"], "position_ids": positions}
+
+    program = export(model, packed(3, 4))
+    assert not any("cummax" in str(node.target) for node in program.graph.nodes)  # which ONNX lacks
+    for lengths in ((5, 2, 4), (9,)):
+        check(program, model, packed(*lengths))
+
+
+@pytest.mark.parametrize("implementation", ["nlq_tiled", "nlq_triton", "flex_attention"])
+def test_implementations(implementation, make_model):
+    """A backend with operators or kernels of its own exports as the formula."""
+    model = make_model(implementation=implementation, use_cache=False, attention_activation="squared")
+    program = export(model, batch_of(2, 5, padding=2))
+    assert operators(program) == {"aten"}
+    model.set_attn_implementation("eager")  # the others need a GPU, or no mask
+    check(program, model, batch_of(3, 11, padding=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "squared", "linear_fixed"])
+def test_strict(kind, make_model):
+    model = make_model(implementation="nlq", use_cache=False, **KINDS[kind])
+    program = export(model, batch_of(2, 5, padding=2), strict=True)
+    assert operators(program) == {"aten"}
+    check(program, model, batch_of(3, 11, padding=4))
+
+
+DECODING = {
+    "softmax": {0: KINDS["softmax"], 1: KINDS["softmax_sink_learned"]},
+    "elementwise": {0: KINDS["sigmoid"], 1: KINDS["squared"]},
+    "linear": {0: KINDS["linear_learned"], 1: KINDS["linear"]},  # without keys, whose length would tell the number of tokens
+    "mixed": {0: KINDS["linear_fixed"], 1: KINDS["sigmoid"]},
+}
+
+
+@pytest.mark.parametrize(
+    "layers, padding",
+    grid({"layers": DECODING, "padding": {"": 0, "padded": 2}}, strength=1),
+)
+def test_cached_tokens(layers, padding, make_model):
+    """The cache is an input and an output. Its length, the batch and the number of new tokens differ from the sample's."""
+    model = make_model(implementation="nlq", position_embedding="rope", num_key_value_heads=2, per_layer_config=layers)
+    register_cache_pytrees_for_model(model)
+
+    def step(rows, cached, new, padding):
+        """The tokens and positions of a whole text, and the arguments of a step that adds the last ones."""
+        text = batch_of(rows, cached + new, padding)
+        text["position_ids"] = (text["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        if not padding:
+            del text["attention_mask"]
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(**{name: value[:, :cached] for name, value in text.items()}, past_key_values=cache)
+        inputs = {name: value if name == "attention_mask" else value[:, cached:] for name, value in text.items()}
+        return text, {**inputs, "past_key_values": cache}
+
+    _, sample = step(2, 5, 2, padding)
+    shapes = get_auto_dynamic_shapes(sample)
+    with torch.no_grad():
+        program = torch.export.export(model, (), sample, dynamic_shapes=shapes)
+    assert operators(program) == {"aten"}
+    for rows, cached, new in ((3, 9, 3), (2, 6, 1)):
+        text, inputs = step(rows, cached, new, 4 if padding else 0)
+        with torch.no_grad():
+            expected = model(**text, use_cache=False).logits[:, cached:]
+            outputs = program.module()(**inputs)
+        torch.testing.assert_close(outputs.logits, expected, **TOLERANCE)
+        assert outputs.past_key_values.get_seq_length() == cached + new
+
+
+LOAD = """
+import sys
+sys.modules["modeling_nlq"] = None
+import torch
+import transformers.modeling_outputs
+
+program = torch.export.load(sys.argv[1])
+inputs, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(**inputs)["logits"], expected, rtol=1e-4, atol=1e-5)
+print("equal")
+"""
+
+
+def test_loads_without_this_code(make_model, tmp_path):
+    model = make_model(implementation="nlq", use_cache=False, **KINDS["sigmoid"])
+    torch.export.save(export(model, batch_of(2, 5, padding=2)), tmp_path / "program.pt2")
+    inputs = batch_of(3, 11, padding=4)
+    with torch.no_grad():
+        torch.save((inputs, model(**inputs).logits), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "program.pt2"), str(tmp_path / "expected.pt")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
