@@ -77,7 +77,8 @@ def test_data_parallel(trained, tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(rows.tolist()))
     run_script(TRAINING, tmp_path / "one.json", tmp_path / "rows.json", *folders)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_script(TRAINING, tmp_path / "two.json", tmp_path / "rows.json", *folders, package=False, launcher=launcher)
+    options = {"package": False, "launcher": launcher, "script_folder": tmp_path}
+    run_script(TRAINING, tmp_path / "two.json", tmp_path / "rows.json", *folders, **options)
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
     assert len(one) == 2 * len(folders)
     for name, losses in one.items():
