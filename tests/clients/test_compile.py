@@ -1,0 +1,76 @@
+"""torch.compile and torch.export: one graph without breaks, under an adapter too, whose numbers are the model's."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.client_cases import CASES, TEXT, make_tokenizer, run_script
+from transformers import AutoModelForCausalLM
+
+
+IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:36]).view(3, 12)
+# Tracing linear attention takes half a minute, and tests/modeling/test_model.py does it
+WITH_WEIGHTS = CASES[:3]
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    torch.compiler.reset()
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("activation, query", WITH_WEIGHTS)
+def test_compile(activation, query, adapter, trained):
+    """Losses and gradients. `aot_eager` traces both passes as every compiler does, and generates no code."""
+    gradients = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = load(trained(activation, query)).train()
+        if adapter:
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        forward(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        gradients.append([value.grad for value in model.parameters() if value.requires_grad])
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    for first, second in zip(*gradients):
+        torch.testing.assert_close(second, first, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation, query", WITH_WEIGHTS)
+def test_export(activation, query, trained):
+    """A program with a dynamic batch and length."""
+    model = load(trained(activation, query))
+    sizes = {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("length", min=2, max=64)}
+    inputs = {"input_ids": IDS, "use_cache": False}
+    program = torch.export.export(model, (), inputs, dynamic_shapes={"input_ids": sizes, "use_cache": None})
+    for ids in (IDS, IDS[:2, :7], IDS.repeat(2, 3)):
+        result = program.module()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(result, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-4)
+
+
+REMOTE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+folder, root = sys.argv[1:]
+ids = torch.load(f"{root}/ids.pt")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+with torch.no_grad():
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, use_cache=False).logits
+    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+    torch.save([compiled, exported.module()(input_ids=ids, use_cache=False).logits], f"{root}/logits.pt")
+"""
+
+
+def test_remote_code(trained, tmp_path):
+    folder = trained("sigmoid", "nonlinear")
+    torch.save(IDS, tmp_path / "ids.pt")
+    run_script(REMOTE, folder, tmp_path, package=False)
+    with torch.no_grad():
+        expected = load(folder)(IDS, use_cache=False).logits
+    for result in torch.load(tmp_path / "logits.pt"):
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,85 @@
+"""torchao: int8 weights, alone and under a LoRA."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.client_cases import CASES, TEXT, greedy, make_tokenizer, run_script
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+
+IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
+SCHEMES = {"weights": Int8WeightOnlyConfig, "weights_and_activations": Int8DynamicActivationInt8WeightConfig}
+
+
+def load(folder, scheme=None):
+    options = {} if scheme is None else {"quantization_config": TorchAoConfig(SCHEMES[scheme]())}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def linear_layers(model) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("activation, query", CASES)
+def test_torchao(activation, query, scheme, trained, tmp_path):
+    """Every linear layer is quantized, those of `f` too, and nothing else changes."""
+    folder = trained(activation, query)
+    by_hand = load(folder)
+    quantize_(by_hand, SCHEMES[scheme](), filter_fn=lambda module, name: name in linear_layers(by_hand))
+    model = load(folder, scheme)
+    assert all(type(model.get_submodule(name).weight).__name__ == "Int8Tensor" for name in linear_layers(model))
+    torch.testing.assert_close(logits(model), logits(by_hand), atol=0, rtol=0)
+    assert 0 < (logits(model) - logits(load(folder))).abs().max() < 0.5
+    out = model.generate(IDS[:1], max_new_tokens=6, do_sample=False)
+    assert out[0, IDS.shape[1] :].tolist() == greedy(model, IDS[0], 6)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(load(tmp_path)), logits(model), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("activation, query", CASES)
+def test_lora_on_int8(activation, query, trained, tmp_path):
+    folder = trained(activation, query)
+    model = get_peft_model(load(folder, "weights"), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    torch.testing.assert_close(logits(model.eval()), logits(load(folder, "weights")), atol=0, rtol=0)
+    optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=IDS.flip(1), labels=IDS.flip(1)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(load(folder, "weights"), tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), atol=0, rtol=0)
+
+
+REMOTE = """
+import sys
+import torch
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+folder, root = sys.argv[1:]
+config = TorchAoConfig(Int8WeightOnlyConfig())
+model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, trust_remote_code=True)
+with torch.no_grad():
+    torch.save(model(torch.load(f"{root}/ids.pt")).logits, f"{root}/logits.pt")
+model.save_pretrained(f"{root}/saved")
+"""
+
+
+def test_remote_code(trained, tmp_path):
+    folder = trained("sigmoid", "nonlinear")
+    torch.save(IDS, tmp_path / "ids.pt")
+    run_script(REMOTE, folder, tmp_path, package=False)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(load(folder, "weights")), atol=0, rtol=0)
+    torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(load(folder, "weights")), atol=0, rtol=0)
