@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, is_peft_available, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
@@ -42,6 +42,9 @@ from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
 from .parallel_nlq import check_sizes, own_heads, own_layers
 
+
+if is_peft_available():
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 logger = logging.get_logger(__name__)
 
@@ -575,6 +578,10 @@ for _names, _class in (
     (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, NLQForQuestionAnswering),
 ):
     _names.setdefault(NLQConfig.model_type, _class.__name__)
+
+# PEFT reads the layers that LoRA adapts by default from a table of its own. These are its values for Llama.
+if is_peft_available():
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(NLQConfig.model_type, ["q_proj", "v_proj"])
 
 __all__ = [
     "NLQForCausalLM",

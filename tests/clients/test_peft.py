@@ -528,7 +528,9 @@ def test_documented_scripts(conversions, trained, tmp_path, monkeypatch):
     torch.testing.assert_close(logits(names["model"]), after, atol=0, rtol=0)
 
 
-def test_no_default_target(trained):
-    model = load(trained("sigmoid", "nonlinear"))
-    with pytest.raises(ValueError, match="Please specify `target_modules` or `target_parameters`"):
-        get_peft_model(model, LoraConfig(**LORA))
+def test_default_targets(trained):
+    """Without `target_modules`, LoRA adapts what it adapts in a Llama."""
+    for query, expected in (("upcycled", {"q_proj", "v_proj"}), ("nonlinear", {"v_proj"})):
+        model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
+        adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
+        assert adapted == expected
