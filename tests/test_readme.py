@@ -78,8 +78,8 @@ def test_table_of_backends():
     rows = {}
     for line in ATTENTION.read_text().split("## Backends")[1].splitlines():
         if line.startswith("| `"):
-            names, _, _, dropout, weights = (cell.strip() for cell in line.strip("|").split("|"))
-            first, *rest = re.findall(r"`(\w+)`", names)
+            names, _, _, dropout, weights = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
+            first, *rest = (name.replace("\\|", "|") for name in re.findall(r"`([\w\\|]+)`", names))
             rows |= dict.fromkeys([first, *(first[: -len(other)] + other for other in rest)], (dropout, weights))
     del rows["attn_implementation"]  # the head of the table
     assert set(rows) == {AUTOMATIC, *ATTENTION_BACKENDS}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support.grids import grid
+from support.grids import slow_except
 from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS, SWITCHES, VOCABULARY
 from transformers import DynamicCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
@@ -58,7 +58,13 @@ def groups(names: list[str], size: int) -> list[list[str]]:
 
 
 # Several kinds of layers in one model, each with another query, because an export takes seconds
-@pytest.mark.parametrize("kinds", groups(list(KINDS), 6), ids="+".join)
+GROUPS = groups(list(KINDS), 6)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(kinds, marks=[] if kinds is GROUPS[-1] else pytest.mark.slow, id="+".join(kinds)) for kinds in GROUPS],
+)
 def test_prompt(kinds, make_model):
     """Exported with one padding and length, run with others."""
     layers = {
@@ -71,6 +77,7 @@ def test_prompt(kinds, make_model):
     check(program, model, batch_of(2, 7))
 
 
+@pytest.mark.slow
 def test_switches(make_model):
     switches = {**SWITCHES["everything_after_the_heads"], "num_key_value_heads": 2, "position_embedding": "rope"}
     layers = {0: {**KINDS["sigmoid"], "qk_norm": "l2"}, 1: {**KINDS["linear_learned"], "qk_norm": "rms"}}
@@ -79,6 +86,7 @@ def test_switches(make_model):
     check(program, model, batch_of(3, 11, padding=4))
 
 
+@pytest.mark.slow
 def test_a_sample_without_padding(make_model):
     """A mask of ones in the sample is not taken for "no padding"."""
     layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax_sink_learned"]}
@@ -101,7 +109,7 @@ def test_packed_documents(make_model):
         check(program, model, packed(*lengths))
 
 
-@pytest.mark.parametrize("implementation", ["nlq_tiled", "nlq_triton", "flex_attention"])
+@pytest.mark.parametrize("implementation", slow_except(["nlq_tiled", "nlq_triton", "flex_attention"], ["nlq_tiled"]))
 def test_implementations(implementation, make_model):
     """A backend with operators or kernels of its own exports as the formula."""
     model = make_model(implementation=implementation, use_cache=False, attention_activation="squared")
@@ -128,13 +136,13 @@ DECODING = {
 }
 
 
-@pytest.mark.parametrize(
-    "layers, padding",
-    grid({"layers": DECODING, "padding": {"": 0, "padded": 2}}, strength=1),
-)
+@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("layers", slow_except(list(DECODING), ["mixed"]))
 def test_cached_tokens(layers, padding, make_model):
     """The cache is an input and an output. Its length, the batch and the number of new tokens differ from the sample's."""
-    model = make_model(implementation="nlq", position_embedding="rope", num_key_value_heads=2, per_layer_config=layers)
+    model = make_model(
+        implementation="nlq", position_embedding="rope", num_key_value_heads=2, per_layer_config=DECODING[layers]
+    )
     register_cache_pytrees_for_model(model)
 
     def step(rows, cached, new, padding):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from support.grids import slow_except
 from support.model_cases import LINEAR_SWITCHES, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
@@ -68,6 +67,7 @@ CASES = {
         },
     },
 }
+QUICK = ("sigmoid", "softmax", "layers_differ")
 SIZES = {
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
@@ -103,8 +103,14 @@ def check(cases, sizes, make_model, folder):
         assert max(differences.values()) < 1e-9, (name, differences)
 
 
-@pytest.mark.parametrize("sizes", slow_except(list(SIZES), ["tp2", "pp2"]))
+@pytest.mark.parametrize("sizes", ["tp2", "pp2"])
 def test_equals_one_process(sizes, make_model, tmp_path):
+    check({name: CASES[name] for name in QUICK}, SIZES[sizes], make_model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_split(sizes, make_model, tmp_path):
     check(CASES, SIZES[sizes], make_model, tmp_path)
 
 

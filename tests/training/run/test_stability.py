@@ -53,16 +53,19 @@ def capture_scores(model, position_ids):
     scores, heads_of, rotary, hooks = [], {}, {}, []
 
     def keep(name):
-        return lambda module, inputs, output: heads_of.update({name: output})
+        return lambda module, inputs, output: heads_of.update({name: heads_of.get(name, 0) + output})
 
     for layer in model.model.layers:
         for letter in "qk":
-            norm = getattr(layer.self_attn, f"{letter}_norm")
-            last = norm if norm is not None else getattr(layer.self_attn, f"{letter}_proj")
-            hooks.append(last.register_forward_hook(keep(letter)))
+            norm, linear, bottleneck = (getattr(layer.self_attn, f"{letter}_{name}") for name in ("norm", "proj", "bottleneck"))
+            terms = (linear, bottleneck) if norm is None else (norm,)
+            hooks += [module.register_forward_hook(keep(letter)) for module in terms if module is not None]
 
         def combine(module, inputs, output):
-            query, key = (heads_of[letter].unflatten(-1, (-1, module.head_dim)) for letter in "qk")
+            for letter, name in (("q", "query"), ("k", "key")):
+                if getattr(module, f"{letter}_norm") is None and module.projections[name].identity:
+                    keep(letter)(module, inputs, inputs[0])
+            query, key = (heads_of.pop(letter).unflatten(-1, (-1, module.head_dim)) for letter in "qk")
             query, key = (heads.reshape(*TOKENS.shape, -1, module.head_dim).transpose(1, 2) for heads in (query, key))
             if rotary:
                 query, key = rotate(query, *rotary["angles"]), rotate(key, *rotary["angles"])
