@@ -29,8 +29,11 @@ class NLQGenerationMixin(GenerationMixin):
         again.
 
         Raises:
-            ValueError: for linear attention, and if the model's `attn_implementation` has no continuous batching.
+            ValueError: for linear attention, for a pipeline stage, and if the model's `attn_implementation` has no continuous
+                batching.
         """
+        if hasattr(self, "_pp_stage"):
+            raise ValueError("continuous batching is not supported with pipeline parallelism; use tp_size, or generate")
         original = self.config._attn_implementation
         paged = choose_paged_implementation(self.config)
         if paged != original:

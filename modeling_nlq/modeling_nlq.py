@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, is_peft_available, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
@@ -40,11 +40,13 @@ from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
-from .parallel_nlq import check_sizes, own_heads, own_layers
+from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
 
 
-if is_peft_available():
+try:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+except ImportError:
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = {}
 
 logger = logging.get_logger(__name__)
 
@@ -302,6 +304,12 @@ class NLQPreTrainedModel(PreTrainedModel):
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
+    def save_pretrained(self, *args, **kwargs):
+        # diff with Llama: Transformers would write the layers of one stage, and no error
+        if hasattr(self, "_pp_stage"):
+            raise ValueError("save_pretrained: a pipeline stage holds some of the layers only; load without pp_size to save")
+        return super().save_pretrained(*args, **kwargs)
+
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         # The marks are attributes of modules, because Transformers calls this for modules only
@@ -339,12 +347,18 @@ class NLQPreTrainedModel(PreTrainedModel):
         if mesh_manager is None:
             return model
         check_sizes(model.config, distributed_config, can_be_staged=isinstance(model, NLQForCausalLM))
+        is_staged = distributed_config.pp_size > 1
+        if is_staged:
+            for module in (model, model.model):
+                module.forward = flat_keywords(module.forward)
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         if distributed_config.tp_size > 1 and model.tp_plan:
             for module in model.modules():
                 if hasattr(module, "tp_mesh"):
                     module.tp_mesh = mesh_manager.get_mesh("tp")
-        if distributed_config.pp_size > 1 and not model._pp_stage.pp_is_first_stage:
+        if is_staged:
+            model.forward = refuse_lost_outputs(model.forward)
+        if is_staged and not model._pp_stage.pp_is_first_stage:
             model.model.embed_positions = None
             model.model.dropout = nn.Identity()
             model._keys_to_ignore_on_load_unexpected.add(r"^model\.embed_positions\.")
@@ -580,8 +594,7 @@ for _names, _class in (
     _names.setdefault(NLQConfig.model_type, _class.__name__)
 
 # PEFT reads the layers that LoRA adapts by default from a table of its own. These are its values for Llama.
-if is_peft_available():
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(NLQConfig.model_type, ["q_proj", "v_proj"])
+TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(NLQConfig.model_type, ["q_proj", "v_proj"])
 
 __all__ = [
     "NLQForCausalLM",

@@ -8,7 +8,8 @@ Under pipeline parallelism, a process holds some of the layers. Transformers put
 other layer.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -64,6 +65,8 @@ def check_sizes(config: PreTrainedConfig, distributed_config: DistributedConfig,
             f"tp_size={tp_size} must divide num_attention_heads={config.num_attention_heads} and "
             f"num_key_value_heads={config.num_key_value_heads}"
         )
+    if tp_size > 1 and isinstance(distributed_config.tp_plan, dict):
+        raise ValueError("tp_plan: NLQ models are split by their own plan only; leave it out, or set it to 'auto'")
     if tp_size > 1 and pp_size > 1:
         # Transformers 5.23 looks for the layers of the other stages when it splits those of this one
         raise ValueError(f"tp_size={tp_size} with pp_size={pp_size} is not supported by Transformers; set one of them to 1")
@@ -76,3 +79,30 @@ def check_sizes(config: PreTrainedConfig, distributed_config: DistributedConfig,
 def own_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the layers that this pipeline stage computes; all of them without stages."""
     return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
+
+
+def flat_keywords(forward: Callable) -> Callable:
+    """Returns a `forward` that also takes its keyword arguments in one dictionary named `kwargs`.
+
+    Transformers' pipeline passes those arguments of a call so that `forward` does not name. A model would not find them.
+    """
+
+    @functools.wraps(forward)
+    def flat_forward(*args, kwargs: dict | None = None, **others):
+        return forward(*args, **others, **(kwargs or {}))
+
+    return flat_forward
+
+
+def refuse_lost_outputs(forward: Callable) -> Callable:
+    """Returns the `forward` of a pipeline, which returns logits and the cache only, with an error where more is asked for."""
+
+    @functools.wraps(forward)
+    def pipeline_forward(*args, **inputs):
+        for name in ("labels", "output_attentions", "output_hidden_states"):
+            value = inputs.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: a pipeline of Transformers returns logits and the cache only; load without pp_size")
+        return forward(*args, **inputs)
+
+    return pipeline_forward

@@ -100,7 +100,7 @@ def check(cases, sizes, make_model, folder):
     results = json.loads((folder / "results.json").read_text())
     assert results.keys() == cases.keys()
     for name, differences in results.items():
-        assert max(differences.values()) < 1e-9, (name, differences)
+        assert all(difference < 1e-9 for difference in differences.values()), (name, differences)
 
 
 @pytest.mark.parametrize("sizes", ["tp2", "pp2"])
@@ -145,6 +145,8 @@ def test_impossible_sizes(make_model):
         check_sizes(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"):
         check_sizes(config, DistributedConfig(tp_size=3), can_be_staged=True)
+    with pytest.raises(ValueError, match=r"^tp_plan: NLQ models are split by their own plan only"):
+        check_sizes(config, DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise"}), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^pp_size=4 must be at most num_hidden_layers=2$"):
         check_sizes(config, DistributedConfig(pp_size=4), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^pp_size=2: pipeline stages exist for NLQForCausalLM only"):

@@ -1,13 +1,15 @@
-"""One of the processes that share a model. It compares the model with the whole one, case by case, and prints what differs.
+"""One of the processes that share a model. It compares the model with the whole one, case by case.
 
-Run by `torch.distributed.run` with a file of cases: `{name: {"folder": ..., "sizes": {"tp_size": 2}}}`. The first process
-prints a line of JSON: `{name: {check: number}}`, the largest difference of all processes, relative to the largest number.
+Run by `torch.distributed.run` with a file of cases, `{name: {"folder": ..., "sizes": {"tp_size": 2}}}`. The first process
+writes the results to a second file, `{name: {check: number}}`: the largest difference of all processes, relative to the largest
+number.
 """
 
 import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,11 +25,34 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
+def largest(differences: list[float]) -> float:
+    """The largest number. A NaN counts as the largest, which Python's `max` may leave out."""
+    return torch.tensor(differences, dtype=torch.float64).max().item()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(folder: str, sizes: dict[str, int], compile: bool = False) -> dict[str, float]:
+def calls_to_refuse(model, ids: torch.Tensor) -> list[Callable]:
+    """What a pipeline cannot do."""
+    return [
+        lambda: model(ids, labels=ids),
+        lambda: model(ids, output_hidden_states=True),
+        lambda: model.save_pretrained("nowhere"),
+        lambda: model.generate_batch([[1, 2, 3]]),
+    ]
+
+
+def is_refused(call: Callable) -> bool:
+    try:
+        call()
+    except ValueError as error:
+        return "\n" not in str(error)
+    return False
+
+
+def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Returns the differences of logits, tokens, losses, gradients and saved weights from those of the whole model."""
     expected = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64)
     found = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=DistributedConfig(**sizes))
@@ -56,17 +81,23 @@ def compare(folder: str, sizes: dict[str, int], compile: bool = False) -> dict[s
                 losses[-1].backward()
             differences["loss"] = relative(*(loss.detach() for loss in losses))
         gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
-        largest = max(gradient.abs().max() for gradient in gradients.values())
-        differences["gradients"] = max(
-            ((whole(parameter.grad) - gradients[name]).abs().max() / largest).item()
-            for name, parameter in found.named_parameters()
+        size = max(gradient.abs().max() for gradient in gradients.values())
+        differences["gradients"] = largest(
+            [
+                ((whole(parameter.grad) - gradients[name]).abs().max() / size).item()
+                for name, parameter in found.named_parameters()
+            ]
         )
         saved = Path(folder).parent / f"{Path(folder).name}-saved"
         found.save_pretrained(saved)
         dist.barrier()
         again = NLQForCausalLM.from_pretrained(saved, dtype=torch.float64).state_dict()
-        differences["saved"] = max(relative(again[name], tensor) for name, tensor in expected.state_dict().items())
+        differences["saved"] = largest([relative(again[name], tensor) for name, tensor in expected.state_dict().items()])
     else:
+        with torch.no_grad():
+            packed = {"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 4, 9])}
+            differences["packed"] = relative(found(**packed).logits, expected(**packed).logits)
+        differences["not_refused"] = float(sum(not is_refused(call) for call in calls_to_refuse(found, ids)))
         names = {name for name, _ in found.named_parameters() if "embed_positions" in name}
         differences["positions_in_later_stages"] = float(not found._pp_stage.pp_is_first_stage and len(names))
     return differences
@@ -81,7 +112,7 @@ def main() -> None:
         found = compare(**case)
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
-        results[name] = {check: max(each[check] for each in everywhere) for check in found}
+        results[name] = {check: largest([each[check] for each in everywhere]) for check in found}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     dist.barrier()

@@ -58,7 +58,7 @@ class RunRecord(TrainerCallback, ExportableState):
         """Hashes the batches since the last call. Every process must call this, for they exchange their batches."""
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
         # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the hash
-        for row in (row for batches in zip(*by_process) for batch in batches for row in batch):
+        for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
             self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
         self._batches.clear()
 
