@@ -29,7 +29,7 @@ test-oldest: .venv-oldest/installed
 # Other people's programs, which have an environment of their own
 CLIENTS_PYTEST = $(subst .venv,.venv-clients,$(PYTEST))
 test-clients: .venv-clients/installed
-	$(CLIENTS_PYTEST) tests/clients
+	$(CLIENTS_PYTEST) -m "not slow" tests/clients
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .

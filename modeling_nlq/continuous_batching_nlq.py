@@ -65,8 +65,8 @@ class NLQGenerationMixin(GenerationMixin):
         """As in Transformers, after a check of the prompts: there, a prompt that fails ends the generation of all others.
 
         Raises:
-            ValueError: for a prompt without tokens, one longer than the learned positions, and what `init_continuous_batching`
-                refuses.
+            ValueError: for a prompt that is no list of token ids or has none, one longer than the learned positions, and what
+                `init_continuous_batching` refuses.
         """
         for prompt in inputs:
             _check_prompt(prompt, self.config)
@@ -74,6 +74,10 @@ class NLQGenerationMixin(GenerationMixin):
 
 
 def _check_prompt(prompt: Sequence[int], config: NLQConfig) -> None:
+    if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+        raise ValueError("inputs: each prompt must be a list of token ids")
+    if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
+        raise ValueError(f"inputs: token id {unknown[0]} is not in the vocabulary, vocab_size={config.vocab_size}")
     if len(prompt) == 0:
         raise ValueError("inputs: a prompt contains no tokens; give each prompt at least one")
     if config.position_embedding == "learned" and len(prompt) > config.max_position_embeddings:

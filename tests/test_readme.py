@@ -39,6 +39,7 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
     assert names["loaded"].config.num_labels == 2
 
 
+@pytest.mark.slow
 def test_snippets_of_the_other_side(run, tmp_path):
     """Snippets that load a published model run in a process without this package, on a local Hub."""
     documents = (README, README.parent / "docs" / "conversion.md")

@@ -322,6 +322,11 @@ class TestRefused:
         with pytest.raises(ValueError, match="a prompt contains no tokens"):
             run(sigmoid, [[1], []])
 
+    @pytest.mark.parametrize("prompt", [[99], [-3], [[1]], "one", [1.0]], ids=str)
+    def test_prompt_that_is_no_list_of_token_ids(self, sigmoid, prompt):
+        with pytest.raises(ValueError, match="token id -?[0-9]+ is not in the vocabulary|must be a list of token ids"):
+            run(sigmoid, [[1], prompt])
+
     def test_failure_before_the_start_leaves_the_model_as_it_was(self, sigmoid):
         implementation = sigmoid.config._attn_implementation
         with pytest.raises(RuntimeError, match=r"device.type = 'cpu'"):

@@ -69,6 +69,7 @@ def test_compile_where_nothing_wants_a_gradient(backend):
         assert torch.equal(compile(function)(*states), function(*states))
 
 
+@pytest.mark.slow
 @both
 def test_compile_with_dropout(backend):
     layout = LAYOUTS["causal"]

@@ -94,6 +94,7 @@ def test_a_sample_without_padding(make_model):
     check(export(model, batch_of(2, 5)), model, batch_of(3, 11, padding=4))
 
 
+@pytest.mark.slow
 def test_packed_documents(make_model):
     """Documents begin elsewhere, and are more, than in the sample; `n_i` is counted in each document."""
     layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax"]}
@@ -184,6 +185,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_loads_without_this_code(make_model, tmp_path):
     model = make_model(implementation="nlq", use_cache=False, **KINDS["sigmoid"])
     torch.export.save(export(model, batch_of(2, 5, padding=2)), tmp_path / "program.pt2")

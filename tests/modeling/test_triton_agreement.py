@@ -130,6 +130,7 @@ def check_any_layout(layout, combination, tile, step, least, head_dim):
 any_tiles = [st.sampled_from(sizes) for sizes in ([4, 8, 16], [4, 8], [2, 16])]
 
 
+@pytest.mark.slow
 @float64_only
 @examples(15)
 @given(drawn_layouts(most=2, longest=9), st.sampled_from(ALL_COMBINATIONS), *any_tiles, st.integers(1, 9))

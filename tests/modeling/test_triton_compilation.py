@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from support.grids import slow_except
 from support.paths import TESTS
 from support.triton_cases import (
     MARKS,
@@ -33,7 +32,8 @@ def compile_elsewhere(tmp_path, cases):
 class TestCompilation:
     """The kernels compile for GPUs that need not be there, in the tiles they are shipped with, and fit into their memory."""
 
-    @pytest.mark.parametrize("kernel", slow_except(KERNELS, ("key_value_gradient_kernel",)))
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kernel", KERNELS)
     def test_for_hopper(self, tmp_path, kernel):
         case = {"kernel": kernel, "state": "bf16", "head_dim": 128, "capability": 90, "causal": True}
         (found,) = compile_elsewhere(tmp_path, [case])
