@@ -324,7 +324,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("prompt", [[99], [-3], [[1]], "one", [1.0]], ids=str)
     def test_prompt_that_is_no_list_of_token_ids(self, sigmoid, prompt):
-        with pytest.raises(ValueError, match="token id -?[0-9]+ is not in the vocabulary|must be a list of token ids"):
+        with pytest.raises(ValueError, match=r"token id -?[0-9]+ is not in the vocabulary|must be a list of token ids"):
             run(sigmoid, [[1], prompt])
 
     def test_failure_before_the_start_leaves_the_model_as_it_was(self, sigmoid):
