@@ -160,8 +160,8 @@ DESELECTED = (
 SLOW = (
     ("test_eager_matches_sdpa_inference_*_no_attn_mask*", EVERY),
     ("test_eager_matches_sdpa_inference_*_sdpa_kernels", NOT_SOFTMAX),
-    ("test_training_overfit", tuple(name for name in NOT_SOFTMAX if name != "nonlinear-linear-attention")),
-    ("test_bc_torch_dtype", NOT_SOFTMAX),
+    ("test_training_overfit", NOT_SOFTMAX),
+    ("test_bc_torch_dtype", EVERY),
 )
 
 

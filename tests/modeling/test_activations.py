@@ -187,6 +187,7 @@ class TestRegistration:
         tiled.save_pretrained(tmp_path)
         assert torch.equal(NLQForCausalLM.from_pretrained(tmp_path)(input_ids).logits, tiled(input_ids).logits)
 
+    @pytest.mark.slow
     def test_saved_model_in_another_process(self, make_model, tmp_path):
         """A saved model names the activation without its function. The error says what to do, and doing it helps."""
         register_attention_activation("cauchy", cauchy)

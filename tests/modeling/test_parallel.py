@@ -1,6 +1,7 @@
 """Tensor and pipeline parallelism on several processes: everything equals one process."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -78,10 +79,10 @@ SIZES = {
 }
 
 
-def check(cases, sizes, make_model, folder):
-    """Compares models on several processes with the same models on one."""
+def check(cases, make_model, folder):
+    """Compares models on several processes with the same models on one; the cases are switches and sizes."""
     described = {}
-    for name, switches in cases.items():
+    for name, (switches, sizes) in cases.items():
         layers = max(3, sizes.get("pp_size", 1))  # an uneven split for two stages
         if switches.get("num_key_value_heads", 4) % sizes.get("tp_size", 1):
             switches = {**switches, "num_key_value_heads": 4}
@@ -89,9 +90,7 @@ def check(cases, sizes, make_model, folder):
         model.save_pretrained(folder / name)
         described[name] = {"folder": str(folder / name), "sizes": sizes}
     (folder / "cases.json").write_text(json.dumps(described))
-    processes = 1
-    for size in sizes.values():
-        processes *= size
+    processes = math.prod(sizes.values())  # the same in all cases
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", "support.parallel_worker", str(folder / "cases.json"), str(folder / "results.json")]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
@@ -103,15 +102,15 @@ def check(cases, sizes, make_model, folder):
         assert all(difference < 1e-9 for difference in differences.values()), (name, differences)
 
 
-@pytest.mark.parametrize("sizes", ["tp2", "pp2"])
-def test_equals_one_process(sizes, make_model, tmp_path):
-    check({name: CASES[name] for name in QUICK}, SIZES[sizes], make_model, tmp_path)
+def test_equals_one_process(make_model, tmp_path):
+    cases = {f"{sizes}-{name}": (CASES[name], SIZES[sizes]) for sizes in ("tp2", "pp2") for name in QUICK}
+    check(cases, make_model, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_split(sizes, make_model, tmp_path):
-    check(CASES, SIZES[sizes], make_model, tmp_path)
+    check({name: (switches, SIZES[sizes]) for name, switches in CASES.items()}, make_model, tmp_path)
 
 
 @pytest.mark.slow
@@ -119,7 +118,7 @@ def test_every_split(sizes, make_model, tmp_path):
 def test_every_switch(sizes, make_model, tmp_path):
     linear = {"attention_activation": "linear_attention"}
     cases = SWITCHES | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
-    check(cases, SIZES[sizes], make_model, tmp_path)
+    check({name: (switches, SIZES[sizes]) for name, switches in cases.items()}, make_model, tmp_path)
 
 
 def test_plan_names_existing_modules(make_model):

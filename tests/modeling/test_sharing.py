@@ -110,6 +110,7 @@ def test_label_smoothing_without_the_package(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_linear_model_without_the_package(tmp_path):
     """The cache of linear attention comes from the folder too."""
     torch.manual_seed(0)
@@ -276,6 +277,7 @@ torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
 """
 
 
+@pytest.mark.slow
 def test_registered_activation_elsewhere(tmp_path, monkeypatch):
     """A saved model names the activation, which is registered through the model's own code before loading."""
     monkeypatch.setattr(activations_nlq, "_REGISTERED", {})

@@ -131,6 +131,7 @@ CASES = [(False, 90), (True, 80), (True, 90)]
 @pytest.mark.parametrize(
     "with_slopes, capability", slow_except(CASES, [(True, 90)]), ids=["weights-sm_90", "both-sm_80", "both-sm_90"]
 )
+@pytest.mark.slow
 def test_code_for_a_gpu(with_slopes, capability):
     """Every function compiles, and without slopes it uses no special function of the derivative."""
     arguments = json.dumps({"names": list(SPECIAL_FUNCTIONS), "with_slopes": with_slopes, "capability": capability})

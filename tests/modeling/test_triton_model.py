@@ -41,6 +41,7 @@ class TestCompiler:
         assert explanation.graph_break_count == 0, explanation.break_reasons
         assert explanation.graph_count == 1
 
+    @pytest.mark.slow
     def test_compiled_model(self, make_model):
         """Loss and gradients of a training step, bit by bit."""
         model = make_model(implementation="nlq_triton", attention_activation="softplus").to(DEVICE).train()

@@ -15,6 +15,7 @@ from modeling_nlq import training
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
 
+@pytest.mark.slow
 def test_examples(corpus, tmp_path, monkeypatch, capsys):
     text = DOCUMENT.read_text()
     shutil.copy(corpus, tmp_path / "corpus.jsonl")

@@ -105,6 +105,7 @@ def small_files():
 
 
 class TestInterruption:
+    @pytest.mark.slow
     def test_killed_and_run_again(self, two_models, tmp_path):
         file, expected, _ = two_models
         folder = tmp_path / "results"

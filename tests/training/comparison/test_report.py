@@ -246,6 +246,7 @@ def texts_of(results, folder) -> dict[str, str]:
     return {kind: " ".join(text.split()) for kind, text in texts.items()}
 
 
+@pytest.mark.slow
 def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
     words = "picked the wrong learning rate"
     unclear = (

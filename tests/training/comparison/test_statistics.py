@@ -386,6 +386,7 @@ class TestErrorRate:
         assert len(pool.models) == models
         assert 2 * pooled.mean() ** 2 / pooled.var() == pytest.approx(pool.degrees_of_freedom, rel=0.05)
 
+    @pytest.mark.slow
     def test_few_comparisons_of_equals_find_a_difference(self):
         # 0.015 by a longer simulation; with the degrees of freedom of independent variances, 0.042
         models, seeds, replications = 5, 3, 1500

@@ -178,6 +178,7 @@ def test_local_files(suffix, tmp_path):
     assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(texts)
 
 
+@pytest.mark.slow
 def test_fingerprint_follows_the_text(tmp_path):
     def fingerprint(path, **fields):
         return load_documents(

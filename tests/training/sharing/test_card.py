@@ -194,6 +194,7 @@ class TestCard:
             body = total - sum(value.numel() for name, value in weights.items() if "embed_" in name)
             assert f"{total:,} parameters, {body:,} without embeddings" in card_of(server, repo).text
 
+    @pytest.mark.slow
     def test_snippets_run_as_they_stand(self, nlq, elsewhere, published, heads, converted):
         nlq.publish(converted[0], "anna/with-card-nlq")
         repositories = ["anna/model", "anna/with-card-nlq", *heads.values()]
