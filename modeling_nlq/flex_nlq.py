@@ -105,12 +105,13 @@ def flex_attention_with_log_forward(
     if not needs_sum:
         return result.transpose(1, 2).contiguous(), None
     output, auxiliary = result
+    log_sum = getattr(auxiliary, "lse", auxiliary)  # PyTorch 2.8 returns the tensor itself
     if activation.name == "softmax":
-        factor = torch.sigmoid(auxiliary.lse - module.sink.float()[:, None])  # sum / (sum + exp(sink))
+        factor = torch.sigmoid(log_sum - module.sink.float()[:, None])  # sum / (sum + exp(sink))
     elif normalization == "length":
-        factor = auxiliary.lse.exp() / visible_count[:, None]
+        factor = log_sum.exp() / visible_count[:, None]
     else:
-        factor = auxiliary.lse.exp()
+        factor = log_sum.exp()
     output = (output * factor[..., None]).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
 

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import torch
 
 
-def dense_flex_attention(query, key, value, training=False, *, score_mod, block_mask, enable_gqa, scale, return_aux=None):
+def dense_flex_attention(
+    query, key, value, training=False, *, score_mod, block_mask, enable_gqa, scale, return_aux=None, return_lse=False
+):
     """FlexAttention with the scores in memory, and with gradients."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     group = query.shape[1] // key.shape[1]
@@ -18,4 +20,6 @@ def dense_flex_attention(query, key, value, training=False, *, score_mod, block_
     finite = torch.where(is_empty[..., None], 0.0, scores)
     log_sum = torch.where(is_empty, -torch.inf, finite.logsumexp(dim=-1))
     output = torch.where(is_empty[..., None], 0.0, finite.softmax(dim=-1)) @ value
+    if return_lse:  # PyTorch 2.8
+        return output, log_sum
     return output if return_aux is None else (output, SimpleNamespace(lse=log_sum))
