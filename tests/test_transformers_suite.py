@@ -162,6 +162,7 @@ SLOW = (
     ("test_eager_matches_sdpa_inference_*_sdpa_kernels", NOT_SOFTMAX),
     ("test_training_overfit", NOT_SOFTMAX),
     ("test_bc_torch_dtype", EVERY),
+    ("test_can_init_all_missing_weights", NOT_SOFTMAX),
 )
 
 

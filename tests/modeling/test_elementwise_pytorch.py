@@ -173,6 +173,7 @@ def test_tiled_operators(dropout, name):
     ],
     ids=["bfloat16", "dropout", "packed", "dense_mask"],
 )
+@pytest.mark.slow
 def test_triton_operators(backend, name, dropout, dtype):
     layout = LAYOUTS[name]
     states = [tensor.detach() for tensor in backend.place(layout.states(dtype))]

@@ -150,6 +150,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_sparse_model_where_its_package_is_missing(tmp_path):
     """The model loads and is saved again without entmax. Running it raises an error that names the package."""
     model = NLQForCausalLM(tiny_config(attention_activation="entmax15")).eval()
@@ -182,6 +183,7 @@ except ValueError as error:
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("has_triton", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["triton", "no_triton"])
+@pytest.mark.slow
 def test_kernels_travel_with_the_model(has_triton, tmp_path):
     """Without Triton everything else works, and an error says what the kernels need."""
     model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()
@@ -432,6 +434,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     folder = tmp_path / "saved"
     done = run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path)

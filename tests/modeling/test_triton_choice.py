@@ -252,6 +252,7 @@ class TestAutomaticChoice:
         assert called == [function] * 2
 
 
+@pytest.mark.slow
 def test_without_triton():
     """The package and its other backends work, and an error says what the kernels need."""
     script = """

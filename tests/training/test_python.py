@@ -43,6 +43,7 @@ def test_functions_are_found_by_name(name):
         training.trian  # noqa: B018
 
 
+@pytest.mark.slow
 def test_help_imports_no_libraries():
     """`nlq --help` must be quick."""
     code = (

@@ -136,6 +136,7 @@ class TestRun:
         metrics = train(recipe_file, output_dir=tmp_path / "relu", max_steps=1, save_strategy="no", switches=switches)
         assert metrics["attn_implementation"] == "nlq"
 
+    @pytest.mark.slow
     def test_two_processes_train_as_one(self, run, recipe_file, tmp_path):
         folder = tmp_path / "two"
         accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())

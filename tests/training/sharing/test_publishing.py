@@ -39,6 +39,7 @@ results["text"] = generate("import json", max_new_tokens=5, do_sample=False)[0][
 
 
 class TestRoundTrip:
+    @pytest.mark.slow
     def test_another_machine_computes_the_same_from_every_revision(self, elsewhere, published, tmp_path):
         expected = published.expected
         assert not torch.equal(*(expected[revision]["AutoModel"] for revision in (published.first, published.second)))
