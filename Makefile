@@ -22,14 +22,12 @@ test-all: .venv/installed-test
 	$(PYTEST) -m "not gpu" --ignore tests/clients
 
 # The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
-OLDEST_PYTEST = $(subst .venv,.venv-oldest,$(PYTEST))
 test-oldest: .venv-oldest/installed
-	$(OLDEST_PYTEST) -m "not slow and not gpu" --ignore tests/clients
+	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients
 
 # Other people's programs, which have an environment of their own
-CLIENTS_PYTEST = $(subst .venv,.venv-clients,$(PYTEST))
 test-clients: .venv-clients/installed
-	$(CLIENTS_PYTEST) -m "not slow" tests/clients
+	$(subst .venv,.venv-clients,$(PYTEST)) -m "not slow" tests/clients
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
@@ -77,8 +75,7 @@ gpu-tune: .venv/installed-test
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(call new_environment,.venv,constraints.txt)
 	$(PIP) install --quiet -c constraints.txt -e .
 	touch $@
 
@@ -87,16 +84,19 @@ gpu-tune: .venv/installed-test
 	touch $@
 
 .venv-oldest/installed: pyproject.toml constraints-oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	$(subst .venv,.venv-oldest,$(PIP)) install --quiet -c constraints-oldest.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(call new_environment,.venv-oldest,constraints-oldest.txt)
 	$(subst .venv,.venv-oldest,$(PIP)) install --quiet -c constraints-oldest.txt -e ".[test]"
 	touch $@
 
 .venv-clients/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-clients
-	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(call new_environment,.venv-clients,constraints.txt)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
 	touch $@
+
+define new_environment
+$(PYTHON) -m venv $(1)
+$(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+endef
 
 clean:
 	rm -rf .venv .venv-oldest .venv-clients .cache build dist *.egg-info

@@ -92,12 +92,9 @@ class NLQAttention(NLQAttentionProjections):
         """`(heads,)`, the logit of each head's sink, or `None`."""
         if self.attention_sink is None:
             return None
-        sink = (
-            self.sink_bias
-            if self.attention_sink == "learned"
-            else torch.zeros(self.num_heads, device=self.o_proj.weight.device)
-        )
-        return own_heads(sink, self.tp_mesh, dim=0)
+        if self.attention_sink == "learned":
+            return own_heads(self.sink_bias, self.tp_mesh, dim=0)
+        return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
 
     def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
         """Returns the name of the backend that computes this layer in this call.
@@ -358,10 +355,10 @@ class NLQPreTrainedModel(PreTrainedModel):
                     module.tp_mesh = mesh_manager.get_mesh("tp")
         if is_staged:
             model.forward = refuse_lost_outputs(model.forward)
-        if is_staged and not model._pp_stage.pp_is_first_stage:
-            model.model.embed_positions = None
-            model.model.dropout = nn.Identity()
-            model._keys_to_ignore_on_load_unexpected.add(r"^model\.embed_positions\.")
+            if not model._pp_stage.pp_is_first_stage:
+                model.model.embed_positions = None
+                model.model.dropout = nn.Identity()
+                model._keys_to_ignore_on_load_unexpected.add(r"^model\.embed_positions\.")
         return model
 
 
@@ -384,11 +381,6 @@ class NLQModel(NLQPreTrainedModel):
             self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()
-
-    @property
-    def first_layer_idx(self) -> int:
-        """The first layer that this process computes. The cache has nothing of the layers before it."""
-        return own_layers(self.layers)[0].self_attn.layer_idx
 
     @capture_outputs
     def forward(
@@ -425,8 +417,9 @@ class NLQModel(NLQPreTrainedModel):
         use_cache = self._check_use_cache(use_cache, past_key_values)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = own_layers(self.layers[: self.config.num_hidden_layers])
+        first_layer_idx = layers[0].self_attn.layer_idx
         sequences = read_sequences(
-            inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, layer_idx=self.first_layer_idx, **kwargs
+            inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, layer_idx=first_layer_idx, **kwargs
         )
         wants_cache = self.config.use_cache if use_cache is None else use_cache
         if wants_cache and past_key_values is None and sequences.packed_position_ids is None:
@@ -443,7 +436,7 @@ class NLQModel(NLQPreTrainedModel):
         # One mask for each backend, made before the first layer advances the cache
         backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
         masks = {
-            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values, self.first_layer_idx)
+            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values, first_layer_idx)
             for backend in dict.fromkeys(backends)
         }
         for layer, backend in zip(layers, backends):
@@ -564,7 +557,8 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
 
     def create_masks_for_generate(self, *args, **kwargs):
         # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
-        return create_masks_for_generate(*args, layer_idx=self.model.first_layer_idx, **kwargs)
+        first_layer = own_layers(self.model.layers)[0]
+        return create_masks_for_generate(*args, layer_idx=first_layer.self_attn.layer_idx, **kwargs)
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,
