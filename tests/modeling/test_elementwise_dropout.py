@@ -5,11 +5,17 @@ import math
 import pytest
 import torch
 from support.attention_cases import LAYOUTS, check, chunk, expected_of, layer, results
-from support.elementwise_backends import EAGER, TILED, TRITON, ignore_overflow, parametrize_backends, set_triton_tiles
+from support.elementwise_backends import (
+    EAGER,
+    TILED,
+    TRITON,
+    float64_only,
+    ignore_overflow,
+    parametrize_backends,
+    set_triton_tiles,
+)
 from support.grids import slow_except
 from torch import nn
-
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 
 pytestmark = [pytest.mark.usefixtures("small_tiles", "patched_once"), ignore_overflow]
@@ -112,7 +118,7 @@ def test_backward_drops_the_same(backend, normalization):
     check(actual, expected_of(layout, "softplus", normalization, states, kept=kept), backend.least_tolerance)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1, no GPU")
+@float64_only
 def test_whatever_the_tiles(monkeypatch):
     states = chunk(11, 11, 0, batch=1, heads=2, key_value_heads=1).states(torch.float64)
     found = []

@@ -23,13 +23,13 @@ from support.elementwise_backends import (
     EAGER,
     TILED,
     TRITON,
+    float64_only,
     ignore_overflow,
     parametrize_backends,
 )
 from support.grids import parametrize_grid, slow_except
 
 from modeling_nlq.masking_nlq import make_visibility
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 
 pytestmark = [pytest.mark.usefixtures("small_tiles", "patched_once"), ignore_overflow]
@@ -66,7 +66,7 @@ class TestFiniteDifferences:
     def test_tiled(self, activation, normalization, dropout):
         self.check(TILED, activation, normalization, dropout)
 
-    @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter: TRITON_INTERPRET=1, no GPU")
+    @float64_only
     @pytest.mark.parametrize(
         "activation, normalization, dropout",
         slow_except([(*pair, dropout) for pair, dropout in itertools.product(SOME, (0.0, 0.3))], ONE_OF_EACH),

@@ -34,6 +34,7 @@ import yaml
 from support.hub_repository import Blob, Commit, HubError, Repo, Upload
 
 
+LOOPBACK = "127.0.0.1,localhost"
 LFS_PATTERNS = ("*.safetensors", "*.bin", "*.png")
 GIT_ATTRIBUTES = "".join(f"{pattern} filter=lfs diff=lfs merge=lfs -text\n" for pattern in LFS_PATTERNS)
 
@@ -155,7 +156,8 @@ class HubServer:
         self._downloads: dict[str, Blob] = {}
         self._faults: list[Fault] = []
         self._lock = threading.RLock()
-        self._servers = [_Server(self), _Server(self)]
+        # As on the Hub, large files come from a host with another name: a client reads their metadata before that redirect
+        self._servers = [_Server(self, "127.0.0.1"), _Server(self, "localhost")]
         self.endpoint, self.storage = (server.url for server in self._servers)
 
     def __enter__(self) -> "HubServer":
@@ -174,7 +176,7 @@ class HubServer:
         """What to add to the environment of a process whose client shall talk to this Hub; `home` keeps its caches."""
         caches = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_MODULES_CACHE": home / "modules"}
         switches = {"HF_HUB_OFFLINE": 0, "TRANSFORMERS_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "HF_HUB_DISABLE_TELEMETRY": 1}
-        addresses = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        addresses = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token, "NO_PROXY": LOOPBACK, "no_proxy": LOOPBACK}
         return {name: str(value) for name, value in {**caches, **switches, **addresses}.items()}
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
@@ -567,10 +569,10 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, hub: HubServer):
+    def __init__(self, hub: HubServer, host: str):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.hub = hub
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"http://{host}:{self.server_address[1]}"
         self.connections: dict[threading.Thread, socket.socket] = {}
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
