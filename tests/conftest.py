@@ -37,7 +37,10 @@ def seed():
 def own_modules(tmp_path_factory):
     """A folder for the code that tests load from saved models, one for each process of pytest-xdist."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        folder = str(tmp_path_factory.mktemp("modules"))
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", folder)
+        # First, because `evaluate` adds the user's own folder, where the code of other models may lie under the same package
+        monkeypatch.syspath_prepend(folder)
         yield
 
 
