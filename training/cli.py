@@ -224,7 +224,7 @@ def _switches(texts: list[str]) -> dict:
 
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.conversion.converting import convert
-    from modeling_nlq.training.conversion.gpt2 import LossyConversion
+    from modeling_nlq.training.conversion.renaming import LossyConversion
 
     try:
         done = convert(

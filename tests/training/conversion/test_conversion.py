@@ -45,8 +45,9 @@ from transformers import (
 from modeling_nlq import (
     NLQForCausalLM,
 )
-from modeling_nlq.training.conversion.converting import convert, from_gpt2
+from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.paper import read_checkpoint
+from modeling_nlq.training.conversion.renaming import to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
@@ -652,15 +653,15 @@ class TestOtherFindings:
         ids=["contradiction", "twice", "nothing new"],
     )
     def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
-        from_gpt2(make_gpt2()).save_pretrained(tmp_path / "source")
+        to_nlq(make_gpt2()).save_pretrained(tmp_path / "source")
         assert run_nlq("convert", tmp_path / "source", tmp_path / "target", *words) == 1
         assert said in capsys.readouterr().err and not (tmp_path / "target").exists()
 
     def test_rounding_of_low_precision(self, tmp_path):
-        from_gpt2(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+        to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
         convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
 
     def test_layers_with_a_value_of_their_own_are_upcycled_too(self):
-        model = upcycle(from_gpt2(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
+        model = upcycle(to_nlq(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
         layers = upcycle(model).config.per_layer_config
         assert [layer.query_projection for layer in layers] == ["upcycled"] * len(layers)
