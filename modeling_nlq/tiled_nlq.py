@@ -45,12 +45,12 @@ class _Masks:
         key_tiles: list[tuple[int, int]],
         query_index: torch.Tensor | None,
         key_is_valid: torch.Tensor | None,
-        document_start: torch.Tensor | None,
+        first_key: torch.Tensor | None,
         visible: torch.Tensor | None,
     ):
         """Takes the fields of a `Visibility`, or a boolean mask `visible`, `(batch, 1 or heads, query, key)`."""
         self.query_tiles, self.key_tiles = query_tiles, key_tiles
-        self.query_index, self.key_is_valid, self.document_start = query_index, key_is_valid, document_start
+        self.query_index, self.key_is_valid, self.first_key = query_index, key_is_valid, first_key
         self.visible = visible
         # Read from the device once for all tiles, because each read makes a GPU wait
         if query_index is not None:
@@ -60,8 +60,8 @@ class _Masks:
             tiles = [key_is_valid[:, start:end] for start, end in key_tiles]
             self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
             self.are_all_valid = torch.stack([tile.all() for tile in tiles]).tolist()
-        if document_start is not None:
-            tiles = [document_start[:, start:end] for start, end in query_tiles]
+        if first_key is not None:
+            tiles = [first_key[:, start:end] for start, end in query_tiles]
             self.first_start = torch.stack([tile.min() for tile in tiles]).tolist()
             self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
 
@@ -72,7 +72,7 @@ class _Masks:
             return not self.visible[:, :, start:end, key_start:key_end].any()
         is_future = key_start > self.first_query + end - 1
         is_padding = self.key_is_valid is not None and not self.is_any_valid[j]
-        is_of_earlier_documents = self.document_start is not None and key_end <= self.first_start[i]
+        is_of_earlier_documents = self.first_key is not None and key_end <= self.first_start[i]
         return is_future or is_padding or is_of_earlier_documents
 
     def hidden(self, i: int, j: int) -> torch.Tensor | None:
@@ -85,8 +85,8 @@ class _Masks:
             parts.append((self.key_index[key_start:key_end] > self.query_index[start:end, None])[None])
         if self.key_is_valid is not None and not self.are_all_valid[j]:
             parts.append(~self.key_is_valid[:, None, key_start:key_end])
-        if self.document_start is not None and key_start < self.last_start[i]:
-            parts.append(self.key_index[key_start:key_end] < self.document_start[:, start:end, None])
+        if self.first_key is not None and key_start < self.last_start[i]:
+            parts.append(self.key_index[key_start:key_end] < self.first_key[:, start:end, None])
         return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
 
 
@@ -232,7 +232,7 @@ def _tiled_attention(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -241,7 +241,7 @@ def _tiled_attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
-    masks = (query_index, key_is_valid, document_start, visible)
+    masks = (query_index, key_is_valid, first_key, visible)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         output, inverse_normalizer = _new_results(query)
@@ -283,7 +283,7 @@ def _tiled_attention_backward(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -292,7 +292,7 @@ def _tiled_attention_backward(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
-    masks = (query_index, key_is_valid, document_start, visible)
+    masks = (query_index, key_is_valid, first_key, visible)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
