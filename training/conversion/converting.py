@@ -122,7 +122,7 @@ def convert(
     If every parameter is only renamed, split, joined or added, weights in safetensors files are converted shard by shard.
 
     Args:
-        source: folder or Hub name of an NLQ model or of a model of `FAMILIES`, or a checkpoint of the paper's code or of nanoGPT.
+        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, or a checkpoint of the paper's code or of nanoGPT.
         target: folder to write.
         to: `"nlq"`, or the family to write, one of `FAMILIES`.
         upcycle: give it `upcycled` queries, which compute the same at first.

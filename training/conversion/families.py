@@ -249,7 +249,7 @@ class Family:
     def not_read(self, config: PreTrainedConfig) -> list[str]:
         """Lists the fields and values of a configuration that have no counterpart in NLQ, in words."""
         known = {field.name for field in fields(PreTrainedConfig)} | {*self.without_effect, *_WITHOUT_EFFECT, *_LIBRARY_FIELDS}
-        known.update(name for part in self.parts for name in part.fields)
+        known |= {"quantization_config", *(name for part in self.parts for name in part.fields)}  # which `read` refuses
         default, found = self.config_class(), []
         for name, value in config.to_dict().items():
             if name in known or name.startswith("_") or value in (None, False, [], {}, "", getattr(default, name, None)):
@@ -268,8 +268,9 @@ class Family:
 
 # Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout", "token_classification_bias")
-# Fields of published checkpoints that no model class reads
+# Fields of published checkpoints that no class of Transformers reads
 _WITHOUT_EFFECT = (
+    "auto_map",
     "gradient_checkpointing",
     "is_decoder",
     "is_llama_config",

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 
 from modeling_nlq import (
     NLQConfig,
@@ -234,7 +235,8 @@ def build(
     Raises:
         ValueError: naming parameters that are missing, unknown, or of another shape.
     """
-    model = empty_model(target, config)
+    with no_init_weights():  # and yet with the buffers that follow from the configuration
+        model = target(copy.deepcopy(config))
     check_parameters(model, {name: value.shape for name, value in state.items()})
     copied = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     model.load_state_dict(copied, strict=False, assign=True)

@@ -129,13 +129,13 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
     """
     for name in inner:
         old, new = getattr(source, name), getattr(target, name)
-        width = old.out_features
-        new.weight[:width] = old.weight
+        width = min(old.out_features, new.out_features)
+        new.weight[:width] = old.weight[:width]
         if old.bias is not None and new.bias is not None:
-            new.bias[:width] = old.bias
+            new.bias[:width] = old.bias[:width]
     old, new = getattr(source, outer), getattr(target, outer)
     new.weight.zero_()
-    new.weight[:, :width] = old.weight
+    new.weight[:, :width] = old.weight[:, :width]
 
 
 # Rules of a layer: they set the other parameters, and return the reason if the outputs change

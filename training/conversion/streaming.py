@@ -98,16 +98,16 @@ class Weights:
         Raises:
             ValueError: naming a parameter that is missing, or has another shape or type.
         """
+        shapes = parameter_shapes(model)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
-        self.stored = {
-            name: stored for name, stored in self.stored.items() if not any(re.search(pattern, name) for pattern in ignored)
-        }
+        for name in list(self.stored):
+            if name not in shapes and any(re.search(pattern, name) for pattern in ignored):
+                del self.stored[name]
         for name, other in model.all_tied_weights_keys.items():
             if name in self.stored and other in self.stored:
                 if not torch.equal(*self.load([name, other]).values()):
                     raise ValueError(f"tie_word_embeddings=True, and yet {name} differs from {other}")
                 del self.stored[name]
-        shapes = parameter_shapes(model)
         if self.stored.keys() - shapes.keys():
             return False
         check_names(shapes.keys(), self.stored.keys())

@@ -160,9 +160,11 @@ def _problems(before: NLQConfig, after: NLQConfig) -> list[str]:
                 text = refusal(field, *values, reason)
                 found.append(f"layer {index}: {text}" if before.is_heterogeneous or after.is_heterogeneous else text)
     known = {*_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
-    for field in sorted(NLQConfig.__annotations__.keys() - known):
-        if getattr(before, field) != getattr(after, field):
-            found.append(refusal(field, getattr(before, field), getattr(after, field), "no rule says how to keep the function"))
+    other = sorted(
+        field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)
+    )
+    reason = "no rule says how to keep the function"
+    found += [refusal(field, getattr(before, field), getattr(after, field), reason) for field in other]
     return list(dict.fromkeys(found))
 
 

@@ -38,13 +38,13 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from modeling_nlq import (
     NLQForCausalLM,
 )
+from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.paper import read_checkpoint
 from modeling_nlq.training.conversion.renaming import to_nlq
@@ -536,18 +536,22 @@ class TestConvertFaults:
     @pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
     @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
     @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize("writer", [PreTrainedModel, PreTrainedTokenizerFast], ids=["weights", "tokenizer"])
-    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer):
+    @pytest.mark.parametrize(
+        "writer, name",
+        [(streaming, "save_file"), (PreTrainedTokenizerFast, "save_pretrained")],
+        ids=["weights", "tokenizer"],
+    )
+    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer, name):
         target = nlq_folder if existing else tmp_path / "target"
-        save = writer.save_pretrained
+        save = getattr(writer, name)
 
-        def fail(self, folder, *arguments, **options):
+        def fail(*arguments, **options):
             if when == "after":
-                save(self, folder, *arguments, **options)
+                save(*arguments, **options)
             raise error
 
         before = snapshot(tmp_path)
-        monkeypatch.setattr(writer, "save_pretrained", fail)
+        monkeypatch.setattr(writer, name, fail)
         assert run_nlq("convert", source, target, "--overwrite") != 0
         assert "Traceback" not in capsys.readouterr().err
         assert snapshot(tmp_path) == before
@@ -574,9 +578,9 @@ class TestConvertFaults:
         assert not list(tmp_path.iterdir())
 
     def test_unknown_format(self, gpt2_folder, tmp_path, capsys):
-        assert "llama" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "llama")
-        with pytest.raises(ValueError, match="llama"):
-            convert(str(gpt2_folder), tmp_path / "target", to="llama")
+        assert "bert" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "bert")
+        with pytest.raises(ValueError, match="bert"):
+            convert(str(gpt2_folder), tmp_path / "target", to="bert")
         assert not list(tmp_path.iterdir())
 
     def test_switches_without_upcycling(self, gpt2_folder, tmp_path, capsys):
