@@ -82,14 +82,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "convert",
-        help="convert GPT-2 or the paper's checkpoints to NLQ, and back",
-        description="Write a GPT-2 model, a checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that "
-        "computes the same, or as a GPT-2 model.",
+        help="convert models of other families to NLQ, and back",
+        description="Write a model of another family (GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX), a "
+        "checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that computes the same, or as a model "
+        "of one of these families.",
         allow_abbrev=False,
     )
     command.add_argument("source", help="folder or Hub name of a saved model, or a ckpt.pt")
     command.add_argument("target", help="folder to write")
-    command.add_argument("--to", choices=["nlq", "gpt2"], default="nlq")
+    command.add_argument(
+        "--to", metavar="FAMILY", default="nlq", help="the type to write, as Transformers names it: llama; by default nlq"
+    )
     command.add_argument("--upcycle", action="store_true", help="give it queries X W + f(X), where f(X) = 0 at first")
     command.add_argument(
         "--set", action="append", metavar="SWITCH=VALUE", help="set another switch; refused if the outputs would change"
@@ -243,6 +246,8 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     if done.difference is not None:
         within = f"within {done.difference:.1e} of" if done.difference else "equal to"
         parts.append(f"outputs on random tokens {within} the source's")
+    if done.not_compared is not None:
+        parts.append(f"outputs were not compared: {done.not_compared}")
     parts.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
     print(f"{arguments.target}: {', '.join(parts)}")
     for text in done.lost:

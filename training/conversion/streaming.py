@@ -16,6 +16,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import rename_source_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -32,9 +34,10 @@ _OLD_BUFFERS = r"rotary_emb\.inv_freq"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file: where it is, its type, as safetensors names it, and its shape."""
+    """A tensor in a file: its place, its name there, its type, as safetensors names it, and its shape."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -60,7 +63,7 @@ class Weights:
                 with safe_open(file, framework="pt") as content:
                     for name in content.keys():  # noqa: SIM118 - it is no mapping
                         header = content.get_slice(name)
-                        self.stored[name] = _Stored(file, header.get_dtype(), tuple(header.get_shape()))
+                        self.stored[name] = _Stored(file, name, header.get_dtype(), tuple(header.get_shape()))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file.name}: the weights cannot be read: {first_line(error)}") from error
 
@@ -86,8 +89,9 @@ class Weights:
         """Maps tensors from their files; a page is read when it is used."""
         tensors = {}
         for file in dict.fromkeys(self.stored[name].file for name in names):
+            there = {name: self.stored[name].name for name in names if self.stored[name].file == file}
             with safe_open(file, framework="pt") as content:
-                tensors.update({name: content.get_tensor(name) for name in names if self.stored[name].file == file})
+                tensors.update({name: content.get_tensor(name_there) for name, name_there in there.items()})
         return tensors
 
     def belong_to(self, model: PreTrainedModel) -> bool:
@@ -98,11 +102,14 @@ class Weights:
         Raises:
             ValueError: naming a parameter that is missing, or has another shape or type.
         """
-        shapes = parameter_shapes(model)
+        shapes, renamings = parameter_shapes(model), get_model_conversion_mapping(model)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
-        for name in list(self.stored):
-            if name not in shapes and any(re.search(pattern, name) for pattern in ignored):
-                del self.stored[name]
+        stored, self.stored = self.stored, {}
+        for name, tensor in stored.items():
+            # Some names in files are those of an old version, or lack the prefix of the body
+            renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, model.state_dict())
+            if renamed in shapes or not any(re.search(pattern, renamed) for pattern in ignored):
+                self.stored[renamed] = tensor
         for name, other in model.all_tied_weights_keys.items():
             if name in self.stored and other in self.stored:
                 if not torch.equal(*self.load([name, other]).values()):
@@ -176,12 +183,15 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max(1, -(-weights.largest_shard * sum(sizes.values()) // weights.bytes)),
     )
+    places = {}
     for file, names in split.filename_to_tensors.items():
         mapped = weights.load(list(dict.fromkeys(source for name in names for source in origins[name].sources)))
         tensors = {name: origins[name].make([mapped[source] for source in origins[name].sources]) for name in names}
         check_shapes({name: shapes[name] for name in names}, {name: tensor.shape for name, tensor in tensors.items()})
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+        tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(tensors, file))
     if split.is_sharded:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
+        index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": places}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
