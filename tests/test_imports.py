@@ -159,7 +159,7 @@ WRONG = {
     "configuration_imports_the_model": ("configuration/__init__.py", "from modeling_nlq.modeling_nlq import NLQModel"),
     "run_imports_comparison": ("training/run/data.py", "from modeling_nlq.training.comparison import report"),
     "run_imports_the_functions": ("training/run/data.py", "from modeling_nlq.training import publish"),
-    "rooms_know_each_other": ("training/conversion/gpt2.py", "import modeling_nlq.training.comparison.report"),
+    "rooms_know_each_other": ("training/conversion/paper.py", "import modeling_nlq.training.comparison.report"),
     "private_name": ("training/comparison/report.py", "from modeling_nlq.training.run.data import _hash_file"),
     "private_attribute": (
         "training/comparison/report.py",

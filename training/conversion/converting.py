@@ -158,7 +158,6 @@ def convert(
         config, model_class = read_source(source)
         old, plan = _open(source, config, model_class, switches, to, allow_lossy)
     new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
-    _check_changed(source, old, new, switches)
     own_tokenizer = _load_tokenizer(source, tokenizer, new)
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
@@ -178,9 +177,9 @@ def convert(
             _write_shards(folder, plan)
         if own_tokenizer is not None:
             own_tokenizer.save_pretrained(folder)
-        bytes = plan.weights.bytes if plan is not None else sum(value.nbytes for value in old.state_dict().values())
-        if bytes >= COMPARED_BELOW:
-            done.not_compared = f"the weights take {bytes / 2**30:.1f} GiB"
+        size = plan.weights.bytes if plan is not None else sum(value.nbytes for value in old.state_dict().values())
+        if size >= COMPARED_BELOW:
+            done.not_compared = f"the weights take {size / 2**30:.1f} GiB"
         elif new is not old and (switches or type(new) is not type(old)):
             if plan is not None:
                 old, new = load_model(source, config, model_class), load_model(str(folder), new.config, type(new))
@@ -226,6 +225,7 @@ def _plan(weights: Weights, old: PreTrainedModel, switches: dict[str, Any], to: 
         origins = to_nlq_origins(old, new)
     if switches:
         config = changed(new.config, switches)
+        _check_changed(new.config, config, switches)
         if not only_adds(new.config, config):
             return None
         new = empty_model(type(new), config)
@@ -248,7 +248,8 @@ def _convert_in_memory(
     if model.config.model_type in FAMILIES:
         model, lost = _lossily(to_nlq, model, allow_lossy)
     if switches:
-        model = upcycle_model(model, switches)
+        before, model = model, upcycle_model(model, switches)
+        _check_changed(before.config, model.config, switches)
     if to != "nlq":
         model, more = _lossily(partial(from_nlq, family=to), model, allow_lossy)
         lost = [*lost, *more]
@@ -302,9 +303,9 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
             raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
 
 
-def _check_changed(source: str, old: PreTrainedModel, new: PreTrainedModel, switches: dict[str, Any]) -> None:
-    if switches and old.config.to_dict() == new.config.to_dict():
-        raise ValueError(f"{source} has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+def _check_changed(before: PreTrainedConfig, after: PreTrainedConfig, switches: dict[str, Any]) -> None:
+    if before.to_dict() == after.to_dict():
+        raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
 
 
 def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:

@@ -274,6 +274,7 @@ _WITHOUT_EFFECT = (
     "gradient_checkpointing",
     "is_decoder",
     "is_llama_config",
+    "max_sequence_length",
     "max_window_layers",
     "model_type",
     "no_rope_layer_interval",

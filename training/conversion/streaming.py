@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from modeling_nlq.training.conversion.renaming import Origin, parameter_shapes
@@ -184,14 +184,21 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
         max_shard_size=max(1, -(-weights.largest_shard * sum(sizes.values()) // weights.bytes)),
     )
     places = {}
-    for file, names in split.filename_to_tensors.items():
-        mapped = weights.load(list(dict.fromkeys(source for name in names for source in origins[name].sources)))
-        tensors = {name: origins[name].make([mapped[source] for source in origins[name].sources]) for name in names}
-        check_shapes({name: shapes[name] for name in names}, {name: tensor.shape for name, tensor in tensors.items()})
-        tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(tensors, file))
+    for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing shards", disable=not split.is_sharded):
+        written = _write_shard(folder / file, model, weights, {name: origins[name] for name in names})
+        places.update(dict.fromkeys(written, file))
     if split.is_sharded:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": places}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_shard(path: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, Origin]) -> list[str]:
+    """Writes one file, and returns the names of its tensors. Nothing of it stays in memory."""
+    mapped = weights.load(list(dict.fromkeys(source for origin in origins.values() for source in origin.sources)))
+    tensors = {name: origin.make([mapped[source] for source in origin.sources]) for name, origin in origins.items()}
+    expected = parameter_shapes(model)
+    check_shapes({name: expected[name] for name in tensors}, {name: tensor.shape for name, tensor in tensors.items()})
+    tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+    save_file(tensors, path, metadata={"format": "pt"})
+    return list(tensors)

@@ -297,3 +297,60 @@ def test_factors_move_into_the_weights():
     ours = to_nlq(shared_family_model("llama-grouped"))
     changed = upcycle(ours, {"attention_scaling": 0.25, "head_projection": True, "attention_output_scaling": 0.5})
     assert_same_function(from_nlq(changed, "llama"), ours, length=LENGTH)
+
+
+# (case, switches that leave the outputs as they are)
+KEPT = {
+    "wider_gated_mlp": ("llama-biases_and_wide_heads", {"intermediate_size": 27}),
+    "wider_plain_mlp": ("gpt_neox-partial", {"intermediate_size": 27}),
+    "all_biases": ("llama-grouped", {"use_bias": True}),
+    "biases_of_a_part": ("qwen2-grouped", {"attention_output_bias": True, "mlp_bias": True}),
+    "same_biases_by_another_field": ("qwen2-grouped", {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False}),
+    "more_key_heads": ("olmo2-grouped", {"num_key_value_heads": 4}),
+    "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
+    "factor_of_normalized_scores": ("olmo2-grouped", {"attention_scaling": 1.0}),
+    "gate_and_fourth_matrix": ("qwen3-windows_and_bias", {"attention_gate": "elementwise", "head_projection": True}),
+    "layer_of_its_own": ("smollm3-windows_and_biases", {"value_projection": "upcycled", "attention_output_scaling": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name, switches", KEPT.values(), ids=KEPT)
+def test_switches(name, switches):
+    ours = to_nlq(shared_family_model(name))
+    with Frozen(ours):
+        new = upcycle(ours, switches)
+    assert_same_function(new, ours, length=LENGTH)
+    assert [layer.sliding_window for layer in new.config.per_layer_config] == [
+        layer.sliding_window for layer in ours.config.per_layer_config
+    ]
+
+
+# (case, switches, what the error names)
+CHANGED = {
+    "norm_type": ("llama-grouped", {"norm_type": "layernorm"}, "norm_type='rmsnorm' cannot become 'layernorm'"),
+    "norm_position": ("olmo2-grouped", {"norm_position": "pre"}, "norm_position='output' cannot become 'pre'"),
+    "parallel_residual": ("gpt_neox-partial", {"parallel_residual": False}, "parallel_residual=True cannot become False"),
+    "mlp_type": ("llama-grouped", {"mlp_type": "plain"}, "mlp_type='gated' cannot become 'plain'"),
+    "sliding_window": ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
+    "window_of_a_layer": ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layer 1: sliding_window=4"),
+    "position_embedding": ("llama-grouped", {"position_embedding": "none"}, "position_embedding='rope' cannot become 'none'"),
+    "position_of_a_layer": ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
+    "angles": (
+        "gpt_neox-partial",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters=",
+    ),
+    "biases_of_a_part": ("qwen2-grouped", {"query_key_value_bias": False}, "query_key_value_bias=True cannot become False"),
+    "all_biases": ("gpt_neox-partial", {"use_bias": False}, "use_bias=True cannot become False"),
+    "narrower_mlp": ("llama-grouped", {"intermediate_size": 7}, "intermediate_size=20 cannot become 7"),
+    "qk_norm": ("olmo2-grouped", {"qk_norm": "rms"}, "qk_norm='rms_all_heads' cannot become 'rms'"),
+    "two_at_once": ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "'plain': the MLPs of"),
+}
+
+
+@pytest.mark.parametrize("name, switches, named", CHANGED.values(), ids=CHANGED)
+def test_switches_that_would_change_the_function(name, switches, named):
+    ours = to_nlq(shared_family_model(name))
+    with pytest.raises(ValueError) as error:
+        upcycle(ours, switches)
+    assert named in str(error.value) and "\n" not in str(error.value)
