@@ -45,9 +45,8 @@ class NLQGenerationMixin(GenerationMixin):
             raise
         if paged != original:
             manager._original_attn_impl = original
-        if self.config.has_learned_positions and "add_request" not in vars(
-            manager
-        ):  # Transformers may return the manager of an earlier call
+        is_new = "add_request" not in vars(manager)  # Transformers may return the manager of an earlier call
+        if self.config.has_learned_positions and is_new:
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 
