@@ -29,8 +29,8 @@ class NLQGenerationMixin(GenerationMixin):
         again.
 
         Raises:
-            ValueError: for linear attention, for a pipeline stage, and if the model's `attn_implementation` has no continuous
-                batching.
+            ValueError: for linear attention, for windows that differ, for a pipeline stage, and if the model's
+                `attn_implementation` has no continuous batching.
         """
         if hasattr(self, "_pp_stage"):
             raise ValueError("continuous batching is not supported with pipeline parallelism; use tp_size, or generate")

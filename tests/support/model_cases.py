@@ -33,7 +33,7 @@ BLOCKS = {
     "output": {"norm_position": "output", "norm_type": "rmsnorm"},
     "sandwich": {"norm_position": "sandwich", "sublayer_activation": "silu"},
     "parallel": {"parallel_residual": True},
-    "parallel_post": {"parallel_residual": True, "norm_position": "post", "norm_type": "rmsnorm", "residual_activation": "tanh"},
+    "parallel_post": {"parallel_residual": True, "norm_position": "post", "residual_activation": "tanh"},
     "parallel_output": {"parallel_residual": True, "norm_position": "output", "mlp_type": "gated"},
     "parallel_sandwich": {"parallel_residual": True, "norm_position": "sandwich", "norm_type": "rmsnorm"},
     "llama": {"norm_type": "rmsnorm", "mlp_type": "gated", "hidden_act": "silu", "intermediate_size": 11},
