@@ -34,6 +34,7 @@ from modeling_nlq.training.files import (
     model_files,
     written_whole,
 )
+from modeling_nlq.training.models import read_conversion
 from modeling_nlq.training.parameters import check_names, size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
 from modeling_nlq.training.text import first_line
@@ -60,6 +61,10 @@ class Conversion:
             there is no other model to compare with, as for a checkpoint.
         parameters: number of parameters of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
+        added: names of the parameters that are new since the last training: the source has none of this name, or has it from an
+            earlier conversion after which nothing was trained.
+        enlarged: names of the parameters that are larger than before, in the same span of time.
+        before: the record of that earlier conversion.
     """
 
     source: str
@@ -71,6 +76,9 @@ class Conversion:
     difference: float | None = None
     parameters: int = 0
     has_tokenizer: bool = False
+    added: list[str] = field(default_factory=list)
+    enlarged: list[str] = field(default_factory=list)
+    before: dict[str, Any] | None = None
 
 
 def convert(
@@ -118,15 +126,20 @@ def convert(
     old = load_source(source)
     lost: list[str] = []
     new = old
+    is_checkpoint = find_checkpoint(source) is not None
+    earlier = read_conversion(source, is_untrained=True) if old.config.model_type == "nlq" and not is_checkpoint else None
+    added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
     if old.config.model_type == "gpt2":
         new, lost = _lossily(from_gpt2, old, allow_lossy)
     if switches:
         before, new = new, upcycle_model(new, switches)
         if before.config.to_dict() == new.config.to_dict():
             raise ValueError(f"{source} has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+        added, enlarged = _new_parameters(before, new, added, enlarged)
     if to == "gpt2":
         new, more = _lossily(to_gpt2, new, allow_lossy)
         lost = [*lost, *more]
+        added, enlarged = [], []  # a GPT-2 has no such parameters
     difference = None if new is old else largest_difference(old, new)
     # A matrix that is computed, such as W - I, is rounded to the precision of the weights
     tolerance = max(_TOLERANCE, torch.finfo(new.dtype).eps)
@@ -136,7 +149,6 @@ def convert(
         )
     own_tokenizer = _load_tokenizer(source, tokenizer, new)
 
-    is_checkpoint = find_checkpoint(source) is not None
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
         source_class="checkpoint" if is_checkpoint else type(old).__name__,
@@ -147,9 +159,32 @@ def convert(
         difference=None if is_checkpoint else difference,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
+        added=added,
+        enlarged=enlarged,
+        before=earlier,
     )
     _write(new, own_tokenizer, done, target)
     return done
+
+
+def _new_parameters(
+    before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
+) -> tuple[list[str], list[str]]:
+    """Finds the parameters that a change of switches added, and those that it enlarged.
+
+    Args:
+        before, after: the model with the old switches, and the one with the new; their weights are not read.
+        added, enlarged: those of earlier changes, which count if the parameters are still there.
+    """
+    # A tied LM head counts as there before, so that its own copy of the embeddings is not new
+    shapes = {name: parameter.shape for name, parameter in before.named_parameters(remove_duplicate=False)}
+    new_shapes = {name: parameter.shape for name, parameter in after.named_parameters(remove_duplicate=False)}
+    all_added = {*added, *(new_shapes.keys() - shapes.keys())}
+    all_enlarged = {*enlarged, *(name for name, shape in new_shapes.items() if shapes.get(name, shape) != shape)}
+    return (
+        [name for name in new_shapes if name in all_added],
+        [name for name in new_shapes if name in all_enlarged - all_added],
+    )
 
 
 def load_source(source: str) -> PreTrainedModel:
