@@ -297,13 +297,20 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, or the backend that is set takes no paged cache or cannot compute some layer.
+        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or cannot
+            compute some layer.
     """
     layers = _attention_layers(config)
     if linear := [index for index, (activation, _) in enumerate(layers) if activation.kind == "linear"]:
         raise ValueError(
             f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
             "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
+        )
+    windows = [layer.sliding_window for layer in config.per_layer_config]
+    if len(set(windows)) > 1:
+        raise ValueError(
+            f"sliding_window={windows}: continuous batching of Transformers has one window for all layers; use generate, or "
+            "the same window in each layer"
         )
     name = config._attn_implementation
     possible = [paged for paged in PAGED_PREFERENCE if all(ATTENTION_BACKENDS[paged].computes(*layer) for layer in layers)]

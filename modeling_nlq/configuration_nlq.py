@@ -492,8 +492,8 @@ def _check_layer(layer: NLQConfig) -> None:
     if layer.sliding_window is not None:
         if activation.kind == "linear":
             raise ValueError(
-                f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all tokens, "
-                "and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
+                f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all "
+                "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
             )
         if layer.sliding_window < 2:  # Transformers' cache does not take 1
             raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")

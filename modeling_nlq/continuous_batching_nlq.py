@@ -29,8 +29,8 @@ class NLQGenerationMixin(GenerationMixin):
         again.
 
         Raises:
-            ValueError: for linear attention, for a pipeline stage, and if the model's `attn_implementation` has no continuous
-                batching.
+            ValueError: for linear attention, for windows that differ, for a pipeline stage, and if the model's
+                `attn_implementation` has no continuous batching.
         """
         if hasattr(self, "_pp_stage"):
             raise ValueError("continuous batching is not supported with pipeline parallelism; use tp_size, or generate")
@@ -45,9 +45,8 @@ class NLQGenerationMixin(GenerationMixin):
             raise
         if paged != original:
             manager._original_attn_impl = original
-        if self.config.has_learned_positions and "add_request" not in vars(
-            manager
-        ):  # Transformers may return the manager of an earlier call
+        is_new = "add_request" not in vars(manager)  # Transformers may return the manager of an earlier call
+        if self.config.has_learned_positions and is_new:
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 

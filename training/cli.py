@@ -110,6 +110,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", metavar="RUN", help="folder of a run, a conversion or another saved NLQ model")
     command.add_argument("repo_id", metavar="REPO_ID", help="owner/name")
+    command.add_argument(
+        "--adapter",
+        action="store_true",
+        help="upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model",
+    )
     command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     command.add_argument("--revision", default=None, help="branch to publish to; by default the main one")
     command.add_argument("--comparison", default=None, help="results folder of `nlq compare`, whose verdicts go into the card")
@@ -177,6 +182,8 @@ def _describe(metrics: dict) -> str:
     if metrics.get("eval_bits_per_byte"):
         parts.append(f"{metrics['eval_bits_per_byte']:.3f} bits per byte")
     parts.append(f"token accuracy {metrics['eval_token_accuracy']:.1%}")
+    if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
+        parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
     return ", ".join(parts)
 
 
@@ -204,7 +211,7 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     budget = None
     if arguments.match is not None:
         text = arguments.match.replace(",", "").replace("_", "")
-        budget = Size(0, int(text), 0) if text.isdecimal() else measure(load_config(arguments.match))
+        budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(arguments.match))
     header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
     rows = [header]
     for name in arguments.models:
@@ -265,6 +272,7 @@ def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
         comparison=arguments.comparison,
         card=arguments.card,
         license=arguments.license,
+        adapter=arguments.adapter,
         dry_run=arguments.dry_run,
     )
     for name, size in done.files.items():

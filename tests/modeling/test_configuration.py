@@ -282,7 +282,7 @@ def test_matching_width():
     matched = load_config("gpt3-small-identity", {"intermediate_size": width})
     assert measure(matched).non_embedding == measure(linear).non_embedding
     with pytest.raises(ValueError, match="no MLP width"):
-        matching_intermediate_size(identity, Size(1000, 1000, 1000))
+        matching_intermediate_size(identity, Size(1000, 1000, 1000, 1000))
 
 
 def test_unknown_names_are_answered_with_the_known_ones():

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from modeling_nlq import NLQConfig
 from modeling_nlq.training.card import base_model_of, render
 from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.renaming import (
@@ -48,6 +49,7 @@ from modeling_nlq.training.files import (
     model_files,
     written_whole,
 )
+from modeling_nlq.training.models import read_conversion
 from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
 from modeling_nlq.training.text import first_line, one_line
@@ -93,6 +95,10 @@ class Conversion:
         not_compared: why the outputs were not compared, although there is another model.
         parameters: number of parameters of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
+        added: names of the parameters that are new since the last training: the source has none of this name, or has it from an
+            earlier conversion after which nothing was trained.
+        enlarged: names of the parameters that are larger than before, in the same span of time.
+        before: the record of that earlier conversion.
     """
 
     source: str
@@ -105,6 +111,9 @@ class Conversion:
     not_compared: str | None = None
     parameters: int = 0
     has_tokenizer: bool = False
+    added: list[str] = field(default_factory=list)
+    enlarged: list[str] = field(default_factory=list)
+    before: dict[str, Any] | None = None
 
 
 def convert(
@@ -158,6 +167,13 @@ def convert(
         config, model_class = read_source(source)
         old, plan = _open(source, config, model_class, switches, to, allow_lossy)
     new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
+    is_nlq = old.config.model_type == "nlq" and checkpoint is None
+    earlier = read_conversion(source, is_untrained=True) if is_nlq else None
+    added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
+    if switches:
+        added, enlarged = _new_parameters(empty_model(type(new), _nlq_config(old.config)), new, added, enlarged)
+    if to != "nlq":
+        added, enlarged = [], []  # models of other families have no such parameters
     own_tokenizer = _load_tokenizer(source, tokenizer, new)
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
@@ -168,6 +184,9 @@ def convert(
         lost=lost,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
+        added=added,
+        enlarged=enlarged,
+        before=earlier,
     )
     # config.json is last: it makes a model of the folder
     with written_whole(target, last="config.json") as folder:
@@ -188,6 +207,30 @@ def convert(
             done.difference = None  # there was no other model
         _write_records(folder, target, new, done)
     return done
+
+
+def _new_parameters(
+    before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
+) -> tuple[list[str], list[str]]:
+    """Finds the parameters that a change of switches added, and those that it enlarged.
+
+    Args:
+        before, after: the model with the old switches, and the one with the new; their weights are not read.
+        added, enlarged: those of earlier changes, which count if the parameters are still there.
+    """
+    # A tied LM head counts as there before, so that its own copy of the embeddings is not new
+    shapes = {name: parameter.shape for name, parameter in before.named_parameters(remove_duplicate=False)}
+    new_shapes = {name: parameter.shape for name, parameter in after.named_parameters(remove_duplicate=False)}
+    all_added = {*added, *(new_shapes.keys() - shapes.keys())}
+    all_enlarged = {*enlarged, *(name for name, shape in new_shapes.items() if shapes.get(name, shape) != shape)}
+    return (
+        [name for name in new_shapes if name in all_added],
+        [name for name in new_shapes if name in all_enlarged - all_added],
+    )
+
+
+def _nlq_config(config: PreTrainedConfig) -> NLQConfig:
+    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
 
 
 def _open(
@@ -221,7 +264,7 @@ def _plan(weights: Weights, old: PreTrainedModel, switches: dict[str, Any], to: 
         lost = lost_by(type(old), old.config)
         if lost and not allow_lossy:
             raise LossyConversion(lost)
-        new = empty_model(nlq_class_of(type(old)), FAMILIES[old.config.model_type].read(old.config))
+        new = empty_model(nlq_class_of(type(old)), _nlq_config(old.config))
         origins = to_nlq_origins(old, new)
     if switches:
         config = changed(new.config, switches)
