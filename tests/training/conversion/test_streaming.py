@@ -110,6 +110,9 @@ class TestThereAndBack:
         assert run_nlq("convert", sources / family, tmp_path / "target", "--upcycle") == 0
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
         assert_same_function(model, shared_family_model(name), length=LENGTH)
+        record = json.loads((tmp_path / "target/conversion.json").read_text())
+        assert record["added"] == [name for name, _ in model.named_parameters() if ".q_bottleneck." in name]
+        assert record["enlarged"] == []
         bottleneck = model.model.layers[1].self_attn.q_bottleneck
         assert not bottleneck.output_norm.weight.any() and (bottleneck.input_norm.weight == 1).all()
         for matrix in (bottleneck.fc1.weight, bottleneck.fc2.weight):
