@@ -102,12 +102,12 @@ class Weights:
         Raises:
             ValueError: naming a parameter that is missing, or has another shape or type.
         """
-        shapes, renamings = parameter_shapes(model), get_model_conversion_mapping(model)
+        shapes, state, renamings = parameter_shapes(model), model.state_dict(), get_model_conversion_mapping(model)
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
         stored, self.stored = self.stored, {}
         for name, tensor in stored.items():
             # Some names in files are those of an old version, or lack the prefix of the body
-            renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, model.state_dict())
+            renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
             if renamed in shapes or not any(re.search(pattern, renamed) for pattern in ignored):
                 self.stored[renamed] = tensor
         for name, other in model.all_tied_weights_keys.items():
