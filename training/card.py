@@ -37,7 +37,15 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
-_SWITCHES = ("norm_position", "sublayer_activation", "residual_activation", "position_embedding", *PER_LAYER_SWITCHES)
+_SWITCHES = (
+    "norm_type",
+    "norm_position",
+    "parallel_residual",
+    "mlp_type",
+    "sublayer_activation",
+    "residual_activation",
+    *PER_LAYER_SWITCHES,
+)
 
 
 def render(

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq.cache_nlq import LAYER_TYPE
 
@@ -84,9 +85,10 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     matrices += [] if head is None else [head.weight]
     matrix_operations = sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     context = context or config.max_position_embeddings
-    spans = sum(head_dim if kind == LAYER_TYPE else context for kind in layer_types)
+    spans = 0
+    for kind, sizes in zip(*get_layer_types_and_kwargs(config)):
+        spans += head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
     products = 2 * spans * config.num_attention_heads * head_dim
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
