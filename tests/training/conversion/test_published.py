@@ -13,8 +13,9 @@ from transformers import AutoConfig
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.renaming import empty_model, nearest_in_family
+from modeling_nlq.training.conversion.renaming import class_in_family, empty_model, nearest_in_family
 from modeling_nlq.training.conversion.upcycling import only_adds
+from modeling_nlq.training.models import load_config
 
 
 # Name -> (parameters, config.json without what names versions)
@@ -318,3 +319,23 @@ def test_back_needs_no_package(family, name, tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path / "source"), str(tmp_path / "back")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+SHIPPED = {
+    "tiny-llama": "llama",
+    "llama-160m": "llama",
+    "smollm2-135m": "llama",
+    "qwen3-0.6b": "qwen3",
+    "pythia-160m": "gpt_neox",
+    "olmo2-1b": "olmo2",
+}
+
+
+@pytest.mark.parametrize("name, family", SHIPPED.items(), ids=SHIPPED)
+def test_shipped_shape(name, family):
+    """A model that was trained here in the shape of a family can be written as one, and no number changes."""
+    ours = load_config(name)
+    theirs, plain = nearest_in_family(family, ours)
+    assert only_adds(ours, plain)
+    model = empty_model(class_in_family(family, NLQForCausalLM), theirs)
+    assert model.num_parameters() == empty_model(NLQForCausalLM, ours).num_parameters()
