@@ -28,7 +28,7 @@ from modeling_nlq import (
     NLQPreTrainedModel,
 )
 from modeling_nlq.training.conversion.families import FAMILIES, Family
-from modeling_nlq.training.conversion.upcycling import restructure
+from modeling_nlq.training.conversion.upcycling import problems, restructure
 from modeling_nlq.training.parameters import check_parameters
 from modeling_nlq.training.text import one_line
 
@@ -104,9 +104,13 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
     """
     try:
         theirs = FAMILIES[family].write(config)
-        return theirs, FAMILIES[family].read(theirs)
+        plain = FAMILIES[family].read(theirs)
+        found = problems(config, plain)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
+    if found:
+        raise ValueError(f"{family} has no model of this shape: {'; '.join(found)}")
+    return theirs, plain
 
 
 def empty_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -210,10 +214,7 @@ def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) 
         raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model")
     their_class = class_in_family(family, type(model))
     config, plain = nearest_in_family(family, model.config)
-    try:
-        model, lost = restructure(model, plain)
-    except ValueError as error:
-        raise ValueError(f"{family} has no model of this shape: {error}") from error
+    model, lost = restructure(model, plain)
     if lost and not allow_lossy:
         raise LossyConversion(lost)
     new = empty_model(their_class, config)

@@ -88,16 +88,18 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
     """
     if before.num_hidden_layers != after.num_hidden_layers:
         return False
+    if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
+        return False
+    if after.has_rotary_positions and _angles(before) != _angles(after):
+        return False
+    compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
+    fields = NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - compared_above
     for old, new in zip(before.per_layer_config, after.per_layer_config):
-        for field in NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - {"rope_parameters"}:
-            values = (getattr(old, field), getattr(new, field))
-            is_part = field.removesuffix("_bias") in BIASED_PARTS
-            if is_part and old.has_bias(field.removesuffix("_bias")) == new.has_bias(field.removesuffix("_bias")):
-                continue
-            if values[0] != values[1] and not (field.endswith("_projection") and values == ("linear", "upcycled")):
+        changes = {field: (getattr(old, field), getattr(new, field)) for field in fields}
+        for field, (value, new_value) in changes.items():
+            is_upcycled = field.endswith("_projection") and (value, new_value) == ("linear", "upcycled")
+            if value != new_value and not is_upcycled:
                 return False
-        if new.position_embedding == "rope" and _angles(old) != _angles(new):
-            return False
     return True
 
 
@@ -115,8 +117,8 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         ValueError: if the weights do not fit the new configuration.
     """
     before = model.config
-    if problems := _problems(before, config):
-        raise ValueError("; ".join(problems))
+    if found := problems(before, config):
+        raise ValueError("; ".join(found))
     new = type(model)(config).to(model.device, model.dtype).eval()
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
@@ -136,16 +138,17 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
                 value.copy_(state[name])
         for rule in MODEL_RULES.values():
             lost += rule(model, new)
+        reasons: list[list[str]] = []
         for index, (old_layer, new_layer) in enumerate(zip(model.base_model.layers, new.base_model.layers)):
             change = LayerChange(before_layers[index], after_layers[index], old_layer.self_attn, new_layer.self_attn)
+            reasons.append([])
             for field, rule in LAYER_RULES.items():
                 if reason := rule(change):
-                    text = refusal(field, getattr(change.before, field), getattr(change.after, field), reason)
-                    lost.append(f"layer {index}: {text}" if before.is_heterogeneous or config.is_heterogeneous else text)
-    return new, list(dict.fromkeys(lost))
+                    reasons[-1].append(refusal(field, getattr(change.before, field), getattr(change.after, field), reason))
+    return new, list(dict.fromkeys([*lost, *_by_layer(reasons)]))
 
 
-def _problems(before: NLQConfig, after: NLQConfig) -> list[str]:
+def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
     """Lists the fields that cannot change, in words."""
     found = []
     for field, reason in _FIXED.items():
@@ -154,11 +157,10 @@ def _problems(before: NLQConfig, after: NLQConfig) -> list[str]:
         if old != new and not (field == "rope_parameters" and is_equal):
             found.append(refusal(field, old, new, reason))
     for field, reason in _FIXED_IN_LAYERS.items():
-        for index, (old, new) in enumerate(zip(before.per_layer_config, after.per_layer_config)):
-            values = (getattr(old, field), getattr(new, field))
-            if values[0] != values[1]:
-                text = refusal(field, *values, reason)
-                found.append(f"layer {index}: {text}" if before.is_heterogeneous or after.is_heterogeneous else text)
+        values = [
+            (getattr(old, field), getattr(new, field)) for old, new in zip(before.per_layer_config, after.per_layer_config)
+        ]
+        found += _by_layer([[refusal(field, old, new, reason)] if old != new else [] for old, new in values])
     known = {*_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
     other = sorted(
         field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)
@@ -166,6 +168,16 @@ def _problems(before: NLQConfig, after: NLQConfig) -> list[str]:
     reason = "no rule says how to keep the function"
     found += [refusal(field, getattr(before, field), getattr(after, field), reason) for field in other]
     return list(dict.fromkeys(found))
+
+
+def _by_layer(reasons: list[list[str]]) -> list[str]:
+    """Joins the reasons of all layers: each once, with the numbers of its layers if it is not of all."""
+    joined = []
+    for text in dict.fromkeys(text for of_layer in reasons for text in of_layer):
+        layers = [str(index) for index, of_layer in enumerate(reasons) if text in of_layer]
+        prefix = f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}: " if len(layers) < len(reasons) else ""
+        joined.append(prefix + text)
+    return joined
 
 
 def _angles(config: NLQConfig) -> dict[str, Any]:

@@ -252,7 +252,7 @@ NO_COUNTERPART = {
     "norms_of_queries": ("qwen3-one_key_head", "llama", ["qk_norm='rms' cannot become None"]),
     "position_of_norms": ("olmo2-all_heads", "qwen3", ["norm_position='output' cannot become 'pre'"]),
     "windows": ("qwen3-windows_and_bias", "olmo2", ["norm_position"]),
-    "windows_of_some_layers": ("qwen2-windows_in_upper_layers", "llama", ["layer 1: sliding_window=4 cannot become None"]),
+    "windows_of_some_layers": ("qwen2-windows_in_upper_layers", "llama", ["layers 1, 2: sliding_window=4 cannot become None"]),
     "layers_without_positions": ("smollm3-every_second_layer", "llama", ["layer 1: position_embedding='none'"]),
     "biases": ("llama-biases_and_wide_heads", "mistral", ["query_key_value_bias=True cannot become False", "mlp_bias"]),
     "rotary_positions": ("llama-grouped", "gpt2", ["norm_type='rmsnorm'", "position_embedding='rope'"]),
@@ -332,7 +332,7 @@ CHANGED = {
     "parallel_residual": ("gpt_neox-partial", {"parallel_residual": False}, "parallel_residual=True cannot become False"),
     "mlp_type": ("llama-grouped", {"mlp_type": "plain"}, "mlp_type='gated' cannot become 'plain'"),
     "sliding_window": ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
-    "window_of_a_layer": ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layer 1: sliding_window=4"),
+    "window_of_a_layer": ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layers 1, 2: sliding_window=4"),
     "position_embedding": ("llama-grouped", {"position_embedding": "none"}, "position_embedding='rope' cannot become 'none'"),
     "position_of_a_layer": ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
     "angles": (

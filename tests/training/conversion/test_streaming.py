@@ -288,7 +288,7 @@ def test_unknown_fields_go_on_request(sources, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["llama", "qwen3", "gpt2"])
-def test_no_counterpart(sources, tmp_path, capsys, to):
+def test_no_counterpart(sources, tmp_path, capsys, to, no_model_in_memory):
     convert(sources / "olmo2", tmp_path / "nlq")
     message = nlq_fails(capsys, "convert", tmp_path / "nlq", tmp_path / "target", "--to", to)
     assert f"{to} has no model of this shape: " in message and "norm_position='output'" in message
