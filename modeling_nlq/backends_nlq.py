@@ -498,7 +498,7 @@ def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:
     if past_key_values.is_sliding[layer_idx] and past_key_values.get_seq_length(layer_idx):
         # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
         raise ValueError(
-            f"sliding_window (layer {layer_idx}): an exported program would keep the sample's number of tokens in a window's cache; "
+            f"sliding_window (layer {layer_idx}): an exported program keeps the sample's number of tokens in a window's cache; "
             "export with use_cache=False, or with a DynamicCache() made without a config, which keeps all tokens"
         )
 
