@@ -415,6 +415,7 @@ def make_mask(
                 "generate_batch or init_continuous_batching, which choose one that does"
             )
         return mask[config.layer_types[layer_idx]] if isinstance(mask, dict) else mask
+    _check_export(past_key_values, layer_idx)
     visibility = sequences.visibility(past_key_values, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
@@ -489,6 +490,17 @@ def create_masks_for_generate(
         return None
     length = max(past_key_values.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in range(len(layers)))
     return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
+
+
+def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:
+    if not torch.compiler.is_exporting() or past_key_values is None or layer_idx >= len(past_key_values.layers):
+        return
+    if past_key_values.is_sliding[layer_idx] and past_key_values.get_seq_length(layer_idx):
+        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
+        raise ValueError(
+            f"sliding_window (layer {layer_idx}): an exported program keeps the sample's number of tokens in a window's cache; "
+            "export with use_cache=False, or with a DynamicCache() made without a config, which keeps all tokens"
+        )
 
 
 def _check_cache(backend: str, past_key_values: Cache | None) -> None:
