@@ -66,7 +66,7 @@ PER_LAYER_SWITCHES = (
 )
 
 # Not the types whose angles depend on the current length: cached keys would become wrong.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 # Keys that Transformers writes into config.json or reads from a configuration, and that are no field of `NLQConfig`.
 LIBRARY_KEYS = {
@@ -116,8 +116,8 @@ class NLQConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
         position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`. Layers may differ in the last
             two.
-        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`
-            or `llama3`. With a `partial_rotary_factor` only that part of each head is rotated.
+        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`,
+            `llama3` or `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
         sliding_window (`int`, *optional*): how many tokens a query sees, itself and those before it; by default all. A layer
             with a window caches no more than it.
         use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
@@ -392,7 +392,8 @@ class NLQConfig(PreTrainedConfig):
             factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
             if not isinstance(factor, int | float) or not 0.0 < factor <= 1.0:
                 raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r} must be above 0 and at most 1")
-            if (rotated := int(self.head_dim * factor)) % 2 or not rotated:
+            # `proportional` rotates the rest too, by an angle of 0
+            if (rotated := int(self.head_dim * (1.0 if rope_type == "proportional" else factor))) % 2 or not rotated:
                 raise ValueError(
                     f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must be even "
                     "and above 0 with position_embedding='rope'"

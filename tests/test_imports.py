@@ -23,7 +23,7 @@ MODEL_ROWS = (
     ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),
     ("attention_nlq", "attention_projections_nlq", "operators_nlq", "triton_kernels_nlq"),
     ("configuration_nlq", "triton_activations_nlq"),
-    ("activations_nlq", "cache_nlq", "loss_nlq", "masking_nlq", "parallel_nlq", "projections_nlq"),
+    ("activations_nlq", "cache_nlq", "loss_nlq", "masking_nlq", "parallel_nlq", "projections_nlq", "rotary_nlq"),
 )
 TRAINING_ROWS = (
     ("__main__",),

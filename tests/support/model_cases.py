@@ -160,6 +160,9 @@ ROTARY = {
             "partial_rotary_factor": 0.8,
         },
     },
+    "proportional": {
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 50.0, "factor": 2.0, "partial_rotary_factor": 0.5}
+    },
     "not_in_each_layer": {"per_layer_config": {1: {"position_embedding": "none", "sliding_window": 3}}},
     "qk_norm_rms": {"qk_norm": "rms"},
     "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},

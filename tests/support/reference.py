@@ -184,7 +184,8 @@ def rotate(x, positions, config):
     The width is that of the head, or the part of it that is rotated.
     """
     rope = config.rope_parameters
-    half = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    part = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    half = int(config.head_dim * part) // 2
     x, rest = x[:, : 2 * half], x[:, 2 * half :]
     if rope["rope_type"] in ("default", "linear"):
         frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half) / rope.get("factor", 1.0)
