@@ -5,12 +5,12 @@ import math
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .activations_nlq import AttentionActivation, get_attention_activation
 from .configuration_nlq import NLQConfig
-from .parallel_nlq import own_heads, shared_by_heads
+from .parallel_nlq import own_heads, shared_by_heads, sum_over_processes
 from .projections_nlq import PROJECTIONS, NLQBottleneck
+from .rotary_nlq import rotate
 
 
 class NLQRMSNorm(nn.RMSNorm):
@@ -21,6 +21,22 @@ class NLQRMSNorm(nn.RMSNorm):
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
         return nn.functional.rms_norm(heads, self.normalized_shape, shared_by_heads(self.weight, self.tp_mesh), self.eps)
+
+
+class NLQAllHeadsRMSNorm(nn.RMSNorm):
+    """RMSNorm over the width of all heads, with a gain for each element (OLMo 2, arXiv 2501.00656)."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        states = heads.flatten(2)
+        if self.tp_mesh is None:
+            return super().forward(states).view(heads.shape)
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        total = sum_over_processes(states.to(dtype).square().sum(dim=-1, keepdim=True), self.tp_mesh)
+        states = states.to(dtype) * torch.rsqrt(total / self.normalized_shape[0] + self.eps)
+        return (states * own_heads(self.weight, self.tp_mesh, dim=0)).to(heads.dtype).view(heads.shape)
 
 
 class NLQL2Norm(nn.Module):
@@ -74,6 +90,7 @@ class NLQAttentionProjections(nn.Module):
         self.num_heads = config.num_attention_heads
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.has_rotary_positions = layer.position_embedding == "rope"
         self.scaling = layer.score_scaling
         self.attention_activation = layer.attention_activation
         self.output_scaling = layer.attention_output_scaling
@@ -86,7 +103,7 @@ class NLQAttentionProjections(nn.Module):
         for name, projection in self.projections.items():
             linear = bottleneck = None
             if projection.linear:
-                linear = nn.Linear(config.hidden_size, sizes[name], bias=config.use_bias)
+                linear = nn.Linear(config.hidden_size, sizes[name], bias=config.has_bias("query_key_value"))
             if projection.bottleneck:
                 bottleneck = NLQBottleneck(
                     config.hidden_size,
@@ -100,13 +117,16 @@ class NLQAttentionProjections(nn.Module):
             # The names that Transformers, PEFT and quantizers know belong to plain linear layers only
             self.register_module(f"{name[0]}_proj", linear)
             self.register_module(f"{name[0]}_bottleneck", bottleneck)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.use_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.has_bias("attention_output"))
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         self.q_norm = self.k_norm = None
         if layer.qk_norm == "rms":
             self.q_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
             self.k_norm = NLQRMSNorm(self.head_dim, eps=config.layer_norm_eps)
+        elif layer.qk_norm == "rms_all_heads":
+            self.q_norm = NLQAllHeadsRMSNorm(query_size, eps=config.layer_norm_eps)
+            self.k_norm = NLQAllHeadsRMSNorm(key_value_size, eps=config.layer_norm_eps)
         elif layer.qk_norm == "l2":
             self.q_norm = NLQL2Norm(self.head_dim, config.num_attention_heads)
             self.k_norm = NLQL2Norm(self.head_dim)
@@ -132,7 +152,8 @@ class NLQAttentionProjections(nn.Module):
 
         Args:
             hidden_states: the input of the layer.
-            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, head_dim)` each, or `None`.
+            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, rotated)` each, of which `rotated`
+                is `head_dim` or a part of it; or `None`.
         """
         query_states = self._apply_projection("query", hidden_states)
         key_states = self._apply_projection("key", hidden_states)
@@ -143,8 +164,7 @@ class NLQAttentionProjections(nn.Module):
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         value_states = value_states.transpose(1, 2)
         if position_embeddings is not None:
-            cos, sin = position_embeddings
-            query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+            query_states, key_states = rotate(query_states, key_states, *position_embeddings)
         return query_states, key_states, value_states
 
     def _apply_projection(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     BlockMask,
     create_causal_mask,
+    create_sliding_window_causal_mask,
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -123,7 +124,7 @@ def sparse_attention_forward(
     weights.
     """
     is_plain = attention_mask is None or (
-        isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.document_start is None
+        isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.first_key is None
     )
     length, head_dim = query.shape[2:]
     fits = length == key.shape[2] >= 64 and length.bit_count() == 1 and head_dim in (16, 32, 64, 128, 256)
@@ -296,13 +297,20 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, or the backend that is set takes no paged cache or cannot compute some layer.
+        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or cannot
+            compute some layer.
     """
     layers = _attention_layers(config)
     if linear := [index for index, (activation, _) in enumerate(layers) if activation.kind == "linear"]:
         raise ValueError(
             f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
             "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
+        )
+    windows = [layer.sliding_window for layer in config.per_layer_config]
+    if len(set(windows)) > 1:
+        raise ValueError(
+            f"sliding_window={windows}: continuous batching of Transformers has one window for all layers; use generate, or "
+            "the same window in each layer"
         )
     name = config._attn_implementation
     possible = [paged for paged in PAGED_PREFERENCE if all(ATTENTION_BACKENDS[paged].computes(*layer) for layer in layers)]
@@ -386,7 +394,7 @@ def make_mask(
     past_key_values: Cache | None,
     layer_idx: int = 0,
 ) -> Any:
-    """Makes the mask that a backend takes.
+    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and window.
 
     Args:
         backend: a result of `find_backend`, or `LINEAR_ATTENTION`.
@@ -394,19 +402,21 @@ def make_mask(
         sequences: padding, packed documents and positions of this call.
         inputs_embeds: `(batch, query, hidden)`.
         past_key_values: the cache, before the tokens of this call.
-        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
+        layer_idx: the number of the layer.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
-    mask = sequences.attention_mask
-    if sequences.visibility is None:
+    mask, sliding_window = sequences.attention_mask, config.per_layer_config[layer_idx].sliding_window
+    if sequences.is_paged:
         if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _other).is_paged:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
             )
-        return mask
+        return mask[config.layer_types[layer_idx]] if isinstance(mask, dict) else mask
+    _check_export(past_key_values, layer_idx)
+    visibility = sequences.visibility(past_key_values, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
         if is_dense or isinstance(mask, BlockMask):
@@ -414,16 +424,23 @@ def make_mask(
                 "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
                 "weights to hide; give a padding mask (batch, key), or use another activation"
             )
-        return sequences.visibility
+        return visibility
     kind = ATTENTION_BACKENDS.get(backend, _other).mask
     if is_dense:
         if kind not in ("visibility", "dense"):
             raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
-        return boolean_mask(mask)
-    if isinstance(mask, BlockMask) and kind != "block":
-        raise ValueError(f"attn_implementation={backend!r} takes no BlockMask; use 'flex_attention'")
+        mask = boolean_mask(mask)
+        if sliding_window is None:
+            return mask
+        key_length, key_offset = sequences.key_range(past_key_values, layer_idx)
+        mask = mask[..., key_offset : key_offset + key_length]
+        # A static cache that is not full yet is longer
+        return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & visibility.dense()
+    if isinstance(mask, BlockMask) and (kind != "block" or sliding_window is not None):
+        choice = "use 'flex_attention'" if sliding_window is None else "the window would be lost"
+        raise ValueError(f"attn_implementation={backend!r} (layer {layer_idx}) takes no BlockMask; {choice}")
     if kind == "visibility":
-        return sequences.visibility
+        return visibility
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
         raise ValueError(
@@ -431,8 +448,9 @@ def make_mask(
             f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
         )
     _check_cache(backend, past_key_values)
-    causal_mask = create_causal_mask(
-        config=config,
+    make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
+    causal_mask = make(
+        config=config.per_layer_config[layer_idx],
         inputs_embeds=inputs_embeds,
         attention_mask=mask,
         past_key_values=past_key_values,
@@ -440,7 +458,7 @@ def make_mask(
         layer_idx=layer_idx,
     )
     if kind == "block":
-        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else sequences.visibility.visible_count)
+        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else visibility.visible_count)
     return causal_mask
 
 
@@ -455,20 +473,34 @@ def create_masks_for_generate(
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    `layer_idx` is as in `make_mask`. NLQ's own backends and linear layers take the padding mask, not a dense mask. It is as
-    long as a static cache, so its shape stays the same from token to token.
+    `layer_idx` is a layer that is in the cache; a pipeline stage does not have all of them. Only where all layers take the same
+    dense mask, it is made here. Else the model makes the masks from the padding mask. It is as long as a static cache, so its
+    shape stays the same from token to token.
     """
     implementation = config._attn_implementation
-    is_linear = [layer.activation.kind == "linear" for layer in config.per_layer_config]
+    layers = list(config.per_layer_config)
+    is_linear = [layer.activation.kind == "linear" for layer in layers]
     if not all(is_linear):
         _check_cache(implementation, past_key_values)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
-    if not takes_padding and not any(is_linear):
+    has_windows = any(layer.sliding_window is not None for layer in layers)
+    if not takes_padding and not any(is_linear) and not has_windows:
         return create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer_idx)
     if attention_mask is None:
         return None
-    key_length, _ = past_key_values.get_mask_sizes(inputs_embeds.shape[1], layer_idx)
-    return nn.functional.pad(attention_mask, (0, key_length - attention_mask.shape[-1]))
+    length = max(past_key_values.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in range(len(layers)))
+    return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
+
+
+def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:
+    if not torch.compiler.is_exporting() or past_key_values is None or layer_idx >= len(past_key_values.layers):
+        return
+    if past_key_values.is_sliding[layer_idx] and past_key_values.get_seq_length(layer_idx):
+        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
+        raise ValueError(
+            f"sliding_window (layer {layer_idx}): an exported program keeps the sample's number of tokens in a window's cache; "
+            "export with use_cache=False, or with a DynamicCache() made without a config, which keeps all tokens"
+        )
 
 
 def _check_cache(backend: str, past_key_values: Cache | None) -> None:

@@ -46,6 +46,8 @@ AUTO_MAP = {
 
 # The switches that may differ between layers, through Transformers' `per_layer_config`.
 PER_LAYER_SWITCHES = (
+    "position_embedding",
+    "sliding_window",
     "query_projection",
     "key_projection",
     "value_projection",
@@ -64,7 +66,7 @@ PER_LAYER_SWITCHES = (
 )
 
 # Not the types whose angles depend on the current length: cached keys would become wrong.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 # Keys that Transformers writes into config.json or reads from a configuration, and that are no field of `NLQConfig`.
 LIBRARY_KEYS = {
@@ -109,19 +111,32 @@ class NLQConfig(PreTrainedConfig):
         head_dim (`int`, *optional*): width of a head; by default `hidden_size // num_attention_heads`.
         intermediate_size (`int`, *optional*): inner width of the MLP; by default `4 * hidden_size`.
         hidden_act (`str`, defaults to `"gelu"`): activation of the MLP.
+        mlp_type (`str`, defaults to `"plain"`): `"plain"`, `act(X W1) W2`, or `"gated"`, `(act(X W_gate) * X W_up) W_down`
+            ([2002.05202](https://huggingface.co/papers/2002.05202)).
         max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
-        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`.
-        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`
-            or `llama3`.
+        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`. Layers may differ in the last
+            two.
+        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`,
+            `llama3` or `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
+        sliding_window (`int`, *optional*): how many tokens a query sees, itself and those before it; by default all. A layer
+            with a window caches no more than it.
         use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
+        query_key_value_bias (`bool`, *optional*): biases of the query, key and value projections; by default as `use_bias`.
+        attention_output_bias (`bool`, *optional*): bias of the output projection; by default as `use_bias`.
+        mlp_bias (`bool`, *optional*): biases of the MLP; by default as `use_bias`.
+        norm_type (`str`, defaults to `"layernorm"`): the norms of the blocks and the final norm: `"layernorm"`, or `"rmsnorm"`
+            ([1910.07467](https://huggingface.co/papers/1910.07467)), which has no bias.
         layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both sub-layers'
             output projections is smaller by `sqrt(2 * num_hidden_layers)`.
         embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
         residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
         attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
-        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))` and a final norm, or `"post"`,
-            `x = r(norm(x + F(a(x))))`, where `F` is attention or MLP.
+        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`, `x = r(norm(x + F(a(x))))`;
+            `"output"`, `x = r(x + norm(F(a(x))))`; or `"sandwich"`, `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP.
+            All but `"post"` have a final norm.
+        parallel_residual (`bool`, defaults to `False`): attention and MLP read the same `x`, and both outputs are added to it.
+            With `"post"`, their sum has one norm.
         sublayer_activation (`str`, *optional*): the function `a`, before each sub-layer.
         residual_activation (`str`, *optional*): the function `r`, after each residual connection.
         query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`;
@@ -137,8 +152,9 @@ class NLQConfig(PreTrainedConfig):
         linear_attention_decay (`str`, *optional*): the decay of linear attention: `"fixed"`, RetNet's rate for each key and
             value head, or `"learned"`, a trained rate.
         attention_sink (`str`, *optional*): `"zero"` or `"learned"`, another term `exp(b)` in softmax's denominator.
-        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys, or `"l2"`, cosine similarities times a
-            learned scale per query head that replaces the default scaling.
+        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys; `"rms_all_heads"`, RMSNorm over the width
+            of all heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces the default
+            scaling.
         attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
             ([2505.06708](https://huggingface.co/papers/2505.06708)).
         attention_output_activation (`str`, *optional*): function of the concatenated heads.
@@ -160,17 +176,24 @@ class NLQConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
+    mlp_type: Literal["plain", "gated"] = "plain"
     max_position_embeddings: int = 1024
     position_embedding: Literal["learned", "rope", "none"] = "learned"
     rope_parameters: dict | None = None
+    sliding_window: int | None = None
     use_bias: bool = False
+    query_key_value_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_type: Literal["layernorm", "rmsnorm"] = "layernorm"
     layer_norm_eps: int | float = 1e-5
     initializer_range: int | float = 0.02
     embedding_dropout: int | float = 0.0
     residual_dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
 
-    norm_position: Literal["pre", "post"] = "pre"
+    norm_position: Literal["pre", "post", "output", "sandwich"] = "pre"
+    parallel_residual: bool = False
     sublayer_activation: str | None = None
     residual_activation: str | None = None
 
@@ -185,7 +208,7 @@ class NLQConfig(PreTrainedConfig):
     attention_scaling: int | float | None = None
     linear_attention_decay: Literal["fixed", "learned"] | None = None
     attention_sink: Literal["zero", "learned"] | None = None
-    qk_norm: Literal["rms", "l2"] | None = None
+    qk_norm: Literal["rms", "rms_all_heads", "l2"] | None = None
     attention_gate: Literal["headwise", "elementwise"] | None = None
     attention_output_activation: str | None = None
     attention_output_scaling: int | float | None = None
@@ -263,14 +286,36 @@ class NLQConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of cache of each layer, for Transformers. Does not exist if all layers store keys and values."""
+        """The kind of cache of each layer, for Transformers. Does not exist if all layers store all keys and values."""
         try:
-            kinds = [layer.activation.kind for layer in self.per_layer_config]
+            types = [layer._layer_type for layer in self.per_layer_config]
         except ValueError:
-            kinds = []  # an unknown activation; the validation reports it
-        if "linear" not in kinds:
+            types = []  # an unknown activation; the validation reports it
+        if set(types) <= {"full_attention"}:
             raise AttributeError("layer_types")  # Transformers asks by `hasattr`
-        return [LAYER_TYPE if kind == "linear" else "full_attention" for kind in kinds]
+        return types
+
+    @property
+    def _layer_type(self) -> str:
+        """The kind of cache (of one layer)."""
+        if self.activation.kind == "linear":
+            return LAYER_TYPE
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether learned positions are added to the token embeddings, which limits the length."""
+        return any(layer.position_embedding == "learned" for layer in self.per_layer_config)
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether some layer rotates queries and keys."""
+        return any(layer.position_embedding == "rope" for layer in self.per_layer_config)
+
+    def has_bias(self, part: Literal["query_key_value", "attention_output", "mlp"]) -> bool:
+        """Tells whether the linear layers of a part have biases."""
+        own = getattr(self, f"{part}_bias")
+        return self.use_bias if own is None else own
 
     def validate_layer_type(self):
         """Validates nothing: the types of the layers are not a field, they follow from the activations."""
@@ -291,14 +336,18 @@ class NLQConfig(PreTrainedConfig):
                     plan |= {f"self_attn.{name[0]}_bottleneck.fc1": "colwise", f"self_attn.{name[0]}_bottleneck.fc2": "rowwise"}
             if layer.attention_gate is not None:
                 plan["self_attn.gate_proj"] = "colwise"
-        plan |= {"self_attn.o_proj": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+        plan |= {"self_attn.o_proj": "rowwise"}
+        if self.mlp_type == "gated":
+            plan |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+        else:
+            plan |= {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
         return {f"layers.*.{name}": style for name, style in plan.items()}
 
     @property
     def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
         """The inputs and outputs of the modules that pipeline parallelism distributes, for Transformers."""
         plan = {"embed_tokens": (["input_ids"], ["inputs_embeds"])}
-        if self.position_embedding == "learned":
+        if self.has_learned_positions:
             plan["embed_positions"] = (["position_ids"], ["position_embeddings"])
         plan["layers"] = (["hidden_states", "attention_mask"], ["hidden_states"])
         plan["norm"] = (["hidden_states"], ["hidden_states"])
@@ -334,18 +383,25 @@ class NLQConfig(PreTrainedConfig):
             )
         if not getattr(self, "is_causal", True):
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
-        if self.position_embedding == "rope":
+        if len({layer.position_embedding == "learned" for layer in self.per_layer_config}) > 1:
+            raise ValueError("per_layer_config: position_embedding='learned' is of all layers or of none")
+        if self.has_rotary_positions:
             rope_type = (self.rope_parameters or {}).get("rope_type")
             if rope_type not in ROPE_TYPES:
                 raise ValueError(f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}")
-            if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-                raise ValueError("rope_parameters: partial_rotary_factor is not supported; remove it")
-            if self.head_dim % 2:
-                raise ValueError(f"head_dim={self.head_dim} must be even with position_embedding='rope'")
+            factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
+            if not isinstance(factor, int | float) or not 0.0 < factor <= 1.0:
+                raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r} must be above 0 and at most 1")
+            # `proportional` rotates the rest too, by an angle of 0
+            if (rotated := int(self.head_dim * (1.0 if rope_type == "proportional" else factor))) % 2 or not rotated:
+                raise ValueError(
+                    f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must be even "
+                    "and above 0 with position_embedding='rope'"
+                )
 
     def validate_rope(self):
         """Applies Transformers' check if there are rotary positions, and turns its `KeyError` into a `ValueError`."""
-        if self.position_embedding != "rope":
+        if not self.has_rotary_positions:
             return
         try:
             super().validate_rope()
@@ -434,6 +490,14 @@ def _check_layer(layer: NLQConfig) -> None:
             f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
             f"{activation.name!r} can be; use 'length' or 'none'"
         )
+    if layer.sliding_window is not None:
+        if activation.kind == "linear":
+            raise ValueError(
+                f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all "
+                "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
+            )
+        if layer.sliding_window < 2:  # Transformers' cache does not take 1
+            raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")
     if layer.attention_sink is not None and activation.name != "softmax":
         raise ValueError(
             f"attention_sink={layer.attention_sink!r} needs attention_activation='softmax', not {activation.name!r}"

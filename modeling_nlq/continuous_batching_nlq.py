@@ -29,8 +29,8 @@ class NLQGenerationMixin(GenerationMixin):
         again.
 
         Raises:
-            ValueError: for linear attention, for a pipeline stage, and if the model's `attn_implementation` has no continuous
-                batching.
+            ValueError: for linear attention, for windows that differ, for a pipeline stage, and if the model's
+                `attn_implementation` has no continuous batching.
         """
         if hasattr(self, "_pp_stage"):
             raise ValueError("continuous batching is not supported with pipeline parallelism; use tp_size, or generate")
@@ -45,8 +45,8 @@ class NLQGenerationMixin(GenerationMixin):
             raise
         if paged != original:
             manager._original_attn_impl = original
-        is_limited = self.config.position_embedding == "learned"
-        if is_limited and "add_request" not in vars(manager):  # Transformers may return the manager of an earlier call
+        is_new = "add_request" not in vars(manager)  # Transformers may return the manager of an earlier call
+        if self.config.has_learned_positions and is_new:
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 
@@ -80,7 +80,7 @@ def _check_prompt(prompt: Sequence[int], config: NLQConfig) -> None:
         raise ValueError(f"inputs: token id {unknown[0]} is not in the vocabulary, vocab_size={config.vocab_size}")
     if len(prompt) == 0:
         raise ValueError("inputs: a prompt contains no tokens; give each prompt at least one")
-    if config.position_embedding == "learned" and len(prompt) > config.max_position_embeddings:
+    if config.has_learned_positions and len(prompt) > config.max_position_embeddings:
         raise ValueError(
             f"inputs: a prompt of {len(prompt)} tokens is longer than the learned positions, "
             f"max_position_embeddings={config.max_position_embeddings}"

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import is_flash_linear_attention_available
 from transformers.utils.generic import maybe_autocast
 
 from .attention_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
+from .rotary_nlq import rotate
 
 
 if is_flash_linear_attention_available():
@@ -306,7 +306,7 @@ def linear_attention(
     is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
     if visibility.key_is_valid is not None:
         is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
-    count, start = visibility.visible_count.expand(batch, -1), visibility.document_start
+    count, start = visibility.visible_count.expand(batch, -1), visibility.first_key
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
     is_exporting = torch.compiler.is_exporting()
@@ -365,7 +365,7 @@ def _make_inputs(
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     rotated_query, rotated_key = query, key
     if position_embeddings:
-        rotated_query, rotated_key = apply_rotary_pos_emb(query, key, *(part.to(query.dtype) for part in position_embeddings))
+        rotated_query, rotated_key = rotate(query, key, *(part.to(query.dtype) for part in position_embeddings))
     grouped = query.unflatten(1, groups)
     return LinearInputs(
         query=grouped,

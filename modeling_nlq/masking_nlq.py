@@ -1,4 +1,4 @@
-"""The keys that each query sees: causal order, padding, packed documents, cached tokens and a caller's own 4-D mask.
+"""The keys that each query sees: causal order, windows, padding, packed documents, cached tokens and a caller's own 4-D mask.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
 
@@ -24,15 +24,15 @@ class Visibility(NamedTuple):
         key_length: number of keys, including those of a static cache that are still empty.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
-        document_start: `(batch or 1, query)`, the first key of each query's packed document. It sees no key before that. `None`
-            if documents are not packed.
+        first_key: `(batch or 1, query)`, the first key that each query may see, because its packed document or its window
+            begins there. It never falls from query to query. `None` if no key is too early.
     """
 
     query_index: torch.Tensor
     key_length: int
     visible_count: torch.Tensor
     key_is_valid: torch.Tensor | None = None
-    document_start: torch.Tensor | None = None
+    first_key: torch.Tensor | None = None
 
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
@@ -45,8 +45,8 @@ class Visibility(NamedTuple):
         visible = (key_index <= self.query_index[:, None])[None, None]
         if self.key_is_valid is not None:
             visible = visible & self.key_is_valid[:, None, None, :]
-        if self.document_start is not None:
-            visible = visible & (key_index >= self.document_start[:, None, :, None])
+        if self.first_key is not None:
+            visible = visible & (key_index >= self.first_key[:, None, :, None])
         return visible
 
 
@@ -57,32 +57,49 @@ def make_visibility(
     device: torch.device,
     attention_mask: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    key_offset: int = 0,
 ) -> Visibility:
-    """Makes the causal visibility of the last `query_length` positions, with padding or packing.
+    """Makes the causal visibility of the last `query_length` positions, with padding, packing or a window.
 
     Args:
         query_length: number of queries in this call.
         key_length: number of keys, including those of a static cache that are still empty.
-        query_offset: number of keys before the first query; a tensor if a static cache counts them.
-        attention_mask: `(batch, up to key)` booleans, false for padding.
+        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
+        attention_mask: `(batch, tokens)` booleans, false for padding; tokens beyond it are padding.
         segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask` or a
             cache.
+        sliding_window: how many tokens a query sees at most, itself and those before it; `None` for all.
+        key_offset: number of tokens before the first key, which a cache of the window has forgotten.
     """
-    query_index = torch.arange(query_length, device=device) + query_offset
+    query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
+    first_key = None
+    if sliding_window is not None:
+        first_key = (query_index - (sliding_window - 1)).clamp(min=0)[None]
     if segments is not None:
-        if torch.compiler.is_exporting():
-            # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
-            document_start = (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
-        else:
-            starts_here = torch.ones_like(segments, dtype=torch.bool)
-            starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
-            document_start = torch.where(starts_here, query_index, 0).cummax(dim=-1).values
-        return Visibility(query_index, key_length, query_index - document_start + 1, document_start=document_start)
+        document_start = _document_starts(segments, query_index)
+        first_key = document_start if first_key is None else torch.maximum(document_start, first_key)
     if attention_mask is not None:
-        key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_length - attention_mask.shape[-1], 0)))
-        key_is_valid = key_is_valid[:, :key_length]
-        return Visibility(query_index, key_length, key_is_valid.cumsum(dim=-1)[:, query_index], key_is_valid)
-    return Visibility(query_index, key_length, query_index[None].clamp(max=key_length - 1) + 1)
+        key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_offset + key_length - attention_mask.shape[-1], 0)))
+        key_is_valid = key_is_valid[:, key_offset : key_offset + key_length]
+        seen = key_is_valid.cumsum(dim=-1)
+        count = seen[:, query_index]
+        if first_key is not None:
+            count = count - (seen - key_is_valid.long())[:, first_key[0]]
+        return Visibility(query_index, key_length, count, key_is_valid, first_key)
+    if first_key is None:
+        return Visibility(query_index, key_length, query_index[None].clamp(max=key_length - 1) + 1)
+    return Visibility(query_index, key_length, query_index - first_key + 1, first_key=first_key)
+
+
+def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch.Tensor:
+    """Returns `(batch or 1, query)`, the first token of each token's packed document."""
+    if torch.compiler.is_exporting():
+        # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
+        return (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
+    starts_here = torch.ones_like(segments, dtype=torch.bool)
+    starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return torch.where(starts_here, query_index, 0).cummax(dim=-1).values
 
 
 def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -141,20 +158,52 @@ class Sequences(NamedTuple):
     """The sequences of one call of the model.
 
     Attributes:
-        visibility: the keys that each query sees, apart from a 4-D or block mask of the caller. `None` in continuous batching,
-            where `attention_mask` alone says it, or for flash attention the arguments that Transformers passes to it.
         position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing.
+        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or for flash
+            attention `None`.
+        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
+        padding_mask: `(batch, tokens)`, false for padding, or `None`.
+        segments: `(batch, query)`, the number of each token's packed document, or `None`.
         packed_position_ids: `position_ids` if documents are packed, else `None`. Transformers' masks and flash attention look
             for packed documents in the positions that they are given.
         last_position: the largest position where it is known without reading `position_ids`, else `None`.
+        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees, or for
+            flash attention the arguments that Transformers passes to it.
     """
 
-    visibility: Visibility | None
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor | BlockMask | None = None
+    attention_mask: torch.Tensor | BlockMask | dict | None = None
+    query_offset: int | torch.Tensor = 0
+    padding_mask: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
     packed_position_ids: torch.Tensor | None = None
     last_position: int | None = None
+    is_paged: bool = False
+
+    def visibility(self, past_key_values: Cache | None, layer_idx: int, sliding_window: int | None = None) -> Visibility:
+        """Makes the visibility of a layer, apart from a 4-D or block mask of the caller.
+
+        Args:
+            past_key_values: the cache, before the tokens of this call.
+            layer_idx: the number of the layer. A cache of a window has forgotten the tokens before it.
+            sliding_window: the window of the layer.
+        """
+        key_length, key_offset = self.key_range(past_key_values, layer_idx)
+        return make_visibility(
+            self.position_ids.shape[-1],
+            key_length,
+            self.query_offset,
+            self.position_ids.device,
+            self.padding_mask,
+            self.segments,
+            sliding_window,
+            key_offset,
+        )
+
+    def key_range(self, past_key_values: Cache | None, layer_idx: int) -> tuple[int, int]:
+        """Returns the number of keys of a layer, and the number of tokens before the first key."""
+        query_length = self.position_ids.shape[-1]
+        return (query_length, 0) if past_key_values is None else past_key_values.get_mask_sizes(query_length, layer_idx)
 
 
 def read_sequences(
@@ -190,15 +239,12 @@ def read_sequences(
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
     """
     if cache is not None:
-        return Sequences(None, position_ids, attention_mask)
+        return Sequences(position_ids, attention_mask, is_paged=True)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if isinstance(attention_mask, dict):
         attention_mask = _mask_of_all_layers(attention_mask)
     position_ids = _check_positions(position_ids, batch, query_length)
-    query_offset, key_length = 0, query_length
-    if past_key_values is not None:
-        query_offset = past_key_values.get_seq_length(layer_idx)
-        key_length, _ = past_key_values.get_mask_sizes(query_length, layer_idx)
+    query_offset = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
@@ -215,16 +261,16 @@ def read_sequences(
     if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
         attention_mask = padding_mask = None  # it hides nothing, and a mask costs time
 
-    visibility = make_visibility(query_length, key_length, query_offset, device, padding_mask, segments)
     last_position = None
     if position_ids is None and padding_mask is None and isinstance(query_offset, int):
         last_position = query_offset + query_length - 1
     packed_position_ids = None if segments is None else position_ids
     if position_ids is None:
-        position_ids = visibility.query_index[None]
+        query_index = torch.arange(query_length, device=device) + query_offset
+        position_ids = query_index[None]
         if padding_mask is not None:
-            position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, visibility.query_index]
-    return Sequences(visibility, position_ids, attention_mask, packed_position_ids, last_position)
+            position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
+    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, packed_position_ids, last_position)
 
 
 def _mask_of_all_layers(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | BlockMask | None:

@@ -18,7 +18,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
@@ -56,13 +56,38 @@ class NLQMLP(nn.Module):
 
     def __init__(self, config: NLQConfig):
         super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.has_bias("mlp"))
         self.act_fn = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
         self.fc2.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.act_fn(self.fc1(hidden_states)))
+
+
+class NLQGatedMLP(nn.Module):
+    """`W_down(act(W_gate x) * W_up x)` (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: NLQConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.has_bias("mlp"))
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.has_bias("mlp"))
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
+        self.down_proj.ends_sublayer = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
+
+
+def make_norm(config: NLQConfig) -> nn.Module:
+    """Makes a norm of the residual stream's width."""
+    if config.norm_type == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
 
 
 class NLQAttention(NLQAttentionProjections):
@@ -76,6 +101,7 @@ class NLQAttention(NLQAttentionProjections):
         layer = config.per_layer_config[layer_idx]
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
         if layer.attention_sink == "learned":
@@ -139,6 +165,7 @@ class NLQAttention(NLQAttentionProjections):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=self.sliding_window,  # for flash attention; the other masks have it
             **kwargs,
         )
         return self.project_output(hidden_states, attn_output), attn_weights
@@ -146,6 +173,8 @@ class NLQAttention(NLQAttentionProjections):
 
 class NLQLinearAttention(NLQAttentionProjections):
     """Linear attention, which stores a state instead of keys and values and needs no backend."""
+
+    sliding_window = None
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -221,31 +250,43 @@ class NLQLinearAttention(NLQAttentionProjections):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, then MLP.
+    """Attention, then MLP, each with a residual connection.
 
-    Each of them is an `F` in `x = r(x + F(a(norm(x))))` with `norm_position="pre"`, or in `x = r(norm(x + F(a(x))))` with
-    `"post"`. The functions `a` and `r` are `sublayer_activation` and `residual_activation`, the identity by default.
+    | `norm_position` | `F` is one of them, `a` is `sublayer_activation`, `r` is `residual_activation` |
+    |---|---|
+    | `"pre"` | `x = r(x + F(a(norm(x))))` |
+    | `"post"` | `x = r(norm(x + F(a(x))))` |
+    | `"output"` | `x = r(x + norm(F(a(x))))` |
+    | `"sandwich"` | `x = r(x + norm(F(a(norm(x)))))`, with two norms |
+
+    With `parallel_residual`, both read the same `x`, and both outputs are added to it at once.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
-        self.is_pre_norm = config.norm_position == "pre"
+        self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
         is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
-        self.mlp = NLQMLP(config)
-        self.self_attn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.mlp = MLPS[config.mlp_type](config)
+        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
+        self.is_post_norm = config.norm_position == "post"
+        has_two_sums = self.is_post_norm and not config.parallel_residual
+        has_input_norm = config.norm_position in ("pre", "sandwich")
+        has_output_norm = config.norm_position in ("output", "sandwich")
+        self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else nn.Identity()
+        self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else nn.Identity()
+        self.self_attn_output_norm = make_norm(config) if has_output_norm else nn.Identity()
+        self.mlp_output_norm = make_norm(config) if has_output_norm else nn.Identity()
         self.dropout = nn.Dropout(config.residual_dropout)
         self.sublayer_activation = _function_or_identity(config.sublayer_activation)
         self.residual_activation = _function_or_identity(config.residual_activation)
 
     def _before(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return self.sublayer_activation(norm(hidden_states) if self.is_pre_norm else hidden_states)
+        return self.sublayer_activation(hidden_states if self.is_post_norm else norm(hidden_states))
 
-    def _after(self, residual: torch.Tensor, output: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        hidden_states = residual + self.dropout(output)
-        return self.residual_activation(hidden_states if self.is_pre_norm else norm(hidden_states))
+    def _after(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return self.residual_activation(norm(hidden_states) if self.is_post_norm else hidden_states)
 
     def forward(
         self,
@@ -256,6 +297,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """`(batch, query, hidden)` -> the same shape."""
+        residual = hidden_states
         output, _ = self.self_attn(
             self._before(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
@@ -263,9 +305,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             past_key_values=past_key_values,
             **kwargs,
         )
-        hidden_states = self._after(hidden_states, output, self.self_attn_norm)
-        output = self.mlp(self._before(hidden_states, self.mlp_norm))
-        return self._after(hidden_states, output, self.mlp_norm)
+        hidden_states = residual + self.dropout(self.self_attn_output_norm(output))
+        if not self.parallel_residual:
+            residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
+        output = self.mlp(self._before(residual, self.mlp_norm))
+        hidden_states = hidden_states + self.dropout(self.mlp_output_norm(output))
+        return self._after(hidden_states, self.mlp_norm)
 
 
 def _function_or_identity(name: str | None) -> nn.Module:
@@ -363,22 +408,20 @@ class NLQPreTrainedModel(PreTrainedModel):
 
 
 class NLQModel(NLQPreTrainedModel):
-    """Embeddings, blocks and, with `norm_position="pre"`, a final norm."""
+    """Embeddings, blocks and a final norm, which `norm_position="post"` does not have."""
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
         # diff with Llama: no `padding_idx`; with end-of-text as padding it would zero a real row
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = None
-        if config.position_embedding == "learned":
+        if config.has_learned_positions:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        elif config.position_embedding == "rope":
-            self.rotary_emb = LlamaRotaryEmbedding(config)
+        elif config.has_rotary_positions:
+            self.rotary_emb = GPTNeoXRotaryEmbedding(config)  # Llama's, and of a part of each head
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(NLQDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.Identity()
-        if config.norm_position == "pre":
-            self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -433,17 +476,18 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        # One mask for each backend, made before the first layer advances the cache
-        backends = [layer.self_attn.find_backend(**kwargs) for layer in layers]
-        masks = {
-            backend: make_mask(backend, self.config, sequences, inputs_embeds, past_key_values, first_layer_idx)
-            for backend in dict.fromkeys(backends)
-        }
-        for layer, backend in zip(layers, backends):
+        # One mask for each backend and window, made before the first layer advances the cache
+        kinds = [(layer.self_attn.find_backend(**kwargs), layer.self_attn.sliding_window) for layer in layers]
+        masks = {}
+        for layer, kind in zip(layers, kinds):
+            if kind not in masks:
+                layer_idx = layer.self_attn.layer_idx
+                masks[kind] = make_mask(kind[0], self.config, sequences, inputs_embeds, past_key_values, layer_idx)
+        for layer, kind in zip(layers, kinds):
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[backend],
-                position_embeddings=position_embeddings,
+                attention_mask=masks[kind],
+                position_embeddings=position_embeddings if layer.self_attn.has_rotary_positions else None,
                 position_ids=sequences.packed_position_ids,
                 past_key_values=past_key_values,
                 **kwargs,
@@ -474,7 +518,7 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
-        if sequences.visibility is None:
+        if sequences.is_paged:
             # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a token that
             # it computes before it knows that a request has ended. Their outputs are not used
             return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)

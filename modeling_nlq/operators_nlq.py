@@ -27,7 +27,7 @@ class AttentionOperators:
     Args:
         name: name of the forward operator. The name of the backward operator ends in `_backward`.
         forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
-            document_start, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
+            first_key, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
             head_dim)` and other tensors for backward.
         backward: the function of the backward operator: the gradient of the output, query, key, value, all results of
             `forward`, and the rest of its arguments, to the gradients of query, key and value.
@@ -93,7 +93,7 @@ class AttentionOperators:
         """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
         mask, visible_count = read_mask(attention_mask, query, key)
         if isinstance(mask, Visibility):
-            masks = (mask.query_index, mask.key_is_valid, mask.document_start, None)
+            masks = (mask.query_index, mask.key_is_valid, mask.first_key, None)
         else:
             masks = (None, None, None, mask)
         dropout = dropout if module.training else 0.0

@@ -48,6 +48,17 @@ def shared_by_heads(parameter: torch.Tensor, mesh: "DeviceMesh | None") -> torch
     return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
+def sum_over_processes(states: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
+    """Returns the sum of a tensor over all processes that share the heads. Each of them uses it for its own heads.
+
+    Args:
+        states: a part of the sum.
+        mesh: the processes.
+    """
+    total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return total.to_local(grad_placements=[Partial()])
+
+
 def check_sizes(config: PreTrainedConfig, distributed_config: DistributedConfig, can_be_staged: bool) -> None:
     """Checks that a model can be split.
 

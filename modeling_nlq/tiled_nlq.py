@@ -2,8 +2,9 @@
 
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
 over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
-diagonal or in other packed documents. Unlike softmax, an elementwise `phi` needs no maximum over the row, so nothing is
-rescaled between tiles (compare Dao et al. 2022, arXiv 2205.14135).
+diagonal, before a window or in other packed documents. So with a window the cost is linear in the length. Unlike softmax, an
+elementwise `phi` needs no maximum over the row, so nothing is rescaled between tiles (compare Dao et al. 2022, arXiv
+2205.14135).
 
 With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G = dO / Z`,
 
@@ -14,7 +15,9 @@ where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T -
 Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its keys.
 """
 
+import bisect
 import functools
+import operator
 
 import torch
 from torch import nn
@@ -36,6 +39,9 @@ def _cut(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
+_start, _end = operator.itemgetter(0), operator.itemgetter(1)
+
+
 class _Masks:
     """The hidden keys of each pair of tiles. `query_tiles[i]` and `key_tiles[j]` are half-open ranges."""
 
@@ -45,12 +51,12 @@ class _Masks:
         key_tiles: list[tuple[int, int]],
         query_index: torch.Tensor | None,
         key_is_valid: torch.Tensor | None,
-        document_start: torch.Tensor | None,
+        first_key: torch.Tensor | None,
         visible: torch.Tensor | None,
     ):
         """Takes the fields of a `Visibility`, or a boolean mask `visible`, `(batch, 1 or heads, query, key)`."""
         self.query_tiles, self.key_tiles = query_tiles, key_tiles
-        self.query_index, self.key_is_valid, self.document_start = query_index, key_is_valid, document_start
+        self.query_index, self.key_is_valid, self.first_key = query_index, key_is_valid, first_key
         self.visible = visible
         # Read from the device once for all tiles, because each read makes a GPU wait
         if query_index is not None:
@@ -60,20 +66,34 @@ class _Masks:
             tiles = [key_is_valid[:, start:end] for start, end in key_tiles]
             self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
             self.are_all_valid = torch.stack([tile.all() for tile in tiles]).tolist()
-        if document_start is not None:
-            tiles = [document_start[:, start:end] for start, end in query_tiles]
+        if first_key is not None:
+            tiles = [first_key[:, start:end] for start, end in query_tiles]
             self.first_start = torch.stack([tile.min() for tile in tiles]).tolist()
             self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
 
-    def hide_all(self, i: int, j: int) -> bool:
-        """True if no query of a pair sees any of its keys."""
-        (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
+    def key_tiles_of(self, i: int) -> list[int]:
+        """Returns the tiles of keys that some query of a tile sees, as far as tiles can tell."""
+        first, last = 0, len(self.key_tiles)
+        if self.query_index is not None:
+            last = bisect.bisect_right(self.key_tiles, self.first_query + self.query_tiles[i][1] - 1, key=_start)
+        if self.first_key is not None:
+            first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=_end)
+        return [j for j in range(first, last) if not self._is_hidden(i, j)]
+
+    def query_tiles_of(self, j: int) -> list[int]:
+        """Returns the tiles of queries that see some key of a tile, as far as tiles can tell."""
+        first, last = 0, len(self.query_tiles)
+        if self.query_index is not None:
+            first = bisect.bisect_right(self.query_tiles, self.key_tiles[j][0] - self.first_query, key=_end)
+        if self.first_key is not None:
+            last = bisect.bisect_left(self.first_start, self.key_tiles[j][1])
+        return [i for i in range(first, last) if not self._is_hidden(i, j)]
+
+    def _is_hidden(self, i: int, j: int) -> bool:
         if self.visible is not None:
+            (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
             return not self.visible[:, :, start:end, key_start:key_end].any()
-        is_future = key_start > self.first_query + end - 1
-        is_padding = self.key_is_valid is not None and not self.is_any_valid[j]
-        is_of_earlier_documents = self.document_start is not None and key_end <= self.first_start[i]
-        return is_future or is_padding or is_of_earlier_documents
+        return self.key_is_valid is not None and not self.is_any_valid[j]
 
     def hidden(self, i: int, j: int) -> torch.Tensor | None:
         """Returns `(batch or 1, 1 or heads, query tile, key tile)`, true where a key is hidden; `None` if no key is."""
@@ -85,8 +105,8 @@ class _Masks:
             parts.append((self.key_index[key_start:key_end] > self.query_index[start:end, None])[None])
         if self.key_is_valid is not None and not self.are_all_valid[j]:
             parts.append(~self.key_is_valid[:, None, key_start:key_end])
-        if self.document_start is not None and key_start < self.last_start[i]:
-            parts.append(self.key_index[key_start:key_end] < self.document_start[:, start:end, None])
+        if self.first_key is not None and key_start < self.last_start[i]:
+            parts.append(self.key_index[key_start:key_end] < self.first_key[:, start:end, None])
         return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
 
 
@@ -211,10 +231,9 @@ class _TiledCall:
         delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
-            for j in range(len(self.key_tiles)):
-                if not self.masks.hide_all(i, j):
-                    total = (self.weights(i, j) * self.weights_gradient(rows, j, self.dropout_factors(i, j))).sum(dim=-1)
-                    delta[:, :, start:end, 0] += total.view(*delta.shape[:2], end - start)
+            for j in self.masks.key_tiles_of(i):
+                total = (self.weights(i, j) * self.weights_gradient(rows, j, self.dropout_factors(i, j))).sum(dim=-1)
+                delta[:, :, start:end, 0] += total.view(*delta.shape[:2], end - start)
         return delta * self.by_group(inverse_normalizer[..., None])
 
     def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -232,7 +251,7 @@ def _tiled_attention(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -241,16 +260,14 @@ def _tiled_attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
-    masks = (query_index, key_is_valid, document_start, visible)
+    masks = (query_index, key_is_valid, first_key, visible)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         output, inverse_normalizer = _new_results(query)
         for i, (start, end) in enumerate(call.query_tiles):
             weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
-            for j in range(len(call.key_tiles)):
-                if call.masks.hide_all(i, j):
-                    continue
+            for j in call.masks.key_tiles_of(i):
                 weights = call.weights(i, j)
                 if normalization == "sum":
                     total += weights.sum(dim=-1)
@@ -283,7 +300,7 @@ def _tiled_attention_backward(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -292,7 +309,7 @@ def _tiled_attention_backward(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
-    masks = (query_index, key_is_valid, document_start, visible)
+    masks = (query_index, key_is_valid, first_key, visible)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
@@ -303,9 +320,8 @@ def _tiled_attention_backward(
         for j, (key_start, key_end) in enumerate(call.key_tiles):
             keys = call.columns(call.key, j)
             key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))
-            for i, (start, end) in enumerate(call.query_tiles):
-                if call.masks.hide_all(i, j):
-                    continue
+            for i in call.masks.query_tiles_of(j):
+                start, end = call.query_tiles[i]
                 rows, factors = call.rows(scaled, i), call.dropout_factors(i, j)
                 weights_gradient = call.weights_gradient(rows, j, factors)
                 if delta is not None:

@@ -16,11 +16,11 @@ from .triton_kernels_nlq import (
 
 @jit
 def _query_gradient(
-    gradient_sum, begin, end, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
+    gradient_sum, begin, end, queries, gradients, bias, row_delta, row, is_row, index, bound, visible_row,
     key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the keys from `begin` to `end` to `dS K`, without the factor `1 / Z`."""
     for start in tl.range(begin, end, STEP):
@@ -40,8 +40,8 @@ def _query_gradient(
         slope *= derivative
         if not IN_RANGE:
             is_visible = find_visible(
-                place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
-                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+                place[None, :], key_length, is_row[:, None], index[:, None], bound[:, None], visible_row[:, None],
+                key_is_valid, CAUSAL, BOUNDED, PADDED, MASKED,
             )  # fmt: skip
             slope = tl.where(is_visible, slope, 0.0)
         gradient_sum = multiply_add(gradient_sum, slope, keys, PRECISION)
@@ -51,7 +51,7 @@ def _query_gradient(
 @kernel
 def query_gradient_kernel(
     gradient, query, key, value, output, remainder, inverse_normalizer, delta, log_count, query_gradient,
-    query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
+    query_index, visible_count, key_is_valid, valid_range, first_key, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
@@ -61,7 +61,7 @@ def query_gradient_kernel(
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`dQ` of a tile of queries of one head; and `delta` and `log_count`, for `key_value_gradient_kernel`."""
     tiles = tl.cdiv(query_length, TILE)
@@ -75,9 +75,9 @@ def query_gradient_kernel(
     key += batch * key_batch_stride + head // group * key_head_stride
     value += batch * value_batch_stride + head // group * value_head_stride
     key_is_valid += batch * key_length
-    first, full_first, full_last, last, index, document = find_bounds(
-        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
-        query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
+    first, full_first, full_last, last, index, bound = find_bounds(
+        start, row, is_row, query_index, first_key + batch * query_length, valid_range + 3 * batch,
+        query_length, key_length, TILE, STEP, CAUSAL, BOUNDED, PADDED, MASKED,
     )  # fmt: skip
     visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
     head_seed = batch_head
@@ -102,25 +102,25 @@ def query_gradient_kernel(
     if HAS_BIAS:
         tl.store(log_count + rows_of_head, bias, mask=is_row)
     gradient_sum = tl.zeros((TILE, WIDTH), SUM)
-    if PACKED or PADDED:
+    if BOUNDED or PADDED:
         gradient_sum = _query_gradient(
-            gradient_sum, first, full_first, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
+            gradient_sum, first, full_first, queries, gradients, bias, row_delta, row, is_row, index, bound, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-            CAUSAL, PACKED, PADDED, MASKED,
+            CAUSAL, BOUNDED, PADDED, MASKED,
         )  # fmt: skip
     if not MASKED:
         gradient_sum = _query_gradient(
-            gradient_sum, full_first, full_last, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
+            gradient_sum, full_first, full_last, queries, gradients, bias, row_delta, row, is_row, index, bound, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-            CAUSAL, PACKED, PADDED, MASKED,
+            CAUSAL, BOUNDED, PADDED, MASKED,
         )  # fmt: skip
     gradient_sum = _query_gradient(
-        gradient_sum, full_last, last, queries, gradients, bias, row_delta, row, is_row, index, document, visible_row,
+        gradient_sum, full_last, last, queries, gradients, bias, row_delta, row, is_row, index, bound, visible_row,
         key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-        CAUSAL, PACKED, PADDED, MASKED,
+        CAUSAL, BOUNDED, PADDED, MASKED,
     )  # fmt: skip
     inverse_normalizers = tl.load(inverse_normalizer + rows_of_head, mask=is_row, other=0.0)
     store_rows(
@@ -138,11 +138,11 @@ def query_gradient_kernel(
 @jit
 def _key_value_gradients(
     key_sum, value_sum, begin, end, keys, values, place,
-    query, gradient, query_stride, gradient_stride, inverse_normalizer, delta, log_count, query_index, document_start, visible,
+    query, gradient, query_stride, gradient_stride, inverse_normalizer, delta, log_count, query_index, first_key, visible,
     visible_stride, query_length, key_length, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, ALL_SEEN: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries from `begin` to `end` to `dS^T Q` and `(P / Z)^T dO`. ALL_SEEN: they all see all keys of the tile.
 
@@ -173,15 +173,15 @@ def _key_value_gradients(
             slope *= inverse_normalizers
         if not ALL_SEEN:
             index = row
-            document = row
+            bound = row
             if CAUSAL:
                 index = row + tl.load(query_index).to(tl.int32)
-            if PACKED:
-                document = tl.load(document_start + row, mask=is_row, other=0).to(tl.int32)
+            if BOUNDED:
+                bound = tl.load(first_key + row, mask=is_row, other=0).to(tl.int32)
             visible_row = visible + row.to(tl.int64) * visible_stride
             is_visible = find_visible(
-                place[:, None], key_length, is_row[None, :], index[None, :], document[None, :], visible_row[None, :],
-                visible, CAUSAL, PACKED, False, MASKED,
+                place[:, None], key_length, is_row[None, :], index[None, :], bound[None, :], visible_row[None, :],
+                visible, CAUSAL, BOUNDED, False, MASKED,
             )  # fmt: skip
             weights = tl.where(is_visible, weights, 0.0)
             slope = tl.where(is_visible, slope, 0.0)
@@ -193,7 +193,7 @@ def _key_value_gradients(
 @kernel
 def key_value_gradient_kernel(
     gradient, query, key, value, inverse_normalizer, delta, log_count, key_gradient, value_gradient,
-    query_index, key_is_valid, document_start, document_end, visible, seed,
+    query_index, key_is_valid, first_key, query_end, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
@@ -202,11 +202,11 @@ def key_value_gradient_kernel(
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`dK` and `dV` of a tile of keys of one key-value head, summed over the query heads that share it.
 
-    `document_end[batch, key]` is the first query whose document begins after the key.
+    `query_end[batch, key]` is the first query whose `first_key` is after the key.
     """
     tiles = tl.cdiv(key_length, TILE)
     batch_head = tl.program_id(0) // tiles
@@ -219,7 +219,7 @@ def key_value_gradient_kernel(
     key += batch * key_batch_stride + key_value_head * key_head_stride
     value += batch * value_batch_stride + key_value_head * value_head_stride
     key_is_valid += batch * key_length
-    document_start += batch * query_length
+    first_key += batch * query_length
 
     # All queries from `full_first` to `full_last` see all keys of the tile; none before `first` or from `last` on sees any
     first = start * 0
@@ -230,9 +230,9 @@ def key_value_gradient_kernel(
         offset = tl.load(query_index).to(tl.int32)
         first = tl.maximum(start - offset, 0) // STEP * STEP
         full_first = (tl.maximum(last_key - offset, 0) + STEP - 1) // STEP * STEP
-    if PACKED:
-        last = tl.load(document_end + batch * key_length + last_key).to(tl.int32)
-        full_last = tl.minimum(full_last, tl.load(document_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
+    if BOUNDED:
+        last = tl.load(query_end + batch * key_length + last_key).to(tl.int32)
+        full_last = tl.minimum(full_last, tl.load(query_end + batch * key_length + start).to(tl.int32) // STEP * STEP)
     if PADDED:
         # The gradients of invalid keys are set to 0 at the end; a tile of invalid keys only is skipped
         is_valid = tl.load(key_is_valid + place, mask=place < key_length, other=0) != 0
@@ -262,28 +262,28 @@ def key_value_gradient_kernel(
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, first, full_first, keys, values, place,
                 head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
+                query_index, first_key, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, MASKED,
+                CAUSAL, BOUNDED, MASKED,
             )  # fmt: skip
         if not MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_first, full_last, keys, values, place,
                 head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
+                query_index, first_key, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-                CAUSAL, PACKED, MASKED,
+                CAUSAL, BOUNDED, MASKED,
             )  # fmt: skip
-        if PACKED or MASKED:
+        if BOUNDED or MASKED:
             key_sum, value_sum = _key_value_gradients(
                 key_sum, value_sum, full_last, last, keys, values, place,
                 head_query, head_gradient, query_stride, heads * HEAD_DIM, head_inverse_normalizer, head_delta, head_log_count,
-                query_index, document_start, head_visible, visible_stride,
+                query_index, first_key, head_visible, visible_stride,
                 query_length, key_length, scaling, head_seed, dropout,
                 STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-                CAUSAL, PACKED, MASKED,
+                CAUSAL, BOUNDED, MASKED,
             )  # fmt: skip
     if PADDED:
         key_sum = tl.where(is_valid[:, None], key_sum, 0.0)

@@ -12,7 +12,7 @@ where under the normaliser `"sum"`, which depends on every weight, `dP = dO V^T 
 Four flags say what can hide a key. `index` is a query's own index among the keys:
 
     CAUSAL      key <= index, where index = query_index[0] + row
-    PACKED      key >= document_start[batch, row], which never falls from row to row
+    BOUNDED     key >= first_key[batch, row], which never falls from row to row
     PADDED      key_is_valid[batch, key]; `valid_range[batch]` are the first valid key, the one after the last, and whether all
                 between them are valid
     MASKED      visible[batch, head, row, key], a mask of the caller's own
@@ -111,20 +111,20 @@ def seed_of_head(seed, batch_head):
 
 @jit
 def find_visible(
-    key, key_length, is_row, index, document, visible_row, key_is_valid,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    key, key_length, is_row, index, bound, visible_row, key_is_valid,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """True where a query sees a key. `key` is `(1, key)` and the queries' arguments are `(query, 1)`, or all transposed.
 
     Args:
         key: indices of the keys.
-        is_row, index, document: whether the query exists, its own index, the first key of its document.
+        is_row, index, bound: whether the query exists, its own index, the first key that it may see.
         visible_row: pointers to the queries' rows of the caller's mask.
         key_is_valid: pointer to the row of this batch element.
     """
     is_visible = (key <= tl.minimum(index, key_length - 1)) if CAUSAL else (key < key_length) & (index >= 0)
-    if PACKED:
-        is_visible &= key >= document
+    if BOUNDED:
+        is_visible &= key >= bound
     if PADDED:
         is_visible &= tl.load(key_is_valid + key, mask=key < key_length, other=0) != 0
     if MASKED:
@@ -135,31 +135,31 @@ def find_visible(
 
 @jit
 def find_bounds(
-    start, row, is_row, query_index, document_start, valid_range, query_length, key_length,
+    start, row, is_row, query_index, first_key, valid_range, query_length, key_length,
     TILE: tl.constexpr, STEP: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Finds the keys that a tile of `TILE` queries from `start` on sees, in steps of `STEP`.
 
     Returns:
         `first <= full_first <= full_last`, and `last`. Every query sees all keys from `full_first` to `full_last`; no query
-        sees keys before `first` or from `last` on. Then the `index` and `document` of each query.
+        sees keys before `first` or from `last` on. Then the `index` and `bound` of each query.
     """
     first = start * 0
     full_first = first
     last = key_length
     full_last = key_length // STEP * STEP
     index = row
-    document = row
+    bound = row
     if CAUSAL:
         offset = tl.load(query_index).to(tl.int32)
         index = row + offset
         last = tl.minimum(last, offset + tl.minimum(start + TILE, query_length))
         full_last = tl.minimum(full_last, (offset + start + 1) // STEP * STEP)
-    if PACKED:
-        document = tl.load(document_start + row, mask=is_row, other=0).to(tl.int32)
-        first = tl.min(tl.where(is_row, document, key_length), 0) // STEP * STEP
-        full_first = (tl.max(document, 0) + STEP - 1) // STEP * STEP
+    if BOUNDED:
+        bound = tl.load(first_key + row, mask=is_row, other=0).to(tl.int32)
+        first = tl.min(tl.where(is_row, bound, key_length), 0) // STEP * STEP
+        full_first = (tl.max(bound, 0) + STEP - 1) // STEP * STEP
     if PADDED:
         first_valid = tl.load(valid_range)
         last_valid = tl.load(valid_range + 1)
@@ -169,19 +169,19 @@ def find_bounds(
         full_last = tl.where(tl.load(valid_range + 2) != 0, tl.minimum(full_last, last_valid // STEP * STEP), 0)
     if MASKED:
         full_last = first  # any key may be hidden
-    # A document that begins in its last tile has no tile that is visible completely
+    # Queries that see less than a tile have no tile that is visible completely
     full_first = tl.minimum(full_first, tl.maximum(last, first))
     full_last = tl.maximum(full_last, full_first)
-    return first, full_first, full_last, last, index, document
+    return first, full_first, full_last, last, index, bound
 
 
 @jit
 def _attend(
-    weighted, total, begin, end, queries, bias, row, is_row, index, document, visible_row,
+    weighted, total, begin, end, queries, bias, row, is_row, index, bound, visible_row,
     key, value, key_stride, value_stride, key_length, key_is_valid, scaling, seed, dropout,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BODY: tl.constexpr, NORMALIZATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, IN_RANGE: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys from `begin` to `end` to `P V` and to the row sums of `P`. IN_RANGE: all queries see all of them."""
     for start in tl.range(begin, end, STEP):
@@ -194,8 +194,8 @@ def _attend(
         weights, _ = BODY(scores)
         if not IN_RANGE:
             is_visible = find_visible(
-                place[None, :], key_length, is_row[:, None], index[:, None], document[:, None], visible_row[:, None],
-                key_is_valid, CAUSAL, PACKED, PADDED, MASKED,
+                place[None, :], key_length, is_row[:, None], index[:, None], bound[:, None], visible_row[:, None],
+                key_is_valid, CAUSAL, BOUNDED, PADDED, MASKED,
             )  # fmt: skip
             weights = tl.where(is_visible, weights, 0.0)
         if NORMALIZATION == "sum":
@@ -225,7 +225,7 @@ def _inverse_normalizer(total, count, LIMIT: tl.constexpr, NORMALIZATION: tl.con
 @kernel
 def forward_kernel(
     query, key, value, output, remainder, inverse_normalizer,
-    query_index, visible_count, key_is_valid, valid_range, document_start, visible, seed,
+    query_index, visible_count, key_is_valid, valid_range, first_key, visible, seed,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
@@ -235,7 +235,7 @@ def forward_kernel(
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, LIMIT: tl.constexpr, SUM: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_REMAINDER: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Computes `output` and `inverse_normalizer` of a tile of queries of one head. Tiles with the most keys start first."""
     tiles = tl.cdiv(query_length, TILE)
@@ -249,9 +249,9 @@ def forward_kernel(
     key += batch * key_batch_stride + head // group * key_head_stride
     value += batch * value_batch_stride + head // group * value_head_stride
     key_is_valid += batch * key_length
-    first, full_first, full_last, last, index, document = find_bounds(
-        start, row, is_row, query_index, document_start + batch * query_length, valid_range + 3 * batch,
-        query_length, key_length, TILE, STEP, CAUSAL, PACKED, PADDED, MASKED,
+    first, full_first, full_last, last, index, bound = find_bounds(
+        start, row, is_row, query_index, first_key + batch * query_length, valid_range + 3 * batch,
+        query_length, key_length, TILE, STEP, CAUSAL, BOUNDED, PADDED, MASKED,
     )  # fmt: skip
     visible_row = visible + batch * visible_batch_stride + head * visible_head_stride + row.to(tl.int64) * visible_stride
     head_seed = batch_head
@@ -264,25 +264,25 @@ def forward_kernel(
     queries = load_rows(query, start, query_length, query_stride, TILE, WIDTH, HEAD_DIM, False)
     weighted = tl.zeros((TILE, WIDTH), SUM)
     total = tl.zeros((TILE,), SUM)
-    if PACKED or PADDED:
+    if BOUNDED or PADDED:
         weighted, total = _attend(
-            weighted, total, first, full_first, queries, bias, row, is_row, index, document, visible_row,
+            weighted, total, first, full_first, queries, bias, row, is_row, index, bound, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-            CAUSAL, PACKED, PADDED, MASKED,
+            CAUSAL, BOUNDED, PADDED, MASKED,
         )  # fmt: skip
     if not MASKED:
         weighted, total = _attend(
-            weighted, total, full_first, full_last, queries, bias, row, is_row, index, document, visible_row,
+            weighted, total, full_first, full_last, queries, bias, row, is_row, index, bound, visible_row,
             key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
             STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, True,
-            CAUSAL, PACKED, PADDED, MASKED,
+            CAUSAL, BOUNDED, PADDED, MASKED,
         )  # fmt: skip
     weighted, total = _attend(
-        weighted, total, full_last, last, queries, bias, row, is_row, index, document, visible_row,
+        weighted, total, full_last, last, queries, bias, row, is_row, index, bound, visible_row,
         key, value, key_stride, value_stride, key_length, key_is_valid, scaling, head_seed, dropout,
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, HAS_DROPOUT, PRECISION, False,
-        CAUSAL, PACKED, PADDED, MASKED,
+        CAUSAL, BOUNDED, PADDED, MASKED,
     )  # fmt: skip
     inverse_normalizers = _inverse_normalizer(total, count, LIMIT, NORMALIZATION)
     tl.store(inverse_normalizer + batch_head.to(tl.int64) * query_length + row, inverse_normalizers, mask=is_row)
@@ -297,7 +297,7 @@ def forward_kernel(
 @kernel
 def split_kernel(
     query, key, value, weighted_sums, totals,
-    query_index, visible_count, key_is_valid, document_start, visible,
+    query_index, visible_count, key_is_valid, first_key, visible,
     query_batch_stride, query_head_stride, query_stride,
     key_batch_stride, key_head_stride, key_stride,
     value_batch_stride, value_head_stride, value_stride,
@@ -306,7 +306,7 @@ def split_kernel(
     heads, group, query_length, key_length, keys_per_split, splits, scaling,
     TILE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
     BODY: tl.constexpr, NORMALIZATION: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Few queries against many keys: one program per key-value head and part of the keys, for all queries that share the head.
 
@@ -329,13 +329,13 @@ def split_kernel(
     begin = split * keys_per_split
     end = tl.minimum(begin + keys_per_split, key_length)
     index = row
-    document = row
+    bound = row
     if CAUSAL:
         offset = tl.load(query_index).to(tl.int32)
         index = row + offset
         end = tl.minimum(end, offset + query_length)
-    if PACKED:
-        document = tl.load(document_start + batch * query_length + row, mask=is_row, other=0).to(tl.int32)
+    if BOUNDED:
+        bound = tl.load(first_key + batch * query_length + row, mask=is_row, other=0).to(tl.int32)
 
     counts = visible_count + batch * count_batch_stride + head * count_head_stride + row
     bias = tl.log(tl.maximum(tl.load(counts, mask=is_row, other=1), 1).to(SUM))
@@ -345,10 +345,10 @@ def split_kernel(
     queries = tl.load(pointers, mask=is_state, other=0.0)
     weighted, total = _attend(
         tl.zeros((TILE, WIDTH), SUM), tl.zeros((TILE,), SUM), begin, end, queries, bias,
-        row, is_row, index, document, visible_row,
+        row, is_row, index, bound, visible_row,
         key, value, key_stride, value_stride, key_length, key_is_valid, scaling, batch_head, 0.0,
         STEP, WIDTH, HEAD_DIM, BODY, NORMALIZATION, HAS_BIAS, False, PRECISION, False,
-        CAUSAL, PACKED, PADDED, MASKED,
+        CAUSAL, BOUNDED, PADDED, MASKED,
     )  # fmt: skip
     batches = tl.num_programs(0) // (splits * key_value_heads)
     part = ((split * batches + batch) * heads + head) * query_length + row

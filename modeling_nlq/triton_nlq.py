@@ -119,7 +119,7 @@ def _new_results(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -190,7 +190,7 @@ class _KernelCall:
         visible_count: torch.Tensor,
         query_index: torch.Tensor | None,
         key_is_valid: torch.Tensor | None,
-        document_start: torch.Tensor | None,
+        first_key: torch.Tensor | None,
         visible: torch.Tensor | None,
         seed: torch.Tensor | None,
         activation: str,
@@ -212,8 +212,8 @@ class _KernelCall:
         count = visible_count.contiguous().expand(per_head)
         if query_index is not None:
             query_index = query_index.expand(self.query_length).contiguous()
-        if document_start is not None:
-            document_start = document_start.expand(self.batch, self.query_length).contiguous()
+        if first_key is not None:
+            first_key = first_key.expand(self.batch, self.query_length).contiguous()
         if key_is_valid is not None:
             key_is_valid = key_is_valid.expand(self.batch, self.key_length).contiguous().view(torch.uint8)
         if visible is not None:
@@ -233,7 +233,7 @@ class _KernelCall:
             "count_head_stride": count.stride(1),
             # Arguments that a kernel does not read must still be tensors
             "query_index": count if query_index is None else query_index,
-            "document_start": count if document_start is None else document_start,
+            "first_key": count if first_key is None else first_key,
             "seed": count if seed is None else seed,
             "key_is_valid": count if key_is_valid is None else key_is_valid,
             "valid_range": count,
@@ -258,7 +258,7 @@ class _KernelCall:
             "HAS_REMAINDER": normalization == "sum" and self.sum_dtype != query.dtype,
             "PRECISION": _float32_precision() if query.dtype == torch.float32 else "ieee",
             "CAUSAL": query_index is not None,
-            "PACKED": document_start is not None,
+            "BOUNDED": first_key is not None,
             "PADDED": key_is_valid is not None,
             "MASKED": visible is not None,
         }
@@ -314,7 +314,7 @@ def _triton_attention(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -323,7 +323,7 @@ def _triton_attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
-    inputs = (query, key, value, visible_count, query_index, key_is_valid, document_start, visible, seed)
+    inputs = (query, key, value, visible_count, query_index, key_is_valid, first_key, visible, seed)
     inputs += (activation, normalization, scaling, dropout)
     call = _KernelCall(*inputs)
     results = dict(zip(("output", "remainder", "inverse_normalizer"), _new_results(*inputs)))
@@ -370,7 +370,7 @@ def _triton_attention_backward(
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
-    document_start: torch.Tensor | None,
+    first_key: torch.Tensor | None,
     visible: torch.Tensor | None,
     seed: torch.Tensor | None,
     activation: str,
@@ -379,7 +379,7 @@ def _triton_attention_backward(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
-    masks = (query_index, key_is_valid, document_start, visible)
+    masks = (query_index, key_is_valid, first_key, visible)
     call = _KernelCall(query, key, value, visible_count, *masks, seed, activation, normalization, scaling, dropout)
     names = ("query_gradient", "key_gradient", "value_gradient")
     gradients = {name: _new_gradient(states) for name, states in zip(names, (query, key, value))}
@@ -390,13 +390,13 @@ def _triton_attention_backward(
         "inverse_normalizer": inverse_normalizer,
         "delta": torch.empty_like(inverse_normalizer) if normalization == "sum" else inverse_normalizer,
         "log_count": torch.empty_like(inverse_normalizer) if call.arguments["HAS_BIAS"] else inverse_normalizer,
-        "document_end": call.arguments["document_start"],
+        "query_end": call.arguments["first_key"],
     }
     call.find_valid_range()
-    if document_start is not None:
+    if first_key is not None:
         places = torch.arange(call.key_length, device=query.device).expand(call.batch, -1)
-        starts = call.arguments["document_start"]
-        given["document_end"] = torch.searchsorted(starts, places.contiguous(), right=True)
+        starts = call.arguments["first_key"]
+        given["query_end"] = torch.searchsorted(starts, places.contiguous(), right=True)
     heads, key_value_heads = call.batch * call.heads, call.batch * call.key_value_heads
     call.run_tiled(query_gradient_kernel, lambda tile: heads * math.ceil(call.query_length / tile), **given, **gradients)
     # It reads `delta` and `log_count`, which the first kernel wrote

@@ -7,6 +7,7 @@ import sys
 
 import attention
 import attention_cuda
+import conversion
 import measure
 import pytest
 import selection
@@ -468,3 +469,14 @@ class TestSelection:
         monkeypatch.setattr(selection, "analyse", functools.partial(selection.analyse, alpha=0.3))
         with pytest.raises(SystemExit, match="correctness gate: one model is wrong in"):
             selection.gate(400)
+
+
+@pytest.mark.slow
+def test_memory_of_a_conversion(capsys, tmp_path):
+    """Of weights that are larger than the limit, so that nothing that loads them all would pass."""
+    assert conversion.main(["--layers", "16", "--folder", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " to " in line]
+    assert len(rows) == 6
+    for *_, weights, _, _, peak, limit in rows:
+        assert float(limit) < float(weights) and 0.3 < float(peak) < float(limit)
+    assert not list(tmp_path.iterdir())

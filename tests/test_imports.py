@@ -23,7 +23,7 @@ MODEL_ROWS = (
     ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),
     ("attention_nlq", "attention_projections_nlq", "operators_nlq", "triton_kernels_nlq"),
     ("configuration_nlq", "triton_activations_nlq"),
-    ("activations_nlq", "cache_nlq", "loss_nlq", "masking_nlq", "parallel_nlq", "projections_nlq"),
+    ("activations_nlq", "cache_nlq", "loss_nlq", "masking_nlq", "parallel_nlq", "projections_nlq", "rotary_nlq"),
 )
 TRAINING_ROWS = (
     ("__main__",),
@@ -159,7 +159,7 @@ WRONG = {
     "configuration_imports_the_model": ("configuration/__init__.py", "from modeling_nlq.modeling_nlq import NLQModel"),
     "run_imports_comparison": ("training/run/data.py", "from modeling_nlq.training.comparison import report"),
     "run_imports_the_functions": ("training/run/data.py", "from modeling_nlq.training import publish"),
-    "rooms_know_each_other": ("training/conversion/gpt2.py", "import modeling_nlq.training.comparison.report"),
+    "rooms_know_each_other": ("training/conversion/paper.py", "import modeling_nlq.training.comparison.report"),
     "private_name": ("training/comparison/report.py", "from modeling_nlq.training.run.data import _hash_file"),
     "private_attribute": (
         "training/comparison/report.py",

@@ -83,7 +83,8 @@ def attention_switches(draw, kind, implementation):
     """The switches of the scores, weights and heads' outputs of one layer."""
     switches = {
         "query_projection": draw(st.sampled_from(PROJECTIONS)),
-        "qk_norm": draw(st.sampled_from([None, None, "rms", "l2"])),
+        "qk_norm": draw(st.sampled_from([None, None, "rms", "rms_all_heads", "l2"])),
+        "sliding_window": None if kind in LINEAR_KINDS else draw(st.sampled_from([None, 2, 3])),
         "attention_gate": draw(st.sampled_from([None, None, "headwise", "elementwise"])),
         "attention_output_activation": draw(st.sampled_from([None, None, "gelu"])),
         "attention_output_scaling": draw(st.sampled_from([None, 0.5])),
@@ -109,16 +110,22 @@ def switch_combinations(draw, kind, implementation, others):
     projections = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
     switches = {
         **draw(attention_switches(kind, implementation)),
-        **BLOCKS[draw(st.sampled_from(["design_a", "design_b", "post", "pre"]))],
+        **BLOCKS[draw(st.sampled_from(["design_a", "design_b", "pre", "sandwich", "parallel_output", "llama"]))],
         "num_key_value_heads": key_value_heads,
         "key_projection": draw(st.sampled_from(projections)),
         "value_projection": draw(st.sampled_from(projections)),
         "position_embedding": draw(st.sampled_from(["learned", "rope", "none"])),
         "use_bias": draw(st.booleans()),
+        "query_key_value_bias": draw(st.sampled_from([None, True, False])),
     }
+    if switches["position_embedding"] == "rope":
+        rotated = draw(st.sampled_from([1.0, 0.5]))
+        switches["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": rotated}
     if draw(st.booleans()):
         other = draw(st.sampled_from([other for other in BACKENDS[implementation] if other in others]))
         other = draw(attention_switches(other, implementation))
+        if switches["position_embedding"] == "rope":
+            other["position_embedding"] = draw(st.sampled_from(["rope", "none"]))
         switches["per_layer_config"] = {draw(st.sampled_from([0, 1])): other}
     return switches
 
@@ -130,6 +137,9 @@ def draw_model(request, make_model):
 
     def draw(data, others=tuple(KINDS), **options):
         switches = {**data.draw(switch_combinations(kind, implementation, others), label="switches"), **options}
+        for layer in switches.get("per_layer_config", {}).values():
+            for name in options.keys() & layer.keys():
+                del layer[name]
         return make_model(implementation=implementation, **switches)
 
     return draw
@@ -244,8 +254,8 @@ class TestPadding:
     @examples(6)
     @given(st.data(), st.lists(st.integers(0, 1), min_size=2, max_size=9).filter(any))
     def test_holes(self, draw_model, data, mask):
-        """Padding between tokens counts for as little as padding around them."""
-        model = draw_model(data)
+        """Padding between tokens counts for as little as padding around them, but a window counts all places."""
+        model = draw_model(data, sliding_window=None)
         attention_mask = torch.tensor([mask])
         is_real = attention_mask.bool()
         input_ids = torch.randint(VOCABULARY, is_real.shape, generator=torch.Generator().manual_seed(len(mask)))

@@ -80,10 +80,22 @@ CONFIGURATIONS = {
         "per_layer_config": {"0": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
     },
     "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
+    "upcycled-softmax-modern": {
+        "query_projection": "upcycled",
+        "position_embedding": "rope",
+        "sliding_window": 4,
+        "num_key_value_heads": 2,
+        "qk_norm": "rms_all_heads",
+        "norm_type": "rmsnorm",
+        "norm_position": "output",
+        "mlp_type": "gated",
+        "query_key_value_bias": True,
+        "per_layer_config": {"1": {"position_embedding": "none"}},
+    },
 }
 EVERY = tuple(CONFIGURATIONS)
-NOT_SOFTMAX = EVERY[1:]
-ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope")
+NOT_SOFTMAX = EVERY[1:-1]
+ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "upcycled-softmax-modern")
 NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
 RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
 
@@ -160,7 +172,7 @@ DESELECTED = (
 SLOW = (
     ("test_eager_matches_sdpa_inference_*_no_attn_mask*", EVERY),
     ("test_eager_matches_sdpa_inference_*_sdpa_kernels", NOT_SOFTMAX),
-    ("test_training_overfit", NOT_SOFTMAX),
+    ("test_training_overfit", EVERY[1:]),
     ("test_bc_torch_dtype", EVERY),
     ("test_can_init_all_missing_weights", NOT_SOFTMAX),
 )
@@ -265,6 +277,10 @@ class LinearHybridRopeTest(TransformersSuite, unittest.TestCase):
 
 class NonlinearEntmax15Test(TransformersSuite, unittest.TestCase):
     configuration = "nonlinear-entmax15"
+
+
+class UpcycledSoftmaxModernTest(TransformersSuite, unittest.TestCase):
+    configuration = "upcycled-softmax-modern"
 
 
 @pytest.mark.parametrize("configuration", NOT_SOFTMAX)

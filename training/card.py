@@ -1,5 +1,7 @@
 """The model card: the origin of a model, how to load it, and its results."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,15 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
-_SWITCHES = ("norm_position", "sublayer_activation", "residual_activation", "position_embedding", *PER_LAYER_SWITCHES)
+_SWITCHES = (
+    "norm_type",
+    "norm_position",
+    "parallel_residual",
+    "mlp_type",
+    "sublayer_activation",
+    "residual_activation",
+    *PER_LAYER_SWITCHES,
+)
 
 
 def render(
@@ -49,6 +59,7 @@ def render(
     license: str | None = None,
     has_plot: bool = False,
     has_tokenizer: bool = True,
+    is_adapter: bool = False,
 ) -> ModelCard:
     """Renders the card of a model from the template `model_card.md`.
 
@@ -64,6 +75,7 @@ def render(
             others.
         has_plot: whether `loss.png` lies beside the card.
         has_tokenizer: whether a tokenizer lies beside the card.
+        is_adapter: whether an adapter lies beside the card, in place of the model: what the conversion added.
     """
     given, metrics, conversion = (without_folders(record or {}) for record in (given, metrics, conversion))
     dataset = given.get("dataset", "python-stdlib")
@@ -88,9 +100,9 @@ def render(
     data = ModelCardData(
         model_name=name if results else None,
         license=license or ("apache-2.0" if metrics and not metrics.get("is_fine_tuned") else None),
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag=_PIPELINES[auto_class],
-        tags=["nlq", "custom_code", "attention"] if is_nlq else ["attention"],
+        tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
         base_model=base_model,
         datasets=None if not given or _is_local(dataset) else [dataset],
         eval_results=results or None,
@@ -101,6 +113,10 @@ def render(
         model_name=name,
         location=location,
         is_nlq=is_nlq,
+        is_adapter=is_adapter,
+        base=converted_base(given, metrics),
+        source=_chain(conversion)[0].get("source"),
+        commands=_conversion_commands(conversion) if is_adapter else [],
         model_type=config.model_type,
         auto_class=auto_class,
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
@@ -108,6 +124,7 @@ def render(
         switches=_switches(config) if is_nlq else {},
         parameters=size.total,
         non_embedding_parameters=size.non_embedding,
+        trained_parameters=metrics.get("trained_parameters", size.total),
         context=config.max_position_embeddings,
         has_tokenizer=has_tokenizer,
         conversion=conversion,
@@ -138,6 +155,40 @@ def base_model_of(model: str | Path) -> str | None:
     except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
         return None  # the card is a text of the user's own
     return base_model if isinstance(base_model, str) else None
+
+
+def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None:
+    """The Hub name of the model that a run began with; `None` if that is no model on the Hub.
+
+    Args:
+        given: the recipe, as it was given.
+        metrics: the content of `metrics.json`.
+    """
+    # A run names its model as `base_model` only if that was no folder
+    return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
+
+
+def _chain(conversion: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of a conversion and of those before it, the first one first."""
+    records = [conversion]
+    while records[0].get("before"):
+        records.insert(0, records[0]["before"])
+    return records
+
+
+def _conversion_commands(conversion: dict[str, Any]) -> list[str]:
+    """The commands that make the model of a conversion in the folder `base`, from the model that was trained last."""
+    records = _chain(conversion)
+    targets = [*(record["source"] for record in records[1:]), "base"]
+    commands = []
+    for record, target in zip(records, targets):
+        words = ["nlq", "convert", record["source"], target]
+        for name, value in record["switches"].items():
+            is_upcycling = (name, value) == ("query_projection", "upcycled")
+            setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            words += ["--upcycle"] if is_upcycling else ["--set", setting]
+        commands.append(shlex.join([*words, *(["--allow-lossy"] if record["lost"] else [])]))
+    return commands
 
 
 def _is_local(dataset: str) -> bool:

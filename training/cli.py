@@ -82,14 +82,17 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "convert",
-        help="convert GPT-2 or the paper's checkpoints to NLQ, and back",
-        description="Write a GPT-2 model, a checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that "
-        "computes the same, or as a GPT-2 model.",
+        help="convert models of other families to NLQ, and back",
+        description="Write a model of another family (GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX), a "
+        "checkpoint of the paper's code or of nanoGPT, or an NLQ model as an NLQ model that computes the same, or as a model "
+        "of one of these families.",
         allow_abbrev=False,
     )
     command.add_argument("source", help="folder or Hub name of a saved model, or a ckpt.pt")
     command.add_argument("target", help="folder to write")
-    command.add_argument("--to", choices=["nlq", "gpt2"], default="nlq")
+    command.add_argument(
+        "--to", metavar="FAMILY", default="nlq", help="the type to write, as Transformers names it: llama; by default nlq"
+    )
     command.add_argument("--upcycle", action="store_true", help="give it queries X W + f(X), where f(X) = 0 at first")
     command.add_argument(
         "--set", action="append", metavar="SWITCH=VALUE", help="set another switch; refused if the outputs would change"
@@ -107,6 +110,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("folder", metavar="RUN", help="folder of a run, a conversion or another saved NLQ model")
     command.add_argument("repo_id", metavar="REPO_ID", help="owner/name")
+    command.add_argument(
+        "--adapter",
+        action="store_true",
+        help="upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model",
+    )
     command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     command.add_argument("--revision", default=None, help="branch to publish to; by default the main one")
     command.add_argument("--comparison", default=None, help="results folder of `nlq compare`, whose verdicts go into the card")
@@ -174,6 +182,8 @@ def _describe(metrics: dict) -> str:
     if metrics.get("eval_bits_per_byte"):
         parts.append(f"{metrics['eval_bits_per_byte']:.3f} bits per byte")
     parts.append(f"token accuracy {metrics['eval_token_accuracy']:.1%}")
+    if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
+        parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
     return ", ".join(parts)
 
 
@@ -201,7 +211,7 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     budget = None
     if arguments.match is not None:
         text = arguments.match.replace(",", "").replace("_", "")
-        budget = Size(0, int(text), 0) if text.isdecimal() else measure(load_config(arguments.match))
+        budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(arguments.match))
     header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
     rows = [header]
     for name in arguments.models:
@@ -224,7 +234,7 @@ def _switches(texts: list[str]) -> dict:
 
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.conversion.converting import convert
-    from modeling_nlq.training.conversion.gpt2 import LossyConversion
+    from modeling_nlq.training.conversion.renaming import LossyConversion
 
     try:
         done = convert(
@@ -243,6 +253,8 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     if done.difference is not None:
         within = f"within {done.difference:.1e} of" if done.difference else "equal to"
         parts.append(f"outputs on random tokens {within} the source's")
+    if done.not_compared is not None:
+        parts.append(f"outputs were not compared: {done.not_compared}")
     parts.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
     print(f"{arguments.target}: {', '.join(parts)}")
     for text in done.lost:
@@ -260,6 +272,7 @@ def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
         comparison=arguments.comparison,
         card=arguments.card,
         license=arguments.license,
+        adapter=arguments.adapter,
         dry_run=arguments.dry_run,
     )
     for name, size in done.files.items():

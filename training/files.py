@@ -33,6 +33,7 @@ RESULTS_FILE = "results.json"
 # Files of a saved model, as patterns
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 SETTINGS = ("config.json", "generation_config.json")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
 TOKENIZER = (
     "added_tokens.json",
     "additional_chat_templates/*.jinja",

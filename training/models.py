@@ -11,8 +11,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from modeling_nlq.configuration import find, suggestion
+from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, read_json
+from modeling_nlq.training.parameters import listed
 from modeling_nlq.training.text import first_line, one_line
 
 
@@ -44,6 +47,52 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
 def _switches(config: PreTrainedConfig) -> set[str]:
     """The fields of a configuration that users set: without those of every Transformers model, and those written on saving."""
     return config.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"auto_map", "nlq_version"}
+
+
+def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | None:
+    """The record of the conversion that made a saved model, or that its training began with; `None` if there is none.
+
+    Args:
+        name: a folder or a Hub name.
+        is_untrained: return `None` also if the model was trained since.
+    """
+    try:
+        if is_untrained and cached_file(name, RECIPE_FILE, _raise_exceptions_for_missing_entries=False) is not None:
+            return None
+        path = cached_file(name, CONVERSION_FILE, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such folder, or no such model on the Hub
+        return None
+    return None if path is None else read_json(Path(path))
+
+
+def added_parameters(model: str) -> list[str]:
+    """The names of the parameters that a conversion added to a trained model.
+
+    Args:
+        model: a folder or a Hub name of the converted model, or of one that was trained from there by `trainable: new`.
+
+    Raises:
+        ValueError: unless the model has a record of its conversion, which added parameters and enlarged none.
+    """
+    record = read_conversion(model) if is_saved_model(model) else None
+    if record is None:
+        raise ValueError(
+            f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}; make a "
+            "model by `nlq convert`, or train all"
+        )
+    if "added" not in record:
+        raise ValueError(
+            f"trainable='new' needs the names of the added parameters, and the {CONVERSION_FILE} of model {model!r} is too old "
+            "to hold them; convert its source anew"
+        )
+    if enlarged := record["enlarged"]:
+        raise ValueError(
+            f"trainable='new' cannot train a part of a parameter, and the conversion of model {model!r} enlarged "
+            f"{listed(enlarged)}; convert its source without, or train all"
+        )
+    if not record["added"]:
+        raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
+    return record["added"]
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

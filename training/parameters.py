@@ -1,12 +1,13 @@
 """Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
 
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq.cache_nlq import LAYER_TYPE
 
@@ -19,32 +20,56 @@ class Size:
         total: number of parameters; tied ones count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
         flops_per_token: floating-point operations of forward and backward for one token of a full context.
+        trained: number of parameters that are not frozen.
     """
 
     total: int
     non_embedding: int
     flops_per_token: int
+    trained: int
 
 
-def measure(config: PreTrainedConfig, context: int | None = None, attn_implementation: str | None = "eager") -> Size:
+def measure(
+    config: PreTrainedConfig,
+    context: int | None = None,
+    attn_implementation: str | None = "eager",
+    trained: Collection[str] | None = None,
+) -> Size:
     """Counts the parameters, and the FLOPs per token of a full context.
 
-    A weight of a matrix costs 2 operations a token forward and 4 backward; so does each of the `2 * context` products of a
-    head with keys and values per element of `head_dim` (Chowdhery et al. 2022, appendix B: no discount for causality), or, of
-    linear attention, of the `2 * head_dim` products with its state. Norms, activations and the softmax are not counted.
+    A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
+    products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
+    for causality), as does, of linear attention, each of the `2 * head_dim` products with its state. Norms, activations and
+    the softmax are not counted.
 
     Args:
         config: configuration of the model.
         context: in tokens; by default `max_position_embeddings`.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
+        trained: names of the parameters that are trained; by default all.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend.
+        ValueError, ImportError: if the model cannot be made with this backend, or has no parameter of one of the names.
     """
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+    if trained is not None:
+        freeze_all_but(model, trained)
     return size_of(model, context)
+
+
+def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Freezes every parameter of a model but those of the given names.
+
+    Raises:
+        ValueError: if the model has no parameter of one of the names.
+    """
+    parameters = dict(model.named_parameters())
+    if unknown := sorted(set(names) - parameters.keys()):
+        raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in names)
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
@@ -56,17 +81,20 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     parameters = list(model.parameters())
     body = [parameter for parameter in parameters if id(parameter) not in embeddings]
 
-    matrix_weights = sum(parameter.numel() for parameter in body if parameter.ndim >= 2)
-    matrix_weights += 0 if head is None else head.weight.numel()
+    matrices = [parameter for parameter in body if parameter.ndim >= 2]
+    matrices += [] if head is None else [head.weight]
+    matrix_operations = sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     context = context or config.max_position_embeddings
-    spans = sum(head_dim if kind == LAYER_TYPE else context for kind in layer_types)
+    spans = 0
+    for kind, sizes in zip(*get_layer_types_and_kwargs(config)):
+        spans += head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
     products = 2 * spans * config.num_attention_heads * head_dim
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body),
-        flops_per_token=6 * (matrix_weights + products),
+        flops_per_token=matrix_operations + 6 * products,
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     )
 
 
@@ -125,8 +153,11 @@ def check_names(expected: Set[str], given: Set[str]) -> None:
     problems = []
     for what, names in (("missing", expected - given), ("not known", given - expected)):
         if names:
-            names = sorted(names)
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            problems.append(f"{what}: {shown}")
+            problems.append(f"{what}: {listed(sorted(names))}")
     if problems:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first eight names, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

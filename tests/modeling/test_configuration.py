@@ -8,7 +8,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2Config, Qwen3Config
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.activations_nlq import FUNCTIONS
@@ -40,6 +40,58 @@ def test_sizes_are_the_papers(name):
     size = measure(load_config(name))
     assert size.non_embedding == NON_EMBEDDING_PARAMETERS[name]
     assert size.total == size.non_embedding + 50304 * 768 + 1024 * 768
+
+
+LLAMA = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+# The configurations of the originals, as their files on the Hub have them
+ORIGINALS = {
+    "llama-160m": LlamaConfig(
+        vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, **LLAMA
+    ),
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "pythia-160m": GPTNeoXConfig(
+        vocab_size=50304, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
+    ),
+    "olmo2-1b": Olmo2Config(
+        vocab_size=100352, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16, **LLAMA
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_shapes_have_the_parameters_of_the_originals(name):
+    with torch.device("meta"):
+        original = AutoModelForCausalLM.from_config(ORIGINALS[name])
+    size = measure(load_config(name))
+    assert size.total == original.num_parameters()
+    variant = f"{name}-bottleneck" if name.startswith("qwen3") else f"{name}-nonlinear"
+    assert measure(load_config(variant)).non_embedding == pytest.approx(size.non_embedding, rel=5e-4)
+
+
+def test_flops_of_windows():
+    """A query multiplies with the keys of its window only."""
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "per_layer_config": {1: {"sliding_window": None}}}
+    whole = measure(NLQConfig(**TINY | sizes), context=100).flops_per_token
+    windowed = measure(NLQConfig(**TINY | sizes, sliding_window=16), context=100).flops_per_token
+    assert whole - windowed == 6 * 2 * 2 * (100 - 16) * 4 * 8
 
 
 @pytest.mark.parametrize("name", names("models"))
@@ -96,8 +148,15 @@ def test_shipped_accelerate_files_are_valid(name):
         {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
         {"per_layer_config": {1: {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}}},
         {"attention_activation": "entmax15"},
+        {
+            "position_embedding": "rope",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_window": 8,
+            "mlp_bias": True,
+            "per_layer_config": {1: {"sliding_window": None, "position_embedding": "none"}},
+        },
     ],
-    ids=["defaults", "switches", "rope", "per-layer", "numbers", "linear", "hybrid", "sparse"],
+    ids=["defaults", "switches", "rope", "per-layer", "numbers", "linear", "hybrid", "sparse", "modern"],
 )
 def test_json_round_trip(switches, tmp_path):
     config = NLQConfig(**{**TINY, **switches})
@@ -202,6 +261,26 @@ BAD = {
         {"position_embedding": "rope", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         ["rope_type='dynamic'", "yarn"],
     ),
+    "a partial rotation that is odd": (
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}},
+        ["head_dim=8", "partial_rotary_factor=0.4", "3 rotated"],
+    ),
+    "a rotation of more than the head": (
+        {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
+        ["partial_rotary_factor=1.5", "at most 1"],
+    ),
+    "learned positions in some layers": (
+        {"per_layer_config": {1: {"position_embedding": "none"}}},
+        ["position_embedding='learned'", "all layers or of none"],
+    ),
+    "a window of one token": ({"sliding_window": 1}, ["sliding_window=1", "at least 2", "None"]),
+    "a window of linear attention": (
+        {"sliding_window": 4, "per_layer_config": {1: {"attention_activation": "linear_attention"}}},
+        ["layer 1", "sliding_window=4", "linear_attention_decay"],
+    ),
+    "norm type": ({"norm_type": "batchnorm"}, ["norm_type", "batchnorm", "rmsnorm"]),
+    "MLP type": ({"mlp_type": "glu"}, ["mlp_type", "glu", "gated"]),
+    "norms of some layers": ({"per_layer_config": {1: {"norm_type": "rmsnorm"}}}, ["per_layer_config", "norm_type"]),
     "odd rotary heads": ({"position_embedding": "rope", "head_dim": 7, "query_projection": "linear"}, ["head_dim=7"]),
     "bidirectional": ({"is_causal": False}, ["is_causal=False"]),
     "misspelt field": ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
@@ -282,7 +361,7 @@ def test_matching_width():
     matched = load_config("gpt3-small-identity", {"intermediate_size": width})
     assert measure(matched).non_embedding == measure(linear).non_embedding
     with pytest.raises(ValueError, match="no MLP width"):
-        matching_intermediate_size(identity, Size(1000, 1000, 1000))
+        matching_intermediate_size(identity, Size(1000, 1000, 1000, 1000))
 
 
 def test_unknown_names_are_answered_with_the_known_ones():

@@ -145,7 +145,7 @@ def operator_inputs(backend, layout, states, dropout):
     visibility, count = read_mask(backend.mask(layout.mask()), *states[:2])
     masks = (None, None, None, visibility)
     if isinstance(visibility, Visibility):
-        masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
+        masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
     seed = torch.tensor(5, device=backend.device) if dropout else None
     return (count, *masks, seed, "softplus", "sum", SCALING, dropout)
 

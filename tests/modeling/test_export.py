@@ -70,6 +70,7 @@ def test_prompt(kinds, make_model):
     layers = {
         index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]} for index, kind in enumerate(kinds)
     }
+    layers[0] |= {} if kinds[0] in LINEAR_KINDS else {"sliding_window": 3}
     model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=len(kinds), per_layer_config=layers)
     program = export(model, batch_of(2, 5, padding=2))
     assert operators(program) == {"aten"}
@@ -134,6 +135,7 @@ DECODING = {
     "elementwise": {0: KINDS["sigmoid"], 1: KINDS["squared"]},
     "linear": {0: KINDS["linear_learned"], 1: KINDS["linear"]},  # without keys, whose length would tell the number of tokens
     "mixed": {0: KINDS["linear_fixed"], 1: KINDS["sigmoid"]},
+    "windows": {0: {**KINDS["softmax"], "sliding_window": 4}, 1: {**KINDS["sigmoid"], "sliding_window": 6}},
 }
 
 
@@ -152,7 +154,7 @@ def test_cached_tokens(layers, padding, make_model):
         text["position_ids"] = (text["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         if not padding:
             del text["attention_mask"]
-        cache = DynamicCache(config=model.config)
+        cache = DynamicCache(config=None if layers == "windows" else model.config)  # below is the reason
         with torch.no_grad():
             model(**{name: value[:, :cached] for name, value in text.items()}, past_key_values=cache)
         inputs = {name: value if name == "attention_mask" else value[:, cached:] for name, value in text.items()}
@@ -170,6 +172,18 @@ def test_cached_tokens(layers, padding, make_model):
             outputs = program.module()(**inputs)
         torch.testing.assert_close(outputs.logits, expected, **TOLERANCE)
         assert outputs.past_key_values.get_seq_length() == cached + new
+
+
+def test_cache_of_a_window(make_model):
+    """Its layers count by a plain number, which a program would keep."""
+    model = make_model(use_cache=True, sliding_window=4)
+    text = batch_of(2, 7)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text["input_ids"][:, :5], past_key_values=cache)
+        register_cache_pytrees_for_model(model)
+        with pytest.raises(ValueError, match=r"layer 0.*without a config"):
+            torch.export.export(model, (text["input_ids"][:, 5:],), {"past_key_values": cache}, strict=False)
 
 
 LOAD = """

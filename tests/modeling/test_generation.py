@@ -37,16 +37,31 @@ LINEAR_HYBRID = {
         "per_layer_config": {0: {"attention_activation": "softmax"}, 2: LINEAR_KINDS["linear_fixed"]},
     },
 }
-KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | BY_SUM | HYBRID | SPARSE_KINDS | LINEAR_KINDS | LINEAR_HYBRID
+# Windows that are shorter than the text, and shorter or longer than the prompts
+WINDOWS = {
+    "window": {"attention_activation": "softmax", "sliding_window": 3},
+    "window_in_one_layer": {
+        "attention_activation": "sigmoid",
+        "sliding_window": 4,
+        "per_layer_config": {1: {"sliding_window": None}},
+    },
+    "windows_differ": {
+        "attention_activation": "squared",
+        "sliding_window": 7,
+        "num_hidden_layers": 3,
+        "per_layer_config": {0: {**LINEAR_KINDS["linear_learned"], "sliding_window": None}, 2: {"sliding_window": 2}},
+    },
+}
+KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | BY_SUM | HYBRID | SPARSE_KINDS | LINEAR_KINDS | LINEAR_HYBRID | WINDOWS
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
-    "sdpa": tuple(SOFTMAX_KINDS),
-    "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM),
-    "flex_attention": ("softmax", "squared", "softplus", *BY_SUM),  # on the CPU: the sum only, and no sink
+    "sdpa": (*SOFTMAX_KINDS, "window"),
+    "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM, "window_in_one_layer"),
+    "flex_attention": ("softmax", "squared", "softplus", "window", *BY_SUM),  # on the CPU: the sum only, and no sink
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
-COMPILED_KINDS = ("softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID)
+COMPILED_KINDS = ("softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID, *WINDOWS)
 CASES_WITH_STATIC_CACHE = [case for case in CASES if case[1] != "flex_attention"]
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6,))
 NEW_TOKENS = 8

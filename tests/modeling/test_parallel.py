@@ -51,6 +51,19 @@ CASES = {
         "value_projection": "identity",
         "position_embedding": "none",
     },
+    "modern": {
+        "query_projection": "upcycled",
+        "qk_norm": "rms_all_heads",
+        "sliding_window": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "position_embedding": "rope",
+        "norm_type": "rmsnorm",
+        "norm_position": "sandwich",
+        "mlp_type": "gated",
+        "query_key_value_bias": True,
+        "per_layer_config": {1: {"sliding_window": None, "position_embedding": "none"}},
+    },
     "layers_differ": {
         "attention_activation": "linear_attention",
         "linear_attention_decay": "learned",
@@ -68,7 +81,7 @@ CASES = {
         },
     },
 }
-QUICK = ("sigmoid", "softmax", "layers_differ")
+QUICK = ("sigmoid", "softmax", "layers_differ", "modern")
 SIZES = {
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},

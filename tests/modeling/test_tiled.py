@@ -203,7 +203,7 @@ class TestWork:
         with LiveMemory() as memory:
             if tiled:
                 # The functions behind the operators: a dispatch mode cannot look inside operators
-                masks = (visibility.query_index, visibility.key_is_valid, visibility.document_start, None)
+                masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
                 rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
                 output, scale = tiled_nlq._tiled_attention(query, key, value, *rest)
                 tiled_nlq._tiled_attention_backward(torch.ones_like(output), query, key, value, output, scale, *rest)

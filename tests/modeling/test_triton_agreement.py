@@ -174,7 +174,7 @@ class TestFullAttention:
         start = torch.tensor([[0, 0, 0, 3, 3, 5, 9, 9, 9], [0, 1, 1, 1, 1, 1, 8, 8, 10]])
         layout = Layout(lambda b, h, i, j: j >= start[b, i], None, 9, 12)
         states = layout.states()
-        actual = apply(states, (12 - start)[:, None], document_start=start)
+        actual = apply(states, (12 - start)[:, None], first_key=start)
         check(actual, expected_of(layout, "softplus", "sum", states), TOLERANCE)
 
     def test_padded_documents(self):

@@ -179,9 +179,14 @@ def default_scaling(layer):
 
 
 def rotate(x, positions, config):
-    """Rotary positions of one head: `position * theta ** (-2 i / head_dim)` turns the coordinates `i`, `i + head_dim / 2`."""
-    half = config.head_dim // 2
+    """Rotary positions of one head: `position * theta ** (-2 i / width)` turns the coordinates `i`, `i + width / 2`.
+
+    The width is that of the head, or the part of it that is rotated.
+    """
     rope = config.rope_parameters
+    part = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    half = int(config.head_dim * part) // 2
+    x, rest = x[:, : 2 * half], x[:, 2 * half :]
     if rope["rope_type"] in ("default", "linear"):
         frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half) / rope.get("factor", 1.0)
         magnitude = 1.0
@@ -191,7 +196,7 @@ def rotate(x, positions, config):
     first, second = x[:, :half], x[:, half:]
     turned_first = first * torch.cos(angles) - second * torch.sin(angles)
     turned_second = second * torch.cos(angles) + first * torch.sin(angles)
-    return torch.cat([turned_first, turned_second], dim=-1) * magnitude
+    return torch.cat([turned_first * magnitude, turned_second * magnitude, rest], dim=-1)
 
 
 def psi(x):
@@ -251,6 +256,9 @@ def attention(config, layer, x, parameters, positions, visible):
     queries = projection(layer.query_projection, "q", x, parameters, **options)
     keys = projection(layer.key_projection, "k", x, parameters, **options)
     values = projection(layer.value_projection, "v", x, parameters, **options)
+    if layer.qk_norm == "rms_all_heads":
+        queries = rms_norm(queries, parameters["q_norm.weight"], eps)
+        keys = rms_norm(keys, parameters["k_norm.weight"], eps)
     gates = None if layer.attention_gate is None else sigmoid(linear(x, parameters.below("gate_proj")))
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
     queries_per_key = config.num_attention_heads // config.num_key_value_heads
@@ -271,14 +279,14 @@ def attention(config, layer, x, parameters, positions, visible):
             decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(key_head)
             if layer.linear_attention_decay == "learned":
                 decay = sigmoid(parameters["decay_bias"][key_head])
-            turn = (
-                functools.partial(rotate, positions=positions, config=config) if config.position_embedding == "rope" else None
-            )
+            turn = None
+            if layer.position_embedding == "rope":
+                turn = functools.partial(rotate, positions=positions, config=config)
             output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
             outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
             all_weights.append(weights)
             continue
-        if config.position_embedding == "rope":
+        if layer.position_embedding == "rope":
             query, key = rotate(query, positions, config), rotate(key, positions, config)
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
         if layer.attention_sink == "learned":
@@ -287,6 +295,8 @@ def attention(config, layer, x, parameters, positions, visible):
         output, weights = torch.zeros_like(query), torch.zeros(len(x), len(x), dtype=torch.float64)
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
+            if layer.sliding_window is not None:
+                seen = seen[i - seen < layer.sliding_window]
             scores = torch.stack([scaling * (query[i] * key[j]).sum() for j in seen]) if len(seen) else torch.zeros(0)
             weights[i, seen] = weights_of_query(layer, scores.double(), sink)
             for j in seen:
@@ -297,6 +307,9 @@ def attention(config, layer, x, parameters, positions, visible):
 
 
 def mlp(config, x, parameters):
+    if config.mlp_type == "gated":
+        gate = FUNCTIONS[config.hidden_act](linear(x, parameters.below("gate_proj")))
+        return linear(gate * linear(x, parameters.below("up_proj")), parameters.below("down_proj"))
     return linear(FUNCTIONS[config.hidden_act](linear(x, parameters.below("fc1"))), parameters.below("fc2"))
 
 
@@ -317,14 +330,15 @@ def forward_sequence(config, parameters, tokens, positions, visible):
     eps = config.layer_norm_eps
     before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
     visible = visible.expand(config.num_attention_heads, -1, -1)
+    is_rms = config.norm_type == "rmsnorm"
     model = parameters.below("model")
 
     x = model["embed_tokens.weight"][tokens]
-    if config.position_embedding == "learned":
+    if config.per_layer_config[0].position_embedding == "learned":
         x = x + model["embed_positions.weight"][positions]
     weights = []
     for index in range(config.num_hidden_layers):
-        layer = config.per_layer_config[index] if getattr(config, "per_layer_config", None) else config
+        layer = config.per_layer_config[index]
         block = model.below(f"layers.{index}")
 
         def attend(x, layer=layer, block=block):
@@ -335,13 +349,28 @@ def forward_sequence(config, parameters, tokens, positions, visible):
         def feed_forward(x, block=block):
             return mlp(config, x, block.below("mlp"))
 
-        for sub_layer, norm in ((attend, block.below("self_attn_norm")), (feed_forward, block.below("mlp_norm"))):
+        def norm(name, x, block=block):
+            return rms_norm(x, block[f"{name}.weight"], eps) if is_rms else layer_norm(x, block.below(name), eps)
+
+        def output_of(sub_layer, x, name, norm=norm):
             if config.norm_position == "pre":
-                x = after(x + sub_layer(before(layer_norm(x, norm, eps))))
-            else:
-                x = after(layer_norm(x + sub_layer(before(x)), norm, eps))
-    if config.norm_position == "pre":
-        x = layer_norm(x, model.below("norm"), eps)
+                return sub_layer(before(norm(f"{name}_norm", x)))
+            if config.norm_position == "post":
+                return sub_layer(before(x))
+            if config.norm_position == "output":
+                return norm(f"{name}_output_norm", sub_layer(before(x)))
+            return norm(f"{name}_output_norm", sub_layer(before(norm(f"{name}_norm", x))))
+
+        def end(name, x, norm=norm):
+            return after(norm(f"{name}_norm", x) if config.norm_position == "post" else x)
+
+        if config.parallel_residual:
+            x = end("mlp", x + output_of(attend, x, "self_attn") + output_of(feed_forward, x, "mlp"))
+        else:
+            x = end("self_attn", x + output_of(attend, x, "self_attn"))
+            x = end("mlp", x + output_of(feed_forward, x, "mlp"))
+    if config.norm_position != "post":
+        x = rms_norm(x, model["norm.weight"], eps) if is_rms else layer_norm(x, model.below("norm"), eps)
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]
     return x @ head.T, weights
 

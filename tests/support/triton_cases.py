@@ -69,10 +69,10 @@ def check_half(dtype, activation, normalization, layout):
     check_rounding(TRITON.run(layout, module, states), eager, expected_of(layout, activation, normalization, states))
 
 
-def apply(states, count, query_index=None, key_is_valid=None, document_start=None, visible=None, options=("softplus", "sum")):
+def apply(states, count, query_index=None, key_is_valid=None, first_key=None, visible=None, options=("softplus", "sum")):
     """Output and gradients of the operator itself, which takes masks that no model asks for."""
     states = TRITON.place(states)
-    masks = [None if mask is None else mask.to(DEVICE) for mask in (query_index, key_is_valid, document_start, visible)]
+    masks = [None if mask is None else mask.to(DEVICE) for mask in (query_index, key_is_valid, first_key, visible)]
     with poisoned_memory(DEVICE):
         output, *_ = triton_nlq.operators.function.apply(*states, count.to(DEVICE), *masks, None, *options, SCALING, 0.0)
         return [tensor.cpu() for tensor in results(output, states)]

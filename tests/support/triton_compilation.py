@@ -53,7 +53,7 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
         constants |= {"heads": 1, "group": 1}
     types = {
         **dict.fromkeys(("inverse_normalizer", "delta", "log_count", "weighted_sums", "totals", "scaling", "dropout"), "fp32"),
-        **dict.fromkeys(("query_index", "visible_count", "document_start", "document_end", "seed"), "i64"),
+        **dict.fromkeys(("query_index", "visible_count", "first_key", "query_end", "seed"), "i64"),
         **dict.fromkeys(("key_is_valid", "visible"), "u8"),
         "valid_range": "i32",
     }

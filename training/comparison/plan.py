@@ -24,7 +24,7 @@ from modeling_nlq.training.traces import without_folders
 
 
 _FIELDS = ("name", "recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
-_MODEL_FIELDS = ("model", "switches", "training", "learning_rates", "match")
+_MODEL_FIELDS = ("model", "trainable", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
@@ -148,32 +148,25 @@ class Comparison:
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""
-        header = [
-            "model",
-            "parameters",
-            "non-embedding",
-            "MLP width",
-            "FLOPs per token",
-            "FLOPs per run",
-            "learning rates",
-            "runs",
-        ]
-        rows = [header]
+        rows = []
         for name, variant in self.variants.items():
             size = variant.size
             rows.append(
-                [
-                    name + (" (baseline)" if name == self.baseline else ""),
-                    f"{size.total:,}",
-                    f"{size.non_embedding:,}",
-                    "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
-                    f"{size.flops_per_token:,}",
-                    f"{size.flops_per_token * self.tokens_per_run:.3g}",
-                    " ".join(f"{rate:g}" for rate in variant.learning_rates),
-                    str(self.runs_of(name)),
-                ]
+                {
+                    "model": name + (" (baseline)" if name == self.baseline else ""),
+                    "parameters": f"{size.total:,}",
+                    "trained": f"{size.trained:,}",
+                    "non-embedding": f"{size.non_embedding:,}",
+                    "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
+                    "FLOPs per token": f"{size.flops_per_token:,}",
+                    "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
+                    "learning rates": " ".join(f"{rate:g}" for rate in variant.learning_rates),
+                    "runs": str(self.runs_of(name)),
+                }
             )
-        yield from align(rows)
+        if all(row["trained"] == row["parameters"] for row in rows):
+            rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
+        yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
         runs = sum(self.runs_of(name) for name in self.variants)
         flops = (
             sum(self.runs_of(name) * item.size.flops_per_token for name, item in self.variants.items()) * self.tokens_per_run
@@ -305,7 +298,7 @@ def _read_model(
     if match is not None and match not in _MATCHES:
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
-    content = {**shared, "model": entry.get("model") or shared["model"]}
+    content = {**shared, **{name: entry[name] for name in ("model", "trainable") if entry.get(name)}}
     for section in ("training", "switches"):
         own = read_section(entry.get(section), f"{source}: {section}")
         _check_set_by_run(source, own)
@@ -334,6 +327,6 @@ def _read_model(
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
-    size = measure(config, recipe.block_size)
+    size = measure(config, recipe.block_size, trained=recipe.trained_parameters())
     tokens = arguments.max_steps * tokens_per_step
     return Variant(content, learning_rates, size, getattr(config, "intermediate_size", None), tokens, recipe.tokenizer, entry)

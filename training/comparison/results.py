@@ -59,6 +59,7 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         models[name] = {
             "given": without_folders(variant.given),
             "parameters": variant.size.total,
+            "trained_parameters": variant.size.trained,
             "non_embedding_parameters": variant.size.non_embedding,
             "flops_per_token": variant.size.flops_per_token,
             "intermediate_size": variant.intermediate_size,

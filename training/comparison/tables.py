@@ -12,6 +12,9 @@ _MEBIBYTE = 2**20
 
 def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each model."""
+    # Results of an earlier version do not have the number, when all parameters were trained
+    trained = {name: model.get("trained_parameters", model["parameters"]) for name, model in results["models"].items()}
+    has_frozen = any(trained[name] < model["parameters"] for name, model in results["models"].items())
     rows = []
     for name, model in results["models"].items():
         effect = results["statistics"]["effects"].get(name, {})  # the baseline has none
@@ -27,6 +30,7 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 "Holm p": p_value(effect.get("holm_p")),
                 "learning rate": _chosen_rate(model),
                 "parameters": f"{model['parameters']:,}",
+                **({"trained": f"{trained[name]:,}"} if has_frozen else {}),
                 "non-embedding": f"{model['non_embedding_parameters']:,}",
                 "MLP width": number(model["intermediate_size"], ","),
                 "FLOPs per token": f"{model['flops_per_token']:,}",

@@ -1,28 +1,43 @@
-"""`nlq convert`: writes GPT-2 and the paper's checkpoints as NLQ models, and NLQ models with other switches or as GPT-2."""
+"""`nlq convert`: writes models of other families as NLQ models and back, and NLQ models with other switches."""
 
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
-    GPT2ForSequenceClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
-from modeling_nlq import NLQForSequenceClassification
+from modeling_nlq import NLQConfig
 from modeling_nlq.training.card import base_model_of, render
-from modeling_nlq.training.conversion.gpt2 import GPT2_CLASSES, NLQ_CLASSES, LossyConversion, from_gpt2, to_gpt2
-from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
-from modeling_nlq.training.conversion.upcycling import largest_difference
+from modeling_nlq.training.conversion.families import FAMILIES
+from modeling_nlq.training.conversion.renaming import (
+    LossyConversion,
+    Origin,
+    chain,
+    class_in_family,
+    empty_model,
+    from_nlq,
+    from_nlq_origins,
+    lost_by,
+    nearest_in_family,
+    nlq_class_of,
+    parameter_shapes,
+    to_nlq,
+    to_nlq_origins,
+)
+from modeling_nlq.training.conversion.sources import find_checkpoint, load_checkpoint, load_model, read_source
+from modeling_nlq.training.conversion.streaming import Weights, add_new_parameters, find_weights, write_weights
+from modeling_nlq.training.conversion.upcycling import changed, largest_difference, only_adds
 from modeling_nlq.training.conversion.upcycling import upcycle as upcycle_model
 from modeling_nlq.training.files import (
     CARD_FILE,
@@ -34,16 +49,35 @@ from modeling_nlq.training.files import (
     model_files,
     written_whole,
 )
-from modeling_nlq.training.parameters import check_names, size_of
+from modeling_nlq.training.models import read_conversion
+from modeling_nlq.training.parameters import size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
-from modeling_nlq.training.text import first_line
+from modeling_nlq.training.text import first_line, one_line
 
 
 logger = logging.get_logger(__name__)
 
-PAPER_CHECKPOINT = "ckpt.pt"
 # Relative to the largest output, in float32: sums in another order, and nothing more
 _TOLERANCE = 1e-4
+# Larger weights, in bytes, are not loaded to compare the outputs: both models in float32 would take four times as much
+COMPARED_BELOW = 2**30
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A conversion shard by shard.
+
+    Attributes:
+        weights: those of the source.
+        new: the new model, without weights.
+        origins: what each of its parameters is made from.
+        lost: what is lost, in words.
+    """
+
+    weights: Weights
+    new: PreTrainedModel
+    origins: dict[str, Origin]
+    lost: list[str]
 
 
 @dataclass
@@ -57,9 +91,14 @@ class Conversion:
         switches: fields that were changed.
         lost: the differences between the new model and the old one, in words; empty if both compute the same.
         difference: largest difference of the outputs on random tokens, in float32, relative to the largest output; `None` if
-            there is no other model to compare with, as for a checkpoint.
+            there is no other model to compare with, as for a checkpoint, or if it is too large.
+        not_compared: why the outputs were not compared, although there is another model.
         parameters: number of parameters of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
+        added: names of the parameters that are new since the last training: the source has none of this name, or has it from an
+            earlier conversion after which nothing was trained.
+        enlarged: names of the parameters that are larger than before, in the same span of time.
+        before: the record of that earlier conversion.
     """
 
     source: str
@@ -69,14 +108,18 @@ class Conversion:
     switches: dict[str, Any] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     difference: float | None = None
+    not_compared: str | None = None
     parameters: int = 0
     has_tokenizer: bool = False
+    added: list[str] = field(default_factory=list)
+    enlarged: list[str] = field(default_factory=list)
+    before: dict[str, Any] | None = None
 
 
 def convert(
     source: str | Path,
     target: str | Path,
-    to: Literal["nlq", "gpt2"] = "nlq",
+    to: str = "nlq",
     upcycle: bool = False,
     switches: dict[str, Any] | None = None,
     tokenizer: str | None = None,
@@ -85,10 +128,12 @@ def convert(
 ) -> Conversion:
     """Writes a model in another form, ready to load, train and share.
 
+    If every parameter is only renamed, split, joined or added, weights in safetensors files are converted shard by shard.
+
     Args:
-        source: folder or Hub name of a GPT-2 or NLQ model, or a checkpoint of the paper's code or of nanoGPT.
+        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, or a checkpoint of the paper's code or of nanoGPT.
         target: folder to write.
-        to: write an NLQ model, or a GPT-2 model of Transformers.
+        to: `"nlq"`, or the family to write, one of `FAMILIES`.
         upcycle: give it `upcycled` queries, which compute the same at first.
         switches: other fields of `NLQConfig` to change without changing the outputs.
         tokenizer: folder or Hub name of a tokenizer to put beside the weights; by default the source's own.
@@ -99,8 +144,8 @@ def convert(
         The record of the conversion.
 
     Raises:
-        ValueError: for a source that is none of these or is damaged, a target that is taken, or switches that would change the
-            outputs. Nothing has been written then.
+        ValueError: for a source that is none of these or is damaged, a target that is taken, switches that would change the
+            outputs, or a family that has no such model. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source, target = str(source), Path(target)
@@ -109,117 +154,149 @@ def convert(
         raise ValueError(f"--upcycle and --set query_projection={switches['query_projection']!r} contradict each other")
     if upcycle:
         switches["query_projection"] = "upcycled"
-    if to not in ("nlq", "gpt2"):
-        raise ValueError(f"to={to!r} must be 'nlq' or 'gpt2'")
-    if to == "gpt2" and switches:
-        raise ValueError(f"--to gpt2 takes no switches ({', '.join(switches)}): GPT-2 has none")
+    if to not in (known := ("nlq", *sorted(FAMILIES))):
+        raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
+    if to != "nlq" and switches:
+        raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
 
-    old = load_source(source)
-    lost: list[str] = []
-    new = old
-    if old.config.model_type == "gpt2":
-        new, lost = _lossily(from_gpt2, old, allow_lossy)
+    checkpoint, plan = find_checkpoint(source), None
+    if checkpoint is not None:
+        old = load_checkpoint(checkpoint)
+    else:
+        config, model_class = read_source(source)
+        old, plan = _open(source, config, model_class, switches, to, allow_lossy)
+    new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
+    is_nlq = old.config.model_type == "nlq" and checkpoint is None
+    earlier = read_conversion(source, is_untrained=True) if is_nlq else None
+    added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
     if switches:
-        before, new = new, upcycle_model(new, switches)
-        if before.config.to_dict() == new.config.to_dict():
-            raise ValueError(f"{source} has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
-    if to == "gpt2":
-        new, more = _lossily(to_gpt2, new, allow_lossy)
-        lost = [*lost, *more]
-    difference = None if new is old else largest_difference(old, new)
-    # A matrix that is computed, such as W - I, is rounded to the precision of the weights
-    tolerance = max(_TOLERANCE, torch.finfo(new.dtype).eps)
-    if difference is not None and not lost and not difference <= tolerance:
-        raise ValueError(
-            f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
-        )
+        added, enlarged = _new_parameters(empty_model(type(new), _nlq_config(old.config)), new, added, enlarged)
+    if to != "nlq":
+        added, enlarged = [], []  # models of other families have no such parameters
     own_tokenizer = _load_tokenizer(source, tokenizer, new)
-
-    is_checkpoint = find_checkpoint(source) is not None
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
-        source_class="checkpoint" if is_checkpoint else type(old).__name__,
+        source_class="checkpoint" if checkpoint is not None else type(old).__name__,
         target_class=type(new).__name__,
         base_model=base_model_of(source),
         switches=switches,
         lost=lost,
-        difference=None if is_checkpoint else difference,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
+        added=added,
+        enlarged=enlarged,
+        before=earlier,
     )
-    _write(new, own_tokenizer, done, target)
+    # config.json is last: it makes a model of the folder
+    with written_whole(target, last="config.json") as folder:
+        if plan is None:
+            new.save_pretrained(folder)
+        else:
+            _write_shards(folder, plan)
+        if own_tokenizer is not None:
+            own_tokenizer.save_pretrained(folder)
+        size = plan.weights.bytes if plan is not None else sum(value.nbytes for value in old.state_dict().values())
+        if size >= COMPARED_BELOW:
+            done.not_compared = f"the weights take {size / 2**30:.1f} GiB"
+        elif new is not old and (switches or type(new) is not type(old)):
+            if plan is not None:
+                old, new = load_model(source, config, model_class), load_model(str(folder), new.config, type(new))
+            done.difference = _compare(source, old, new, lost)
+        if checkpoint is not None:
+            done.difference = None  # there was no other model
+        _write_records(folder, target, new, done)
     return done
 
 
-def load_source(source: str) -> PreTrainedModel:
-    """Loads a model from a folder, the Hub, or a checkpoint of the paper's code or of nanoGPT, in its own precision.
+def _new_parameters(
+    before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
+) -> tuple[list[str], list[str]]:
+    """Finds the parameters that a change of switches added, and those that it enlarged.
 
-    Raises:
-        ValueError: if it is no such model, naming the parts that are missing, damaged or unknown.
+    Args:
+        before, after: the model with the old switches, and the one with the new; their weights are not read.
+        added, enlarged: those of earlier changes, which count if the parameters are still there.
     """
-    path = find_checkpoint(source)
-    if path is not None:
-        try:
-            return from_paper(read_checkpoint(path))
-        except ValueError as error:
-            text = str(error)
-            raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from error
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT}")
-    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin"))):
-        raise ValueError(f"there is no folder or file {source!r}")
+    # A tied LM head counts as there before, so that its own copy of the embeddings is not new
+    shapes = {name: parameter.shape for name, parameter in before.named_parameters(remove_duplicate=False)}
+    new_shapes = {name: parameter.shape for name, parameter in after.named_parameters(remove_duplicate=False)}
+    all_added = {*added, *(new_shapes.keys() - shapes.keys())}
+    all_enlarged = {*enlarged, *(name for name, shape in new_shapes.items() if shapes.get(name, shape) != shape)}
+    return (
+        [name for name in new_shapes if name in all_added],
+        [name for name in new_shapes if name in all_enlarged - all_added],
+    )
+
+
+def _nlq_config(config: PreTrainedConfig) -> NLQConfig:
+    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
+
+
+def _open(
+    source: str,
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    switches: dict[str, Any],
+    to: str,
+    allow_lossy: bool,
+) -> tuple[PreTrainedModel, _Plan | None]:
+    """Plans a conversion shard by shard, and returns with it the old model without weights; or the whole model, and no plan."""
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
-        raise ValueError(f"{source!r} is {place}no model that can be read: {first_line(error)}") from error
-    if config.model_type not in ("gpt2", "nlq"):
-        raise ValueError(f"{source!r} is a model of type {config.model_type!r}; only GPT-2 and NLQ models can be converted")
-    return _load_weights(source, config)
+        empty = empty_model(model_class, config)
+        weights = find_weights(source)
+        if weights is not None and weights.belong_to(empty):
+            plan = _plan(weights, empty, switches, to, allow_lossy)
+            if plan is not None:
+                _take_generation_config(plan.new, source, empty)
+                return empty, plan
+    except LossyConversion:
+        raise
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{source!r}: {one_line(error)}") from error
+    return load_model(source, config, model_class), None
 
 
-def find_checkpoint(source: str) -> Path | None:
-    """The checkpoint file of a source, which is the file or its folder; `None` if there is none."""
-    path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
-        return path / PAPER_CHECKPOINT
-    return path if path.is_file() else None
+def _plan(weights: Weights, old: PreTrainedModel, switches: dict[str, Any], to: str, allow_lossy: bool) -> _Plan | None:
+    """Plans a conversion in which no number changes; `None` if there is none."""
+    new, lost, origins = old, [], {name: Origin((name,)) for name in parameter_shapes(old)}
+    if old.config.model_type in FAMILIES:
+        lost = lost_by(type(old), old.config)
+        if lost and not allow_lossy:
+            raise LossyConversion(lost)
+        new = empty_model(nlq_class_of(type(old)), _nlq_config(old.config))
+        origins = to_nlq_origins(old, new)
+    if switches:
+        config = changed(new.config, switches)
+        _check_changed(new.config, config, switches)
+        if not only_adds(new.config, config):
+            return None
+        new = empty_model(type(new), config)
+        origins = add_new_parameters(origins, new, weights.dtype)
+    if to != "nlq":
+        config, plain = nearest_in_family(to, new.config)
+        if not only_adds(new.config, plain):
+            return None
+        theirs = empty_model(class_in_family(to, type(new)), config)
+        new, origins = theirs, chain(origins, from_nlq_origins(theirs, new))
+    new.config.dtype = old.config.dtype or weights.dtype
+    return _Plan(weights, new, origins, lost)
 
 
-def _load_weights(source: str, config: PreTrainedConfig) -> PreTrainedModel:
-    classes = {
-        model_class.__name__: model_class for model_class in (GPT2_CLASSES if config.model_type == "gpt2" else NLQ_CLASSES)
-    }
-    default = "GPT2LMHeadModel" if config.model_type == "gpt2" else "NLQForCausalLM"
-    name = (config.architectures or [default])[0].removeprefix("FSDP")
-    if name not in classes:
-        raise ValueError(f"{source!r}: architectures names {name!r}, which is none of {', '.join(classes)}")
-    model_class = classes[name]
-    try:
-        model, found = model_class.from_pretrained(
-            source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{source!r}: the weights cannot be read: {first_line(error)}") from error
-    except Exception as error:
-        # torch has a long message for a pickle that holds more than tensors
-        if "weights_only" not in str(error) and "Unsupported" not in str(error):
-            raise
-        raise ValueError(
-            f"{source!r}: the weights ask for more than tensors, which could run code; they were not read"
-        ) from None
-    if found["mismatched_keys"]:
-        name, there, expected = min(found["mismatched_keys"])
-        raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and config.json says {tuple(expected)}")
-    missing = set(found["missing_keys"])
-    # Transformers saved the value of masked scores until 4.27; it is no parameter
-    unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
-    try:
-        check_names(missing, unexpected)
-    except ValueError as error:
-        raise ValueError(f"{source!r}: {error}") from None
-    return model.eval()
+def _convert_in_memory(
+    model: PreTrainedModel, switches: dict[str, Any], to: str, allow_lossy: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Converts a model, and returns with it the list of losses."""
+    lost: list[str] = []
+    if model.config.model_type in FAMILIES:
+        model, lost = _lossily(to_nlq, model, allow_lossy)
+    if switches:
+        before, model = model, upcycle_model(model, switches)
+        _check_changed(before.config, model.config, switches)
+    if to != "nlq":
+        model, more = _lossily(partial(from_nlq, family=to), model, allow_lossy)
+        lost = [*lost, *more]
+    return model, lost
 
 
 def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
@@ -245,7 +322,7 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> Pr
         raise ValueError(f"tokenizer {name or source!r} cannot be read: {first_line(error)}") from error
     check_vocabulary(tokenizer, name or source, model.config)
     # A classifier of sequences reads its answer off the last token that is not padding: its own stays
-    is_classifier = isinstance(model, NLQForSequenceClassification | GPT2ForSequenceClassification)
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
     kinds = ("bos_token_id", "eos_token_id") if is_classifier else ("bos_token_id", "eos_token_id", "pad_token_id")
     for kind in kinds if name is not None else ():
         for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
@@ -269,17 +346,47 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
             raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
 
 
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, done: Conversion, target: Path) -> None:
-    """Writes the new model into the target, and removes the files of an older one."""
-    # config.json is last: it makes a model of the folder
-    with written_whole(target, last="config.json") as folder:
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        record = asdict(done)
-        (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
-        card.save(folder / CARD_FILE)
-        stale = {*model_files(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
-        for path in stale - {target / path.relative_to(folder) for path in folder.rglob("*")}:
-            path.unlink(missing_ok=True)
+def _check_changed(before: PreTrainedConfig, after: PreTrainedConfig, switches: dict[str, Any]) -> None:
+    if before.to_dict() == after.to_dict():
+        raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+
+
+def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:
+    """Returns the largest difference of the outputs; raises `ValueError` if it is more than rounding, and nothing was lost."""
+    difference = largest_difference(old, new)
+    # A matrix that is computed, such as W - I, is rounded to the precision of the weights
+    if not lost and not difference <= max(_TOLERANCE, torch.finfo(new.dtype).eps):
+        raise ValueError(
+            f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
+        )
+    return difference
+
+
+def _take_generation_config(new: PreTrainedModel, source: str, old: PreTrainedModel) -> None:
+    """Sets the generation settings of the source, as Transformers would load them."""
+    if not old.can_generate() or not new.can_generate():
+        return
+    try:
+        new.generation_config = GenerationConfig.from_pretrained(source)
+    except OSError:
+        new.generation_config = old.generation_config  # those that follow from the configuration
+
+
+def _write_shards(folder: Path, plan: _Plan) -> None:
+    config = plan.new.config
+    config.architectures = [type(plan.new).__name__]
+    config.save_pretrained(folder)
+    if plan.new.can_generate():
+        plan.new.generation_config.save_pretrained(folder)
+    write_weights(folder, plan.new, plan.weights, plan.origins)
+
+
+def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Conversion) -> None:
+    """Writes the record and the card, and removes the files of an older model from the target."""
+    record = asdict(done)
+    (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
+    card.save(folder / CARD_FILE)
+    stale = {*model_files(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
+    for path in stale - {target / path.relative_to(folder) for path in folder.rglob("*")}:
+        path.unlink(missing_ok=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.conversion.gpt2 import build, to_nlq_name
+from modeling_nlq.training.conversion.families import FAMILIES
+from modeling_nlq.training.conversion.renaming import build
 from modeling_nlq.training.parameters import check_shapes
 from modeling_nlq.training.text import one_line
 
@@ -31,6 +32,9 @@ _BOTTLENECK_NAMES = {
     "residual_out": "fc2",
     "residual_layernorm_output": "output_norm",
 }
+# The other modules have the names of GPT-2: name there -> name here
+_BLOCK_NAMES = {theirs: ours for ours, theirs in FAMILIES["gpt2"].block_names.items()}
+_BODY_NAMES = {theirs: ours for ours, theirs in FAMILIES["gpt2"].body_names.items()}
 # Defaults of the paper's code for keys missing from `model_args`; the scale is that of a head of 64 for any head size
 _DEFAULTS = {
     "block_size": 1024,
@@ -195,9 +199,13 @@ def _nlq_names(name: str, parts: tuple[str, ...]) -> list[str]:
     if name == "lm_head.weight":
         return [name]
     name = name.removeprefix("transformer.")
-    if match := re.fullmatch(r"h\.(\d+)\.attn\.(residual_\w+)\.(weight|bias)", name):
-        layer, module, kind = match.groups()
-        return [f"model.layers.{layer}.self_attn.q_bottleneck.{_BOTTLENECK_NAMES[module]}.{kind}"]
-    if ".c_attn." in name:
-        return [f"model.{to_nlq_name(name, part)}" for part in parts]
-    return [f"model.{to_nlq_name(name)}"]
+    module, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"h\.(\d+)\.(.+)", module)
+    if not match:
+        return [f"model.{_BODY_NAMES[module]}.{kind}"]
+    layer, module = match.groups()
+    if module.startswith("attn.residual_"):
+        parts = (f"self_attn.q_bottleneck.{_BOTTLENECK_NAMES[module.removeprefix('attn.')]}",)
+    elif module != "attn.c_attn":
+        parts = (_BLOCK_NAMES[module],)
+    return [f"model.layers.{layer}.{part}.{kind}" for part in parts]

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
 from modeling_nlq.configuration import find
 from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
-from modeling_nlq.training.models import is_saved_model
+from modeling_nlq.training.models import added_parameters, is_saved_model
 
 
 # Bytes and end-of-text
@@ -78,6 +78,13 @@ class Recipe:
         },
     )
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
+    trainable: Literal["all", "new"] = field(
+        default="all",
+        metadata={
+            "help": "`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as "
+            "they are."
+        },
+    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention backend; by default the model's own choice."}
     )
@@ -111,12 +118,22 @@ class Recipe:
             raise ValueError(f"block_size={self.block_size!r} must be a whole number of at least 2 tokens")
         if self.packing not in ("stream", "documents"):
             raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
+        if self.trainable not in ("all", "new"):
+            raise ValueError(f"trainable={self.trainable!r} must be 'all' or 'new'")
 
     @property
     def new_vocabulary_size(self) -> int | None:
         """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
         size = self.tokenizer.removeprefix("bpe:")
         return int(size) if size != self.tokenizer and size.isdecimal() else None
+
+    def trained_parameters(self) -> list[str] | None:
+        """The names of the parameters that are trained; `None` for all.
+
+        Raises:
+            ValueError: if the model has no record of what is new in it.
+        """
+        return added_parameters(self.model) if self.trainable == "new" else None
 
 
 @dataclass
@@ -304,6 +321,10 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
         conflicts.append("streaming needs max_validation_documents")
+    try:
+        recipe.trained_parameters()
+    except ValueError as error:
+        conflicts.append(str(error))
     if conflicts:
         raise ValueError("; ".join(conflicts))
 

@@ -86,13 +86,14 @@ def attention_statistics(
         position_ids = position_ids.to(model.device)
         segments = find_packed_sequence_indices(position_ids)
     length = input_ids.shape[1]
-    visibility = make_visibility(length, length, 0, model.device, segments=segments)
     records: dict[int, dict[str, float]] = {}
 
     def record(layer: NLQAttentionProjections, inputs: tuple, keyword_inputs: dict) -> None:
         records[layer.layer_idx] = {}
         if layer.activation.kind != "linear":
             query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
+            window = layer.sliding_window
+            visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
             records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
 
     # The layers read the backend from their own configuration
@@ -126,7 +127,7 @@ def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tenso
                 query_index=visibility.query_index[places],
                 key_length=seen.shape[2],
                 visible_count=visibility.visible_count[:, places],
-                document_start=None if visibility.document_start is None else visibility.document_start[:, places],
+                first_key=None if visibility.first_key is None else visibility.first_key[:, places],
             )
             chunks.append(_row_statistics(layer, query[:, :, places], seen, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}

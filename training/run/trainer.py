@@ -29,6 +29,7 @@ import modeling_nlq
 from modeling_nlq.training.card import base_model_of, render
 from modeling_nlq.training.files import (
     CARD_FILE,
+    CONVERSION_FILE,
     METRICS_FILE,
     PLOT_FILE,
     RECIPE_FILE,
@@ -42,8 +43,8 @@ from modeling_nlq.training.files import (
     write_yaml,
     written_whole,
 )
-from modeling_nlq.training.models import is_saved_model, load_config
-from modeling_nlq.training.parameters import Size, measure
+from modeling_nlq.training.models import is_saved_model, load_config, read_conversion
+from modeling_nlq.training.parameters import Size, freeze_all_but, measure
 from modeling_nlq.training.run.checkpoints import checkpoint_to_resume
 from modeling_nlq.training.run.data import BlockCollator, Blocks, prepare_data, unigram_perplexity
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
@@ -113,7 +114,7 @@ def train_recipe(
     if is_main_process and (warning := unused_rows(recipe, config)):
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(config, recipe.block_size, recipe.attn_implementation)
+    size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.trained_parameters())
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)
@@ -167,6 +168,7 @@ class _Run:
         blocks: its data by split.
         fingerprint: of its documents.
         size: of its model.
+        conversion: the record of the conversion whose new parameters are trained; `None` if all are.
     """
 
     resolved: ResolvedRecipe
@@ -175,6 +177,7 @@ class _Run:
     blocks: dict[str, Blocks]
     fingerprint: str | None
     size: Size
+    conversion: dict[str, Any] | None
 
 
 def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
@@ -191,11 +194,14 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         trainer.add_callback(callback)
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
         logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
-    return _Run(resolved, trainer, record, blocks, fingerprint, size)
+    conversion = read_conversion(recipe.model) if recipe.trainable == "new" else None
+    return _Run(resolved, trainer, record, blocks, fingerprint, size, conversion)
 
 
 def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special tokens.
+
+    What the recipe does not train is frozen.
 
     Raises:
         ValueError: if the tokenizer has ids for which the model has no embeddings.
@@ -219,6 +225,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
             f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
+    if (trained := recipe.trained_parameters()) is not None:
+        freeze_all_but(model, trained)
     return model
 
 
@@ -355,6 +363,7 @@ def _provenance(run: _Run) -> dict[str, Any]:
         "base_model": base_model_of(name) if is_saved_model(name) else None,
         "parameters": run.size.total,
         "non_embedding_parameters": run.size.non_embedding,
+        "trained_parameters": run.size.trained,
         "flops_per_token": run.size.flops_per_token,
         "attn_implementation": run.trainer.model.config._attn_implementation,
         "processes": arguments.world_size,
@@ -371,9 +380,11 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
     plot_losses(state.log_history, folder / PLOT_FILE, without_folders(run.resolved.recipe.model))
+    if run.conversion is not None:
+        write_text(folder / CONVERSION_FILE, json.dumps(run.conversion, indent=2) + "\n")
     if "eval_loss" in metrics:
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, run.size, run.resolved.given, metrics, has_plot=True)
+        card = render(folder.resolve().name, config, run.size, run.resolved.given, metrics, run.conversion, has_plot=True)
         card.save(folder / CARD_FILE)
     state.save_to_json(str(folder / STATE_FILE))
     write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")

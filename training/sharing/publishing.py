@@ -8,13 +8,14 @@ other file of the user. `HfApi.upload_folder` would need a copy of the allowed f
 import fnmatch
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
@@ -29,9 +30,10 @@ from transformers import PreTrainedModel
 import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.card import render
+from modeling_nlq.training.card import converted_base, render
 from modeling_nlq.training.comparison.report import verdicts
 from modeling_nlq.training.files import (
+    ADAPTER,
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
@@ -48,6 +50,7 @@ from modeling_nlq.training.files import (
     read_yaml,
 )
 from modeling_nlq.training.parameters import check_parameters, size_of
+from modeling_nlq.training.sharing.adapter import whole_modules, write_adapter
 from modeling_nlq.training.text import first_line, one_line
 from modeling_nlq.training.traces import check_for_traces, without_folders
 
@@ -93,6 +96,7 @@ def publish(
     comparison: str | Path | None = None,
     card: str | Path | None = None,
     license: str | None = None,
+    adapter: bool = False,
     dry_run: bool = False,
 ) -> Publication:
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
@@ -108,10 +112,13 @@ def publish(
         comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
+        adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its code.
         dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: if the folder holds no complete model, or the name of the repository is not valid.
+        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, or if the name of the
+            repository is not valid.
+        ImportError: for an adapter, if PEFT is not installed.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged, unless the connection broke
             while the commit was being sent: then it may have arrived.
     """
@@ -123,11 +130,19 @@ def publish(
         raise ValueError(f"revision {revision!r} must be the name of a branch, of letters, digits and _ . / -")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
-    contents = _collect(folder, repo_id, comparison, card, license)
-    sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
-    if dry_run:
-        return Publication(sizes)
+    with tempfile.TemporaryDirectory() as scratch:
+        contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
+        sizes = {
+            name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()
+        }
+        if dry_run:
+            return Publication(sizes)
+        commit = _upload(repo_id, contents, private, revision)
+    return Publication(sizes, commit.commit_url, commit.oid)
 
+
+def _upload(repo_id: str, contents: dict[str, Path | bytes], private: bool | None, revision: str | None) -> CommitInfo:
+    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     token = get_token()
     if token is None:
         raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
@@ -143,18 +158,24 @@ def publish(
         stale = sorted(name for name in there - contents.keys() if _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        commit = api.create_commit(
-            repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", revision=revision, parent_commit=before.sha
-        )
+        message = f"Publish {repo_id.split('/')[1]}"
+        return api.create_commit(repo_id, operations, commit_message=message, revision=revision, parent_commit=before.sha)
     except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
-    return Publication(sizes, commit.commit_url, commit.oid)
 
 
 def _collect(
-    folder: Path, repo_id: str, comparison: str | Path | None, card: str | Path | None, license: str | None
+    folder: Path,
+    repo_id: str,
+    comparison: str | Path | None,
+    card: str | Path | None,
+    license: str | None,
+    adapter_folder: Path | None,
 ) -> dict[str, Path | bytes]:
-    """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine."""
+    """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine.
+
+    Those of an adapter are made in `adapter_folder`, if one is given, and take the place of the model's.
+    """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
     if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
@@ -164,23 +185,19 @@ def _collect(
     if settings.get("model_type") != NLQConfig.model_type:
         raise ValueError(f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models only")
     model, weights = _check_weights(folder, settings)
-    try:
-        code = code_files(folder)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
-        ) from None
-    if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
-        raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
-
-    others = {path for name in (*SETTINGS, *TOKENIZER, *RECORDS) for path in folder.glob(name) if path.is_file()}
-    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in {*weights, *code, *others}}
+    given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
+    contents: dict[str, Path | bytes] = {}
+    if adapter_folder is None:
+        files, patterns = {*weights, *_code(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+    else:
+        files, patterns = set(), (*TOKENIZER, *RECORDS)
+        contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
+    files |= {path for name in patterns for path in folder.glob(name) if path.is_file()}
+    contents |= {path.relative_to(folder).as_posix(): path for path in files}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if name in contents:
             kept = {key: value for key, value in read_json(folder / name).items() if key not in _PLACES}
-            contents[name] = _json(without_folders(kept))
-    contents["config.json"] = _json({**json.loads(contents["config.json"]), "auto_map": AUTO_MAP})
-    given = read_yaml(folder / RECIPE_FILE) if RECIPE_FILE in contents else None
+            contents[name] = _json(without_folders(kept | ({"auto_map": AUTO_MAP} if name == "config.json" else {})))
     for name, record in records.items():
         contents[name] = _json(without_folders(record))
     if given is not None:
@@ -215,10 +232,36 @@ def _collect(
                 license=license,
                 has_plot=PLOT_FILE in contents,
                 has_tokenizer=any(name in contents for name in VOCABULARIES),
+                is_adapter=adapter_folder is not None,
             )
         ).encode()
     check_for_traces(folder, contents)
     return dict(sorted(contents.items()))
+
+
+def _code(folder: Path) -> set[Path]:
+    try:
+        code = code_files(folder)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
+        ) from None
+    if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
+        raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
+    return code
+
+
+def _adapter(
+    folder: Path, target: Path, model: PreTrainedModel, given: dict[str, Any] | None, records: dict[str, dict[str, Any]]
+) -> list[Path]:
+    """Makes the adapter of a run in a folder, and returns its files."""
+    if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
+        raise ValueError(
+            f"{folder} is no finished run with `trainable: new`: only there is all that was trained new, and fits an adapter; "
+            "publish the whole model, without --adapter"
+        )
+    modules = whole_modules(model, records[CONVERSION_FILE]["added"])
+    return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))
 
 
 def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
@@ -280,7 +323,7 @@ def _read_card(path: Path) -> bytes:
 
 
 def _may_be_ours(name: str) -> bool:
-    patterns = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, *_COMPARISON, "*_nlq.py")
+    patterns = (*WEIGHTS, *ADAPTER, *SETTINGS, *TOKENIZER, *RECORDS, *_COMPARISON, "*_nlq.py")
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 

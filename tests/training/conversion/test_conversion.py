@@ -38,15 +38,16 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from modeling_nlq import (
     NLQForCausalLM,
 )
-from modeling_nlq.training.conversion.converting import convert, from_gpt2
+from modeling_nlq.training.conversion import streaming
+from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.paper import read_checkpoint
+from modeling_nlq.training.conversion.renaming import to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
@@ -535,18 +536,22 @@ class TestConvertFaults:
     @pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
     @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
     @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize("writer", [PreTrainedModel, PreTrainedTokenizerFast], ids=["weights", "tokenizer"])
-    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer):
+    @pytest.mark.parametrize(
+        "writer, name",
+        [(streaming, "save_file"), (PreTrainedTokenizerFast, "save_pretrained")],
+        ids=["weights", "tokenizer"],
+    )
+    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer, name):
         target = nlq_folder if existing else tmp_path / "target"
-        save = writer.save_pretrained
+        save = getattr(writer, name)
 
-        def fail(self, folder, *arguments, **options):
+        def fail(*arguments, **options):
             if when == "after":
-                save(self, folder, *arguments, **options)
+                save(*arguments, **options)
             raise error
 
         before = snapshot(tmp_path)
-        monkeypatch.setattr(writer, "save_pretrained", fail)
+        monkeypatch.setattr(writer, name, fail)
         assert run_nlq("convert", source, target, "--overwrite") != 0
         assert "Traceback" not in capsys.readouterr().err
         assert snapshot(tmp_path) == before
@@ -573,9 +578,9 @@ class TestConvertFaults:
         assert not list(tmp_path.iterdir())
 
     def test_unknown_format(self, gpt2_folder, tmp_path, capsys):
-        assert "llama" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "llama")
-        with pytest.raises(ValueError, match="llama"):
-            convert(str(gpt2_folder), tmp_path / "target", to="llama")
+        assert "bert" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--to", "bert")
+        with pytest.raises(ValueError, match="bert"):
+            convert(str(gpt2_folder), tmp_path / "target", to="bert")
         assert not list(tmp_path.iterdir())
 
     def test_switches_without_upcycling(self, gpt2_folder, tmp_path, capsys):
@@ -652,15 +657,15 @@ class TestOtherFindings:
         ids=["contradiction", "twice", "nothing new"],
     )
     def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
-        from_gpt2(make_gpt2()).save_pretrained(tmp_path / "source")
+        to_nlq(make_gpt2()).save_pretrained(tmp_path / "source")
         assert run_nlq("convert", tmp_path / "source", tmp_path / "target", *words) == 1
         assert said in capsys.readouterr().err and not (tmp_path / "target").exists()
 
     def test_rounding_of_low_precision(self, tmp_path):
-        from_gpt2(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+        to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
         convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
 
     def test_layers_with_a_value_of_their_own_are_upcycled_too(self):
-        model = upcycle(from_gpt2(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
+        model = upcycle(to_nlq(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
         layers = upcycle(model).config.per_layer_config
         assert [layer.query_projection for layer in layers] == ["upcycled"] * len(layers)

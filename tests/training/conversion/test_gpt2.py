@@ -33,7 +33,7 @@ from modeling_nlq import (
     NLQForCausalLM,
     NLQForTokenClassification,
 )
-from modeling_nlq.training.conversion.converting import from_gpt2, to_gpt2
+from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 
 
 class TestFromGPT2:
@@ -42,7 +42,7 @@ class TestFromGPT2:
     def test_logits(self, options, dtype, tolerance):
         gpt2 = make_gpt2(dtype=dtype, **options)
         with Frozen(gpt2):
-            nlq = from_gpt2(gpt2)
+            nlq = to_nlq(gpt2)
         assert type(nlq) is NLQForCausalLM
         assert not nlq.training
         assert_same_function(nlq, gpt2, tolerance)
@@ -51,9 +51,9 @@ class TestFromGPT2:
     @parametrize_cases("options", GPT2_OPTIONS)
     def test_there_and_back(self, options):
         gpt2 = make_gpt2(**options)
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         with Frozen(nlq):
-            back = to_gpt2(nlq)
+            back = from_nlq(nlq, "gpt2")
         assert type(back) is GPT2LMHeadModel
         assert not back.training
         assert_same_state(back.state_dict(), gpt2.state_dict())
@@ -80,8 +80,8 @@ class TestFromGPT2:
             "layer_norm_epsilon": data.draw(st.sampled_from([1e-5, 1e-3, 0.3])),
         }
         gpt2 = make_gpt2(dtype=torch.float64, seed=data.draw(st.integers(0, 100)), **options)
-        nlq = from_gpt2(gpt2)
-        back = to_gpt2(nlq)
+        nlq = to_nlq(gpt2)
+        back = from_nlq(nlq, "gpt2")
         input_ids = random_tokens(2, options["n_positions"], options["vocab_size"])
         torch.testing.assert_close(output_of(nlq, input_ids), output_of(gpt2, input_ids), rtol=1e-10, atol=1e-10)
         assert_same_state(back.state_dict(), gpt2.state_dict())
@@ -97,7 +97,7 @@ class TestFromGPT2:
 
     def test_configuration(self):
         options = {"embd_pdrop": 0.15, "resid_pdrop": 0.25, "attn_pdrop": 0.35, "initializer_range": 0.05, "use_cache": False}
-        config = from_gpt2(make_gpt2(**options, n_inner=13, layer_norm_epsilon=1e-4)).config
+        config = to_nlq(make_gpt2(**options, n_inner=13, layer_norm_epsilon=1e-4)).config
         assert isinstance(config, NLQConfig)
         assert (config.embedding_dropout, config.residual_dropout, config.attention_dropout) == (0.15, 0.25, 0.35)
         assert (config.initializer_range, config.use_cache, config.layer_norm_eps) == (0.05, False, 1e-4)
@@ -109,7 +109,7 @@ class TestFromGPT2:
     def test_dropout_while_training(self):
         """The same masks at the same places."""
         gpt2 = make_gpt2(embd_pdrop=0.15, resid_pdrop=0.25, attn_pdrop=0.35, attn_implementation="eager")
-        nlq = from_gpt2(gpt2).train()
+        nlq = to_nlq(gpt2).train()
         nlq.set_attn_implementation("eager")
         input_ids, outputs = random_tokens(2, 9, 29), []
         for model in (gpt2.train(), nlq):
@@ -121,10 +121,10 @@ class TestFromGPT2:
     def test_heads(self, gpt2_class, nlq_class):
         labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
         gpt2 = make_gpt2(gpt2_class, **labels)
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         assert type(nlq) is nlq_class
         assert_same_function(nlq, gpt2)
-        back = to_gpt2(nlq)
+        back = from_nlq(nlq, "gpt2")
         assert type(back) is gpt2_class
         assert_same_state(back.state_dict(), gpt2.state_dict())
         assert_same_gpt2_config(back.config, gpt2.config)
@@ -134,29 +134,29 @@ class TestFromGPT2:
         gpt2 = make_gpt2(
             GPT2ForTokenClassification, **names, classifier_dropout=0.45, problem_type="multi_label_classification"
         )
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         assert nlq.config.id2label == names["id2label"]
         assert nlq.config.label2id == names["label2id"]
         assert nlq.config.problem_type == "multi_label_classification"
         assert nlq.dropout.p == 0.45
-        assert_same_gpt2_config(to_gpt2(nlq).config, gpt2.config)
+        assert_same_gpt2_config(from_nlq(nlq, "gpt2").config, gpt2.config)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
     def test_dtype(self, dtype):
         gpt2 = make_gpt2(dtype=dtype)
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         assert {parameter.dtype for parameter in nlq.parameters()} == {dtype}
         assert torch.equal(nlq.model.embed_tokens.weight, gpt2.transformer.wte.weight)
-        back = to_gpt2(nlq)
+        back = from_nlq(nlq, "gpt2")
         assert_same_state(back.state_dict(), gpt2.state_dict())
         assert nlq.config.dtype == back.config.dtype == dtype
 
     @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
     def test_tied(self, tied):
         gpt2 = make_gpt2(tie_word_embeddings=tied)
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         assert (nlq.lm_head.weight is nlq.model.embed_tokens.weight) == tied
-        back = to_gpt2(nlq)
+        back = from_nlq(nlq, "gpt2")
         assert (back.lm_head.weight is back.transformer.wte.weight) == tied
 
     @parametrize_cases("options", {name: GPT2_OPTIONS[name] for name in ("defaults", "scaled_by_layer", "untied")})
@@ -164,7 +164,7 @@ class TestFromGPT2:
         gpt2 = make_gpt2(**{**options, "eos_token_id": None})
         with torch.no_grad():
             gpt2.transformer.wpe.weight.mul_(9.0)  # else the model repeats itself, which would say little
-        nlq = from_gpt2(gpt2)
+        nlq = to_nlq(gpt2)
         input_ids = random_tokens(3, 5, 29)
         attention_mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
         choices = {"max_new_tokens": 12, "do_sample": False}
@@ -172,37 +172,37 @@ class TestFromGPT2:
             expected = gpt2.generate(input_ids, attention_mask=mask, **choices)
             assert len(expected[:, 5:].unique()) > 3
             assert torch.equal(nlq.generate(input_ids, attention_mask=mask, **choices), expected)
-            assert torch.equal(to_gpt2(nlq).generate(input_ids, attention_mask=mask, **choices), expected)
+            assert torch.equal(from_nlq(nlq, "gpt2").generate(input_ids, attention_mask=mask, **choices), expected)
 
     def test_generation_config(self):
         gpt2 = make_gpt2()
         gpt2.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=7)
-        nlq = from_gpt2(gpt2)
-        for converted in (nlq, to_gpt2(nlq)):
+        nlq = to_nlq(gpt2)
+        for converted in (nlq, from_nlq(nlq, "gpt2")):
             chosen = converted.generation_config
             assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 7)
 
     def test_cross_attention(self):
         gpt2 = make_gpt2(add_cross_attention=True)
         with pytest.raises(ValueError, match=r"(?i)cross.?attention"):
-            from_gpt2(gpt2)
-        nlq = from_gpt2(gpt2, allow_lossy=True)
+            to_nlq(gpt2)
+        nlq = to_nlq(gpt2, allow_lossy=True)
         assert type(nlq) is NLQForCausalLM
         assert_same_function(nlq, gpt2)  # nothing given to attend to
 
     def test_double_heads(self):
         gpt2 = make_gpt2(GPT2DoubleHeadsModel)
         with pytest.raises(ValueError, match="multiple_choice_head"):
-            from_gpt2(gpt2)
-        nlq = from_gpt2(gpt2, allow_lossy=True)
+            to_nlq(gpt2)
+        nlq = to_nlq(gpt2, allow_lossy=True)
         assert type(nlq) is NLQForCausalLM
         assert_same_function(nlq, gpt2)
 
     def test_another_model(self, make_model):
         with pytest.raises((TypeError, ValueError), match=r"(?i)nlq"):
-            from_gpt2(make_model())
+            to_nlq(make_model())
         with pytest.raises((TypeError, ValueError), match=r"(?i)gpt-?2"):
-            to_gpt2(make_gpt2())
+            from_nlq(make_gpt2(), "gpt2")
 
 
 # What GPT-2 computes too, with other weights. `make_model` draws biases and gains.
@@ -289,19 +289,19 @@ class TestToGPT2:
     def test_exact(self, make, switches, use_bias, dtype, tolerance):
         nlq = make(dtype=dtype, use_bias=use_bias, **switches)
         with Frozen(nlq):
-            gpt2 = to_gpt2(nlq)
+            gpt2 = from_nlq(nlq, "gpt2")
         assert type(gpt2) is GPT2LMHeadModel
         assert {parameter.dtype for parameter in gpt2.parameters()} == {dtype}
         assert (gpt2.lm_head.weight is gpt2.transformer.wte.weight) == nlq.config.tie_word_embeddings
         assert_same_function(gpt2, nlq, tolerance)
-        assert_same_function(from_gpt2(gpt2), nlq, tolerance)
+        assert_same_function(to_nlq(gpt2), nlq, tolerance)
 
     @parametrize_bias
     @parametrize_cases("switches", EXACT_OR_REFUSED)
     def test_exact_or_refused(self, make, switches, use_bias):
         nlq = make(dtype=torch.float64, use_bias=use_bias, **switches)
         try:
-            gpt2 = to_gpt2(nlq)
+            gpt2 = from_nlq(nlq, "gpt2")
         except ValueError as error:
             assert any(name in str(error) for name in switches)
         else:
@@ -311,9 +311,9 @@ class TestToGPT2:
     def test_inexact(self, make, switches, name, value):
         nlq = make(use_bias=True, **switches)
         with Frozen(nlq), pytest.raises(ValueError, match=rf"{name}\W+{value}"):
-            to_gpt2(nlq)
+            from_nlq(nlq, "gpt2")
         with Frozen(nlq):
-            gpt2 = to_gpt2(nlq, allow_lossy=True)
+            gpt2 = from_nlq(nlq, "gpt2", allow_lossy=True)
         assert type(gpt2) is GPT2LMHeadModel
         assert output_of(gpt2, random_tokens(2, 9)).isfinite().all()
         for theirs, ours in zip(gpt2.transformer.h, nlq.model.layers):
@@ -323,20 +323,20 @@ class TestToGPT2:
     @pytest.mark.parametrize("allow_lossy", [False, True], ids=["exactly", "lossy"])
     def test_impossible(self, make, switches, name, value, allow_lossy):
         with pytest.raises(ValueError, match=rf"{name}\W+{value}"):
-            to_gpt2(make(**switches), allow_lossy=allow_lossy)
+            from_nlq(make(**switches), "gpt2", allow_lossy=allow_lossy)
 
     def test_lossy_is_exact_where_it_can_be(self, make):
         nlq = make(attention_scaling=0.7, num_key_value_heads=2)
-        assert_same_function(to_gpt2(nlq, allow_lossy=True), nlq)
+        assert_same_function(from_nlq(nlq, "gpt2", allow_lossy=True), nlq)
 
     def test_every_reason_is_named(self, make):
         nlq = make(attention_sink="zero", attention_gate="headwise", qk_norm="rms")
         with pytest.raises(ValueError, match=r"(?s)(?=.*attention_sink)(?=.*attention_gate)(?=.*qk_norm)"):
-            to_gpt2(nlq)
+            from_nlq(nlq, "gpt2")
 
     def test_configuration(self, make):
         options = {"embedding_dropout": 0.15, "residual_dropout": 0.25, "attention_dropout": 0.35, "initializer_range": 0.05}
-        gpt2 = to_gpt2(make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"))
+        gpt2 = from_nlq(make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"), "gpt2")
         config = gpt2.config
         assert (config.embd_pdrop, config.resid_pdrop, config.attn_pdrop) == (0.15, 0.25, 0.35)
         assert (config.initializer_range, config.use_cache, config.layer_norm_epsilon) == (0.05, False, 1e-4)
@@ -351,7 +351,7 @@ class TestToGPT2:
         labels = {"num_labels": 3} if "Classification" in nlq_class.__name__ else {}
         config = NLQConfig(**sizes, **labels, query_projection="linear", pad_token_id=0, max_position_embeddings=9)
         nlq = randomize(nlq_class(config)).eval()
-        gpt2 = to_gpt2(nlq)
+        gpt2 = from_nlq(nlq, "gpt2")
         assert type(gpt2) is gpt2_class
         assert_same_function(gpt2, nlq)
 
@@ -361,13 +361,13 @@ class TestToGPT2:
         config = NLQConfig(**sizes, query_projection="linear", token_classification_bias=False, max_position_embeddings=9)
         nlq = randomize(NLQForTokenClassification(config)).eval()
         assert nlq.score.bias is None
-        gpt2 = to_gpt2(nlq)
+        gpt2 = from_nlq(nlq, "gpt2")
         assert_same_function(gpt2, nlq)
         assert (gpt2.classifier.bias == 0).all()
 
     def test_bfloat16(self, make):
         nlq = make(dtype=torch.bfloat16, num_key_value_heads=2)
-        gpt2 = to_gpt2(nlq)
+        gpt2 = from_nlq(nlq, "gpt2")
         assert {parameter.dtype for parameter in gpt2.parameters()} == {torch.bfloat16}
         keys = gpt2.transformer.h[0].attn.c_attn.weight.T[16:32].reshape(4, 4, 16)
         ours = nlq.model.layers[0].self_attn.k_proj.weight.reshape(2, 4, 16)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-from modeling_nlq.training.conversion.converting import from_gpt2, to_gpt2
+from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
@@ -180,7 +180,7 @@ def make_source(make_model):
 
     def make(source, dtype=torch.float32):
         if source == "gpt2":
-            return from_gpt2(make_gpt2(dtype=dtype, n_positions=32, scale_attn_by_inverse_layer_idx=True))
+            return to_nlq(make_gpt2(dtype=dtype, n_positions=32, scale_attn_by_inverse_layer_idx=True))
         return make_model(dtype, **{"query_projection": "linear", **source})
 
     return make
@@ -309,7 +309,7 @@ class TestUpcycling:
     @parametrize_cases("gpt2_class, nlq_class", HEADS)
     def test_heads(self, gpt2_class, nlq_class):
         labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
-        source = from_gpt2(make_gpt2(gpt2_class, dtype=torch.float64, **labels))
+        source = to_nlq(make_gpt2(gpt2_class, dtype=torch.float64, **labels))
         switches = {"query_projection": "upcycled", "attention_gate": "headwise"}
         assert_only_these_changed(check_upcycled(source, switches, 1e-10).config, source.config, switches)
 
@@ -562,7 +562,7 @@ class TestUpcyclingRefused:
 
     def test_other_labels(self):
         """A head of another size would be a new one."""
-        source = from_gpt2(make_gpt2(GPT2ForSequenceClassification, num_labels=3))
+        source = to_nlq(make_gpt2(GPT2ForSequenceClassification, num_labels=3))
         with Frozen(source), pytest.raises(ValueError, match="id2label"):
             upcycle(source, {"id2label": {index: str(index) for index in range(5)}})
 
@@ -652,7 +652,7 @@ class TestUpcyclingAnything:
         except (ValueError, StrictDataclassError):
             return
         try:
-            gpt2 = to_gpt2(nlq)
+            gpt2 = from_nlq(nlq, "gpt2")
         except ValueError:
             return
         input_ids = random_tokens(2, 24)
@@ -665,6 +665,6 @@ class TestTokenIds:
         assert upcycle(model, {"eos_token_id": 5}).generation_config.eos_token_id == 5
 
     def test_padding_of_a_classifier(self):
-        model = from_gpt2(make_gpt2(GPT2ForSequenceClassification, pad_token_id=3))
+        model = to_nlq(make_gpt2(GPT2ForSequenceClassification, pad_token_id=3))
         with pytest.raises(ValueError, match="pad_token_id=3 cannot become 5: a sequence classifier"):
             upcycle(model, {"pad_token_id": 5})

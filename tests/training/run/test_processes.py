@@ -14,7 +14,9 @@ from support.paths import REPOSITORY
 from support.runs import logged_losses
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.trainer import train
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -148,3 +150,26 @@ def test_fsdp_that_is_off_says_so(recipe_file, tmp_path):
     done = launch(recipe_file, tmp_path / "run", 2, FULL, "--max_steps", "1", "--save_strategy", "no", shard=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("FSDP is off, for Accelerate has none for cpu: every process holds the whole model") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
+def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_file, tmp_path):
+    """Frozen parameters stay as they are in every process, and in a run that goes on from a checkpoint."""
+    upcycled = tmp_path / "upcycled"
+    new = convert(run[0], upcycled, upcycle=True, switches={"attention_gate": "headwise"}).added
+    recipe = {**yaml.safe_load(recipe_file.read_text()), "model": str(upcycled), "tokenizer": str(upcycled), "trainable": "new"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    one = tmp_path / "one", train(path, output_dir=tmp_path / "one", report_to="none")
+    done = launch(path, tmp_path / "two", 2, state_dict_type)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cut(tmp_path / "two", tmp_path / "cut")
+    done = launch(path, tmp_path / "cut", 1, state_dict_type)
+    assert done.returncode == 0 and "checkpoint-4" in done.stderr, done.stderr[-3000:]
+    start = load_file(upcycled / "model.safetensors")
+    for folder, processes in ((tmp_path / "two", 2), (tmp_path / "cut", 1)):
+        check_same_run(folder, one, processes)
+        metrics, weights = json.loads((folder / "metrics.json").read_text()), load_file(folder / "model.safetensors")
+        assert metrics["trained_parameters"] == one[1]["trained_parameters"] < metrics["parameters"]
+        assert {name for name in start if (weights[name] != start[name]).any()} == set(new)

@@ -1,0 +1,167 @@
+"""`nlq publish --adapter`: what a run with `trainable: new` trained arrives on the Hub alone, and PEFT puts it on the base."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load as load_weights
+from safetensors.torch import load_file
+from support.client_cases import TEXT, make_tokenizer
+from support.hub_server import HubServer
+from support.publishing_cases import TOKEN, Worker, card_of, outputs
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training import convert, train
+from modeling_nlq.training.sharing.adapter import whole_modules, write_adapter
+
+
+# Follows the card: the commands, then the Python, with what it computes at the end
+FOLLOW = """
+import re
+import shlex
+import torch
+from huggingface_hub import ModelCard
+from modeling_nlq.training.cli import main
+
+repo, out = arguments
+text = ModelCard.load(repo).text
+for block in re.findall(r"```sh\\n(.*?)```", text, flags=re.DOTALL):
+    for line in block.splitlines():
+        assert main(shlex.split(line)[1:]) == 0, line
+(block,) = re.findall(r"```python\\n(.*?)```", text, flags=re.DOTALL)
+names = {}
+exec(block, names)
+with torch.no_grad():
+    torch.save(names["model"].eval()(torch.arange(12).reshape(2, 6) % 50).logits, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer({TOKEN: "anna"}) as server:
+        yield server
+    assert server.unknown == []
+
+
+@pytest.fixture(scope="module")
+def nlq(server, tmp_path_factory):
+    """A process whose working directory is `home`, where the card's commands write."""
+    home = tmp_path_factory.mktemp("nlq") / "home"
+    worker = Worker(home, server.client_environment(home, TOKEN))
+    worker.home = home
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def source(nlq):
+    """A tiny GPT-2 with a tokenizer, in the working directory of whoever follows the card."""
+    tokenizer, folder = make_tokenizer(), nlq.home / "gpt2"
+    end = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=end, eos_token_id=end)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tune(tmp_path_factory):
+    """A function that trains what is new in a model for a few steps, and returns the folder of the run."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(20)))
+    fields = {"dataset": str(root / "text.jsonl"), "validation_fraction": 0.2, "block_size": 32, "trainable": "new"}
+    training = {"max_steps": 6, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none"}
+    (root / "recipe.yaml").write_text(json.dumps({"model": "tiny-linear", **fields, "training": training}))
+
+    def make(model, **overrides) -> Path:
+        folder = root / f"run-{len(list(root.glob('run-*')))}"
+        train(root / "recipe.yaml", model=str(model), tokenizer=str(model), output_dir=folder, **overrides)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tuned(source, tune, tmp_path_factory):
+    """A run from a conversion in two steps: the base, and the run."""
+    folder = tmp_path_factory.mktemp("bases")
+    convert(source, folder / "gated", switches={"attention_gate": "headwise", "head_projection": True})
+    convert(folder / "gated", folder / "upcycled", upcycle=True)
+    return folder / "upcycled", tune(folder / "upcycled")
+
+
+def test_follow_the_card(tuned, server, nlq, tmp_path):
+    """A base that somebody else converts anew, and the adapter from the Hub, compute what the trained model does."""
+    base, run = tuned
+    done = nlq.publish(run, "anna/f", "--adapter")
+    files, card = server.files("anna/f"), card_of(server, "anna/f")
+    assert (
+        files.keys()
+        == {
+            *(".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "conversion.json", "loss.png"),
+            *("chat_template.jinja", "metrics.json", "recipe.yaml", "tokenizer.json", "tokenizer_config.json"),
+        }
+        == done.sizes.keys() | {".gitattributes"}
+    )
+    trained, start = load_file(run / "model.safetensors"), load_file(base / "model.safetensors")
+    new = {name for name, value in trained.items() if not torch.equal(value, start[name])}
+    saved = {
+        name.removeprefix("base_model.model."): value
+        for name, value in load_weights(files["adapter_model.safetensors"]).items()
+    }
+    assert saved.keys() == new and all(torch.equal(saved[name], trained[name]) for name in new)
+    assert {name.split("self_attn.")[1].split(".")[0] for name in new} == {"q_bottleneck", "gate_proj", "head_proj"}
+    settings = json.loads(files["adapter_config.json"])
+    assert settings["base_model_name_or_path"] is None and str(run.parent) not in str(settings) + card.content
+    assert card.data.library_name == "peft" and "custom_code" not in card.data.tags
+    assert f"{sum(value.numel() for value in saved.values()):,} of them were trained" in card.text
+
+    nlq.python(FOLLOW, "anna/f", tmp_path / "logits.pt")
+    again = load_file(nlq.home / "base" / "model.safetensors")
+    assert any(not torch.equal(again[name], start[name]) for name in new), "new weights are drawn anew"
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), outputs(run))
+    assert not torch.equal(outputs(run), outputs(base))
+
+
+def test_base_on_the_hub(tuned, tune, server, nlq, tmp_path):
+    """Where the base itself is published, the adapter names it, and PEFT alone loads both."""
+    nlq.publish(tuned[0], "anna/base")
+    recipe = tuned[1] / "recipe.yaml"
+    options = ("--model", "anna/base", "--tokenizer", "anna/base", "--output_dir", tmp_path / "run")
+    done = nlq("train", recipe, *options)
+    assert done.status == 0, done.err
+    assert (tmp_path / "run" / "conversion.json").read_bytes() == server.files("anna/base")["conversion.json"]
+    nlq.publish(tmp_path / "run", "anna/f-of-base", "--adapter")
+    assert json.loads(server.files("anna/f-of-base")["adapter_config.json"])["base_model_name_or_path"] == "anna/base"
+    card = card_of(server, "anna/f-of-base")
+    assert card.data.base_model == "anna/base" and "nlq convert" not in card.text
+    nlq.python(FOLLOW, "anna/f-of-base", tmp_path / "logits.pt")
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), outputs(tmp_path / "run"))
+
+
+def test_whole_model_and_adapter_replace_each_other(tuned, server, nlq):
+    nlq.publish(tuned[1], "anna/either")
+    whole = server.files("anna/either").keys()
+    nlq.publish(tuned[1], "anna/either", "--adapter")
+    assert server.files("anna/either").keys() == server.files("anna/f").keys()
+    nlq.publish(tuned[1], "anna/either")
+    assert server.files("anna/either").keys() == whole >= {"model.safetensors", "conversion.json", "config.json"}
+
+
+def test_one_layer(source, tune, tmp_path):
+    """A layer that was upcycled and trained before is part of the base, and the adapter leaves it alone."""
+    convert(source, tmp_path / "first", switches={"per_layer_config": {0: {"query_projection": "upcycled"}}})
+    convert(tune(tmp_path / "first"), tmp_path / "both", upcycle=True)
+    run = tune(tmp_path / "both")
+    model = NLQForCausalLM.from_pretrained(run)
+    modules = whole_modules(model, json.loads((run / "conversion.json").read_text())["added"])
+    assert modules == ["model.layers.1.self_attn.q_bottleneck"]
+    write_adapter(run, tmp_path / "adapter", modules, str(tmp_path / "both"))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(torch.arange(12).reshape(2, 6) % 50).logits, outputs(run))
+    assert not torch.equal(outputs(run), outputs(tmp_path / "both"))

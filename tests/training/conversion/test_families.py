@@ -1,0 +1,356 @@
+"""Models of Transformers' families as NLQ models and back, against the families' own classes."""
+
+import pytest
+import torch
+from support.conversion_cases import Frozen, assert_no_shared_memory, assert_same_function, assert_same_state, output_of
+from support.family_cases import FAMILY_CASES, ONE_OF_EACH, WINDOW, make_family_model, shared_family_model
+from support.model_cases import random_tokens
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.conversion.families import FAMILIES
+from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
+from modeling_nlq.training.conversion.upcycling import upcycle
+
+
+LENGTH = 3 * WINDOW + 2
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+every_case = pytest.mark.parametrize("name", FAMILY_CASES)
+one_of_each = pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+
+
+def family_of(name):
+    return name.partition("-")[0]
+
+
+def comparable(config):
+    """A configuration without the fields that no model reads, or that name its file."""
+    dropped = {"max_window_layers", "no_rope_layer_interval", "transformers_version", "architectures", "dtype"}
+    values = {name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")}
+    if "no_rope_layers" in values:
+        values["no_rope_layers"] = values["no_rope_layers"][: config.num_hidden_layers]
+    return values
+
+
+def test_every_family_has_three_shapes():
+    named = [family_of(name) for name in FAMILY_CASES]
+    assert {family: named.count(family) >= 3 for family in FAMILIES if family != "gpt2"} == dict.fromkeys(ONE_OF_EACH, True)
+
+
+@every_case
+class TestSameModel:
+    def test_logits(self, name):
+        theirs = shared_family_model(name)
+        with Frozen(theirs):
+            ours = to_nlq(theirs)
+        assert type(ours) is NLQForCausalLM and not ours.training
+        assert_same_function(ours, theirs, length=LENGTH)
+        assert_no_shared_memory(ours, theirs)
+
+    def test_left_padding(self, name):
+        theirs, tokens = shared_family_model(name), random_tokens(2, LENGTH, 29)
+        mask = torch.ones_like(tokens)
+        mask[1, :5] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        expected = output_of(theirs, tokens, attention_mask=mask, position_ids=positions)
+        actual = output_of(to_nlq(theirs), tokens, attention_mask=mask)
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)
+
+    def test_packing(self, name):
+        theirs, tokens = shared_family_model(name), random_tokens(1, LENGTH, 29)
+        lengths = (2 * WINDOW, 1, LENGTH - 2 * WINDOW - 1)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        packed = output_of(theirs, tokens, position_ids=positions, use_cache=False)
+        alone = torch.cat([output_of(theirs, document) for document in tokens.split(lengths, dim=1)], dim=1)
+        actual = output_of(to_nlq(theirs), tokens, position_ids=positions, use_cache=False)
+        torch.testing.assert_close(actual, alone, **TOLERANCE)
+        torch.testing.assert_close(actual, packed, **TOLERANCE)
+
+    def test_cached_decoding(self, name):
+        """Past the window, in steps of one token and of several."""
+        theirs, tokens = shared_family_model(name), random_tokens(2, LENGTH, 29)
+        ours, cache, caches, steps = to_nlq(theirs), None, None, (5, 1, 1, 3, 1, LENGTH - 11)
+        logits, their_logits = [], []
+        with torch.no_grad():
+            for step in tokens.split(steps, dim=1):
+                output = ours(step, past_key_values=cache, use_cache=True)
+                their_output = theirs(step, past_key_values=caches, use_cache=True)
+                cache, caches = output.past_key_values, their_output.past_key_values
+                logits.append(output.logits)
+                their_logits.append(their_output.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), output_of(theirs, tokens), **TOLERANCE)
+        torch.testing.assert_close(torch.cat(logits, 1), torch.cat(their_logits, 1), **TOLERANCE)
+
+    def test_there_and_back(self, name):
+        theirs = shared_family_model(name)
+        ours = to_nlq(theirs)
+        with Frozen(ours):
+            back = from_nlq(ours, family_of(name))
+        assert type(back) is type(theirs) and not back.training
+        assert_same_state(back.state_dict(), theirs.state_dict())
+        assert comparable(back.config) == comparable(theirs.config)
+        assert_same_function(back, theirs, 0.0, length=LENGTH)
+        assert_no_shared_memory(back, ours)
+
+    def test_upcycled(self, name):
+        theirs = shared_family_model(name)
+        model = upcycle(to_nlq(theirs))
+        assert_same_function(model, theirs, length=LENGTH)
+        bottlenecks = [layer.self_attn.q_bottleneck for layer in model.model.layers]
+        optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.5), random_tokens(2, LENGTH, 29)
+
+        def has_gradients(parameters):
+            optimizer.zero_grad()
+            model(tokens, labels=tokens).loss.backward()
+            return [bool(parameter.grad.abs().max() > 0) for parameter in parameters]
+
+        assert all(has_gradients([bottleneck.output_norm.weight for bottleneck in bottlenecks]))
+        optimizer.step()
+        assert all(has_gradients([getattr(each, part).weight for each in bottlenecks for part in ("fc1", "fc2")]))
+
+
+GENERATION = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "static_cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ONE_OF_EACH.values() else pytest.mark.slow) for name in FAMILY_CASES]
+)
+def test_generation(name, options):
+    theirs = make_family_model(name, eos_token_id=None)
+    tokens, mask = random_tokens(2, 6, 29), torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    choices = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 2}
+    choices.update(options, attention_mask=mask)
+    expected = theirs.generate(tokens, **choices)
+    assert len(expected[:, 6:].unique()) > 3, "a model that repeats itself would say little"
+    assert torch.equal(to_nlq(theirs).generate(tokens, **choices), expected)
+
+
+# (case, a field, a value that changes the outputs)
+OPTIONS = [
+    ("mistral-window", {"sliding_window": None}),
+    ("qwen2-windows_in_upper_layers", {"use_sliding_window": False}),
+    ("qwen3-windows_and_bias", {"layer_types": ["full_attention"] * 3}),
+    ("smollm3-windows_and_biases", {"use_sliding_window": False}),
+    ("smollm3-windows_and_biases", {"no_rope_layers": [1, 1, 0]}),
+    ("llama-one_key_head_and_llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    ("llama-one_key_head_and_llama3", {"rms_norm_eps": 1e-6}),
+    ("gpt_neox-sequential", {"use_parallel_residual": True}),
+    ("gpt_neox-partial", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+]
+
+
+@pytest.mark.parametrize("name, option", OPTIONS, ids=[f"{name}-{next(iter(option))}" for name, option in OPTIONS])
+def test_options_matter(name, option):
+    """No test above would notice an option that was passed over if it left the logits as they are."""
+    other, tokens = make_family_model(name, **option), random_tokens(2, LENGTH, 29)
+    assert (output_of(other, tokens) - output_of(shared_family_model(name), tokens)).abs().max() > 1e-3
+    assert_same_function(to_nlq(other), other, length=LENGTH)
+
+
+HEADS = {
+    "model": AutoModel,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+    "question_answering": AutoModelForQuestionAnswering,
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("head", HEADS)
+def test_heads(name, head):
+    labels = {"num_labels": 3} if "classification" in head else {}
+    try:
+        theirs = make_family_model(name, HEADS[head], **labels)
+    except ValueError:
+        assert family_of(name) == "olmo2"  # Transformers has no such class
+        with pytest.raises(ValueError, match="olmo2 has no model with the head of NLQFor"):
+            from_nlq(to_nlq(make_family_model(ONE_OF_EACH["llama"], HEADS[head], **labels)), "olmo2")
+        return
+    ours = to_nlq(theirs)
+    assert_same_function(ours, theirs, length=LENGTH)
+    back = from_nlq(ours, family_of(name))
+    assert type(back) is type(theirs)
+    assert_same_state(back.state_dict(), theirs.state_dict())
+    assert comparable(back.config) == comparable(theirs.config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@one_of_each
+def test_dtype(name, dtype):
+    theirs = make_family_model(name, dtype=dtype)
+    ours = to_nlq(theirs)
+    assert {parameter.dtype for parameter in ours.parameters()} == {dtype}
+    assert_same_state(from_nlq(ours, family_of(name)).state_dict(), theirs.state_dict())
+
+
+# (case, other fields, what the error names)
+REFUSED = {
+    "dynamic_rope": (
+        "llama-grouped",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}},
+        "dynamic",
+    ),
+    "longrope": (
+        "mistral-window",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10.0,
+                "factor": 2.0,
+                "short_factor": [1.0, 1.0],
+                "long_factor": [2.0, 2.0],
+                "original_max_position_embeddings": 16,
+            }
+        },
+        "longrope",
+    ),
+    "partial_rotary_factor": ("llama-grouped", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "experts": ("llama-grouped", {"num_local_experts": 8}, "num_local_experts=8"),
+    "soft_cap": ("qwen3-one_key_head", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    "multiplier": ("olmo2-grouped", {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
+    "window_of_another_class": ("llama-grouped", {"sliding_window": 4}, "sliding_window=4"),
+    "bias_of_another_class": ("qwen2-grouped", {"use_qkv_bias": True}, "use_qkv_bias=True"),
+    "quantized": ("llama-grouped", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
+    "layers_that_differ": ("llama-grouped", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "per_layer_config"),
+}
+
+
+@pytest.mark.parametrize("name, options, named", REFUSED.values(), ids=REFUSED)
+def test_refused(name, options, named):
+    config_class, values = FAMILY_CASES[name]
+    config, family = config_class(**{**values, **options}), FAMILIES[family_of(name)]
+    lost = []
+    try:
+        if not config.is_heterogeneous:
+            lost = family.not_read(config)
+        family.read(config)
+    except ValueError as error:
+        lost = [*lost, str(error)]
+    assert len(lost) == 1 and named in lost[0] and "\n" not in lost[0]
+
+
+def test_fields_without_effect():
+    """Fields of published checkpoints that no class reads."""
+    extra = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2, "transformers.js_config": {"a": 1}}
+    config_class, values = FAMILY_CASES["llama-grouped"]
+    assert FAMILIES["llama"].not_read(config_class(**values, **extra)) == []
+
+
+# (case, family, what the error names)
+NO_COUNTERPART = {
+    "norms": ("gpt_neox-partial", "llama", ["norm_type", "mlp_type", "parallel_residual", "rope_parameters"]),
+    "norms_of_queries": ("qwen3-one_key_head", "llama", ["qk_norm='rms' cannot become None"]),
+    "position_of_norms": ("olmo2-all_heads", "qwen3", ["norm_position='output' cannot become 'pre'"]),
+    "windows": ("qwen3-windows_and_bias", "olmo2", ["norm_position"]),
+    "windows_of_some_layers": ("qwen2-windows_in_upper_layers", "llama", ["layers 1, 2: sliding_window=4 cannot become None"]),
+    "layers_without_positions": ("smollm3-every_second_layer", "llama", ["layer 1: position_embedding='none'"]),
+    "biases": ("llama-biases_and_wide_heads", "mistral", ["query_key_value_bias=True cannot become False", "mlp_bias"]),
+    "rotary_positions": ("llama-grouped", "gpt2", ["norm_type='rmsnorm'", "position_embedding='rope'"]),
+}
+
+
+@pytest.mark.parametrize("name, family, named", NO_COUNTERPART.values(), ids=NO_COUNTERPART)
+def test_no_counterpart(name, family, named):
+    ours = to_nlq(shared_family_model(name))
+    with pytest.raises(ValueError) as error:
+        from_nlq(ours, family)
+    for text in named:
+        assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# (case, family that can compute the same, fields that it needs for it)
+OTHER_FAMILIES = {
+    "new_biases_are_0": ("llama-grouped", "qwen2"),
+    "no_windows": ("mistral-without_window", "llama"),
+    "windows": ("mistral-window", "smollm3"),
+    "all_layers_have_positions": ("llama-biases_and_wide_heads", "smollm3"),
+}
+
+
+@pytest.mark.parametrize("name, family", OTHER_FAMILIES.values(), ids=OTHER_FAMILIES)
+def test_another_family(name, family):
+    theirs = shared_family_model(name)
+    other = from_nlq(to_nlq(theirs), family)
+    assert other.config.model_type == family
+    assert_same_function(other, theirs, length=LENGTH)
+
+
+def test_query_that_has_no_counterpart(make_model):
+    model = upcycle(to_nlq(shared_family_model("llama-grouped")))
+    with pytest.raises(ValueError, match=r"query_projection='upcycled' cannot become 'linear'"):
+        from_nlq(model, "llama")
+
+
+def test_factors_move_into_the_weights():
+    """What a family lacks is rewritten where that is exact."""
+    ours = to_nlq(shared_family_model("llama-grouped"))
+    changed = upcycle(ours, {"attention_scaling": 0.25, "head_projection": True, "attention_output_scaling": 0.5})
+    assert_same_function(from_nlq(changed, "llama"), ours, length=LENGTH)
+
+
+# (case, switches that leave the outputs as they are)
+KEPT = {
+    "wider_gated_mlp": ("llama-biases_and_wide_heads", {"intermediate_size": 27}),
+    "wider_plain_mlp": ("gpt_neox-partial", {"intermediate_size": 27}),
+    "all_biases": ("llama-grouped", {"use_bias": True}),
+    "biases_of_a_part": ("qwen2-grouped", {"attention_output_bias": True, "mlp_bias": True}),
+    "same_biases_by_another_field": ("qwen2-grouped", {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False}),
+    "more_key_heads": ("olmo2-grouped", {"num_key_value_heads": 4}),
+    "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
+    "factor_of_normalized_scores": ("olmo2-grouped", {"attention_scaling": 1.0}),
+    "gate_and_fourth_matrix": ("qwen3-windows_and_bias", {"attention_gate": "elementwise", "head_projection": True}),
+    "layer_of_its_own": ("smollm3-windows_and_biases", {"value_projection": "upcycled", "attention_output_scaling": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name, switches", KEPT.values(), ids=KEPT)
+def test_switches(name, switches):
+    ours = to_nlq(shared_family_model(name))
+    with Frozen(ours):
+        new = upcycle(ours, switches)
+    assert_same_function(new, ours, length=LENGTH)
+    assert [layer.sliding_window for layer in new.config.per_layer_config] == [
+        layer.sliding_window for layer in ours.config.per_layer_config
+    ]
+
+
+# (case, switches, what the error names)
+CHANGED = {
+    "norm_type": ("llama-grouped", {"norm_type": "layernorm"}, "norm_type='rmsnorm' cannot become 'layernorm'"),
+    "norm_position": ("olmo2-grouped", {"norm_position": "pre"}, "norm_position='output' cannot become 'pre'"),
+    "parallel_residual": ("gpt_neox-partial", {"parallel_residual": False}, "parallel_residual=True cannot become False"),
+    "mlp_type": ("llama-grouped", {"mlp_type": "plain"}, "mlp_type='gated' cannot become 'plain'"),
+    "sliding_window": ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
+    "window_of_a_layer": ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layers 1, 2: sliding_window=4"),
+    "position_embedding": ("llama-grouped", {"position_embedding": "none"}, "position_embedding='rope' cannot become 'none'"),
+    "position_of_a_layer": ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
+    "angles": (
+        "gpt_neox-partial",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters=",
+    ),
+    "biases_of_a_part": ("qwen2-grouped", {"query_key_value_bias": False}, "query_key_value_bias=True cannot become False"),
+    "all_biases": ("gpt_neox-partial", {"use_bias": False}, "use_bias=True cannot become False"),
+    "narrower_mlp": ("llama-grouped", {"intermediate_size": 7}, "intermediate_size=20 cannot become 7"),
+    "qk_norm": ("olmo2-grouped", {"qk_norm": "rms"}, "qk_norm='rms_all_heads' cannot become 'rms'"),
+    "two_at_once": ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "'plain': the MLPs of"),
+}
+
+
+@pytest.mark.parametrize("name, switches, named", CHANGED.values(), ids=CHANGED)
+def test_switches_that_would_change_the_function(name, switches, named):
+    ours = to_nlq(shared_family_model(name))
+    with pytest.raises(ValueError) as error:
+        upcycle(ours, switches)
+    assert named in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,310 @@
+"""Conversion of folders shard by shard: every family there and back, and damaged files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.conversion_cases import assert_same_function, assert_same_state, nlq_fails, run_nlq, snapshot
+from support.family_cases import FAMILY_CASES, ONE_OF_EACH, make_family_model, shared_family_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.conversion import converting
+from modeling_nlq.training.conversion.converting import convert
+from modeling_nlq.training.conversion.renaming import LossyConversion, to_nlq
+
+
+LENGTH = 14
+one_of_each = pytest.mark.parametrize("family, name", ONE_OF_EACH.items(), ids=ONE_OF_EACH)
+
+
+def stored(folder):
+    """All tensors in the files of a folder, and the names of the files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}, [file.name for file in files]
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = {word: index for index, word in enumerate(["<pad>", "<bos>", "<eos>", "a", "b", "c", "d", "e"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="module")
+def sources(tokenizer, tmp_path_factory):
+    """Saved models of each family in several shards, by name of the family."""
+    root = tmp_path_factory.mktemp("sources")
+    for family, name in ONE_OF_EACH.items():
+        model = make_family_model(name)
+        model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, top_p=0.7, eos_token_id=[2, 3])
+        model.save_pretrained(root / family, max_shard_size="6KB")
+        tokenizer.save_pretrained(root / family)
+    return root
+
+
+@pytest.fixture
+def no_model_in_memory(monkeypatch):
+    """Whole models are refused, and so is the comparison that would load them."""
+    monkeypatch.setattr(converting, "COMPARED_BELOW", 0)
+    monkeypatch.setattr(converting, "load_model", None)
+
+
+@one_of_each
+class TestThereAndBack:
+    def test_folder(self, sources, family, name, tmp_path, no_model_in_memory):
+        source, theirs = sources / family, shared_family_model(name)
+        before = snapshot(source)
+        assert run_nlq("convert", source, tmp_path / "nlq") == 0
+        assert run_nlq("convert", tmp_path / "nlq", tmp_path / "back", "--to", family) == 0
+        assert snapshot(source) == before
+
+        ours = NLQForCausalLM.from_pretrained(tmp_path / "nlq")
+        assert_same_function(ours, theirs, length=LENGTH)
+        weights, files = stored(source)
+        assert len(files) > 3
+        for folder in (tmp_path / "nlq", tmp_path / "back"):
+            assert len(stored(folder)[1]) > 3
+            chosen = GenerationConfig.from_pretrained(folder)
+            assert (chosen.max_new_tokens, chosen.do_sample, chosen.top_p, chosen.eos_token_id) == (3, True, 0.7, [2, 3])
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            assert tokenizer("a c <eos> e").input_ids == AutoTokenizer.from_pretrained(source)("a c <eos> e").input_ids
+            assert tokenizer.chat_template == (source / "chat_template.jinja").read_text()
+
+        assert_same_state(stored(tmp_path / "back")[0], weights)
+        config = json.loads((tmp_path / "back/config.json").read_text())
+        expected = json.loads((source / "config.json").read_text())
+        for values in (config, expected):
+            values.pop("max_window_layers", None)  # `layer_types` says the same
+            values.pop("no_rope_layer_interval", None)
+        assert config == expected
+        assert not list((tmp_path / "back").glob("*.py"))  # nothing of this package is needed
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "back")) is type(theirs)
+
+    def test_compared(self, sources, family, name, tmp_path):
+        done = convert(sources / family, tmp_path / "target")
+        assert 0.0 <= done.difference < 1e-5 and done.not_compared is None
+        assert (done.source_class, done.target_class) == (type(shared_family_model(name)).__name__, "NLQForCausalLM")
+        assert done.parameters == shared_family_model(name).num_parameters() and done.has_tokenizer
+
+    def test_upcycled(self, sources, family, name, tmp_path, no_model_in_memory):
+        assert run_nlq("convert", sources / family, tmp_path / "target", "--upcycle") == 0
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+        assert_same_function(model, shared_family_model(name), length=LENGTH)
+        record = json.loads((tmp_path / "target/conversion.json").read_text())
+        assert record["added"] == [name for name, _ in model.named_parameters() if ".q_bottleneck." in name]
+        assert record["enlarged"] == []
+        bottleneck = model.model.layers[1].self_attn.q_bottleneck
+        assert not bottleneck.output_norm.weight.any() and (bottleneck.input_norm.weight == 1).all()
+        for matrix in (bottleneck.fc1.weight, bottleneck.fc2.weight):
+            assert float(matrix.std()) == pytest.approx(model.config.initializer_range, rel=0.3)
+        other = model.model.layers[2].self_attn.q_bottleneck
+        assert not torch.equal(bottleneck.fc1.weight, other.fc1.weight)
+
+    def test_bfloat16(self, family, name, tmp_path, no_model_in_memory):
+        make_family_model(name, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+        convert(tmp_path / "source", tmp_path / "nlq", upcycle=True)
+        assert {value.dtype for value in stored(tmp_path / "nlq")[0].values()} == {torch.bfloat16}
+        assert json.loads((tmp_path / "nlq/config.json").read_text())["dtype"] == "bfloat16"
+        convert(tmp_path / "source", tmp_path / "plain")
+        convert(tmp_path / "plain", tmp_path / "back", to=family)
+        assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_every_shape(name, tmp_path, no_model_in_memory):
+    theirs = make_family_model(name)
+    theirs.save_pretrained(tmp_path / "source", max_shard_size="6KB")
+    convert(tmp_path / "source", tmp_path / "nlq")
+    convert(tmp_path / "nlq", tmp_path / "back", to=name.partition("-")[0])
+    assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
+    assert_same_function(NLQForCausalLM.from_pretrained(tmp_path / "nlq"), theirs, length=LENGTH)
+
+
+def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
+    """Query, key and value of a layer may lie in three files."""
+    theirs = make_family_model("gpt_neox-partial")
+    to_nlq(theirs).save_pretrained(tmp_path / "nlq", max_shard_size="4KB")
+    index = json.loads((tmp_path / "nlq/model.safetensors.index.json").read_text())["weight_map"]
+    assert len({index[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"}) > 1
+    convert(tmp_path / "nlq", tmp_path / "back", to="gpt_neox")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict(), theirs.state_dict())
+
+
+def test_from_one_family_to_another(sources, tmp_path, no_model_in_memory):
+    make_family_model("mistral-without_window").save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "target", to="llama")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert loaded.config.model_type == "llama"
+    assert_same_function(loaded, shared_family_model("mistral-without_window"), length=LENGTH)
+
+
+def test_head_with_another_name(tmp_path, no_model_in_memory):
+    theirs = make_family_model("gpt_neox-partial", AutoModelForTokenClassification, num_labels=3)
+    theirs.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "nlq")
+    assert_same_function(AutoModelForTokenClassification.from_pretrained(tmp_path / "nlq"), theirs, length=LENGTH)
+    convert(tmp_path / "nlq", tmp_path / "back", to="gpt_neox")
+    assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
+
+
+def test_switches_that_change_matrices(sources, tmp_path):
+    """These need the whole model."""
+    convert(
+        sources / "llama", tmp_path / "target", upcycle=True, switches={"attention_gate": "headwise", "intermediate_size": 25}
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert model.config.intermediate_size == 25
+    assert_same_function(model, shared_family_model(ONE_OF_EACH["llama"]), length=LENGTH)
+
+
+def test_buffers_of_old_versions(sources, tmp_path, no_model_in_memory):
+    source = shutil.copytree(sources / "gpt_neox", tmp_path / "source")
+    file = sorted(source.glob("*.safetensors"))[0]
+    buffers = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+    }
+    save_file({**load_file(file), **buffers}, file, metadata={"format": "pt"})
+    convert(source, tmp_path / "target")
+    assert_same_function(
+        NLQForCausalLM.from_pretrained(tmp_path / "target"), shared_family_model(ONE_OF_EACH["gpt_neox"]), length=LENGTH
+    )
+
+
+def test_copy_of_tied_embeddings(sources, tmp_path, capsys, no_model_in_memory):
+    source = shutil.copytree(sources / "llama", tmp_path / "source")
+    file = next(file for file in source.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(file))
+    state = load_file(file)
+    for head in (state["model.embed_tokens.weight"].clone(), torch.zeros(29, 16)):
+        save_file({**state, "lm_head.weight": head}, file, metadata={"format": "pt"})
+        if head.any():
+            convert(source, tmp_path / "same")
+            assert "lm_head.weight" not in stored(tmp_path / "same")[0]
+    message = nlq_fails(capsys, "convert", source, tmp_path / "target")
+    assert "tie_word_embeddings=True, and yet lm_head.weight differs from model.embed_tokens.weight" in message
+
+
+def test_not_compared(sources, tmp_path, capsys, no_model_in_memory):
+    assert run_nlq("convert", sources / "llama", tmp_path / "target") == 0
+    assert "outputs were not compared: the weights take 0.0 GiB" in capsys.readouterr().out
+    record = json.loads((tmp_path / "target/conversion.json").read_text())
+    assert record["difference"] is None and record["not_compared"]
+
+
+def change(name, edit):
+    """Edits the tensor of this name, in the file that holds it."""
+
+    def damage(source):
+        for file in source.glob("*.safetensors"):
+            state = load_file(file)
+            if name in state:
+                edit(state)
+                save_file(state, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def truncate(source):
+    file = sorted(source.glob("*.safetensors"))[2]
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def spoil_header(source):
+    file = sorted(source.glob("*.safetensors"))[1]
+    file.write_bytes(b"\xff" * 16 + file.read_bytes()[16:])
+
+
+INDEX, UP = "model.safetensors.index.json", "model.layers.1.mlp.up_proj.weight"
+# (what damages the source, what the error names)
+DAMAGES = {
+    "truncated": (truncate, "model-00003-of"),
+    "header": (spoil_header, "model-00002-of"),
+    "missing_shard": (lambda source: sorted(source.glob("*.safetensors"))[1].unlink(), "model-00002-of"),
+    "missing": (change(UP, lambda state: state.pop(UP)), f"missing: {UP}"),
+    "shape": (change(UP, lambda state: state.update({UP: torch.zeros(3, 16)})), f"{UP} has the shape (3, 16), and (20, 16)"),
+    "dtype": (change(UP, lambda state: state.update({UP: torch.zeros(20, 16, dtype=torch.int8)})), f"{UP} has the type I8"),
+    "unknown": (change(UP, lambda state: state.update({UP.replace("up", "side"): state[UP] * 2})), "mlp.side_proj.weight"),
+    "index": (lambda source: (source / INDEX).write_text("{broken"), INDEX),
+    "index_without_names": (lambda source: (source / INDEX).write_text("{}"), INDEX),
+    "experts": (lambda source: edit_json(source / "config.json", num_local_experts=8), "num_local_experts=8"),
+    "soft_caps": (lambda source: edit_json(source / "config.json", attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+    "rope_type": (
+        lambda source: edit_json(
+            source / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}
+        ),
+        "rope_type='dynamic' must be one of",
+    ),
+    "family": (
+        lambda source: edit_json(source / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"]),
+        "type 'mixtral'; only gpt2, gpt_neox, llama,",
+    ),
+    "class": (lambda source: edit_json(source / "config.json", architectures=["LlamaForVision"]), "LlamaForVision"),
+}
+
+
+@pytest.mark.parametrize("damage, named", DAMAGES.values(), ids=DAMAGES)
+def test_damaged(sources, tmp_path, capsys, damage, named):
+    source = shutil.copytree(sources / "llama", tmp_path / "source")
+    damage(source)
+    before = snapshot(tmp_path)
+    assert named in nlq_fails(capsys, "convert", source, tmp_path / "target")
+    assert snapshot(tmp_path) == before
+
+
+def test_experts_are_no_part_of_the_families(tmp_path, capsys):
+    MixtralConfig(num_local_experts=2).save_pretrained(tmp_path / "source")
+    assert "'mixtral'" in nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target")
+
+
+def test_unknown_fields_go_on_request(sources, tmp_path):
+    source = shutil.copytree(sources / "llama", tmp_path / "source")
+    edit_json(source / "config.json", attn_logit_softcapping=50.0)
+    with pytest.raises(LossyConversion):
+        convert(source, tmp_path / "target")
+    done = convert(source, tmp_path / "target", allow_lossy=True)
+    assert done.lost == ["attn_logit_softcapping=50.0: NLQ models have no such field"]
+
+
+@pytest.mark.parametrize("to", ["llama", "qwen3", "gpt2"])
+def test_no_counterpart(sources, tmp_path, capsys, to, no_model_in_memory):
+    convert(sources / "olmo2", tmp_path / "nlq")
+    message = nlq_fails(capsys, "convert", tmp_path / "nlq", tmp_path / "target", "--to", to)
+    assert f"{to} has no model of this shape: " in message and "norm_position='output'" in message
+    assert not (tmp_path / "target").exists()
+
+
+def test_shards_are_as_large_as_those_of_the_source(sources, tmp_path, no_model_in_memory):
+    convert(sources / "llama", tmp_path / "target", upcycle=True)
+
+    def largest(folder):
+        sizes = []
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as content:
+                sizes.append(sum(content.get_tensor(name).nbytes for name in content.keys()))  # noqa: SIM118
+        return max(sizes)
+
+    grown = sum(value.nbytes for value in stored(tmp_path / "target")[0].values())
+    before = sum(value.nbytes for value in stored(sources / "llama")[0].values())
+    assert largest(tmp_path / "target") <= largest(sources / "llama") * grown / before + 1

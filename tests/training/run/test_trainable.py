@@ -1,0 +1,289 @@
+"""`trainable: new`: only what a conversion added is trained, and the rest stays as it was."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from support.runs import interrupt, logged_losses
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.report import write_report
+from modeling_nlq.training.conversion.converting import convert
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.trainer import train, train_recipe
+
+
+NEW = ("q_bottleneck", "gate_proj")
+MLP = ("fc1.weight", "fc1.bias", "fc2.weight")
+
+
+@pytest.fixture(scope="module")
+def gpt2(run, tmp_path_factory):
+    """A small GPT-2 with the tokenizer of the finished run."""
+    folder = tmp_path_factory.mktemp("trainable") / "gpt2"
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def upcycled(gpt2):
+    convert(gpt2, gpt2.with_name("upcycled"), upcycle=True, switches={"attention_gate": "headwise"})
+    return gpt2.with_name("upcycled")
+
+
+@pytest.fixture(scope="module")
+def tune(upcycled, recipe_file):
+    """The recipe that trains what is new in it."""
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe = {**recipe, "model": str(upcycled), "tokenizer": str(upcycled), "trainable": "new"}
+    recipe["training"]["report_to"] = "none"
+    path = upcycled.with_name("tune.yaml")
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+class Gradients(TrainerCallback):
+    """Keeps the names of the parameters that have gradients, and of those that the optimizer knows."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        self.found = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.optimized = {name for name, parameter in model.named_parameters() if id(parameter) in known}
+
+
+@pytest.fixture(scope="module")
+def tuned(tune, upcycled):
+    """The finished run, its metrics, and its gradients."""
+    gradients = Gradients()
+    resolved = load_recipe(tune, {"output_dir": upcycled.with_name("tuned")})
+    return upcycled.with_name("tuned"), train_recipe(resolved, callbacks=[gradients]), gradients
+
+
+def is_new(name):
+    return any(part in name for part in NEW)
+
+
+def test_nothing_else_is_trained(tuned, upcycled):
+    folder, metrics, gradients = tuned
+    before, after = (load_file(path / "model.safetensors") for path in (upcycled, folder))
+    new = {name for name in before if is_new(name)}
+    assert len(new) == 2 * (7 + 2)  # f: the gain of its first norm, and three weights with biases; the gate: one
+    assert {name for name in before if not torch.equal(before[name], after[name])} == new
+    assert gradients.found == gradients.optimized == new
+    kept = torch.load(folder / "checkpoint-8" / "optimizer.pt")["state"]
+    assert sorted(state["exp_avg"].numel() for state in kept.values()) == sorted(before[name].numel() for name in new)
+    assert metrics["trained_parameters"] == sum(before[name].numel() for name in new) < metrics["parameters"]
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    first, last = (entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    assert last < first
+
+
+def test_record(tuned, upcycled, recipe_file, capsys):
+    """The run folder says how much was trained, and of which conversion."""
+    folder, metrics, _ = tuned
+    assert json.loads((folder / "conversion.json").read_text()) == json.loads((upcycled / "conversion.json").read_text())
+    share = f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained"
+    assert main(["train", str(folder.with_name("tune.yaml")), "--output_dir", str(folder)]) == 0  # it is finished
+    assert share in capsys.readouterr().out
+    card = ModelCard.load(folder / "README.md").text
+    assert f"{metrics['trained_parameters']:,} of them were trained" in card and "trainable: new" in card
+    assert "Before training, its outputs on random tokens were" in card
+
+
+@pytest.mark.parametrize("changes", [{}, {"load_best_model_at_end": True}], ids=["last", "best"])
+def test_interrupted_run_ends_alike(changes, tune, tuned, tmp_path):
+    folder = tmp_path / "run"
+    if changes:
+        changes |= {"save_steps": 4}
+    interrupt(tune, output_dir=folder, **changes)
+    metrics = train(tune, output_dir=folder, **changes)
+    assert logged_losses(folder) == logged_losses(tuned[0]) and metrics["token_stream"] == tuned[1]["token_stream"]
+    weights, expected = (load_file(path / "model.safetensors") for path in (folder, tuned[0]))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant, tune, tuned, tmp_path):
+    """The first layer has gradients, though its input comes from frozen embeddings."""
+    gradients = Gradients()
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    resolved = load_recipe(tune, {"output_dir": tmp_path / "run", "save_strategy": "no", **changes})
+    train_recipe(resolved, callbacks=[gradients])
+    assert gradients.found == tuned[2].found
+    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
+
+
+def test_goes_on_from_its_own_run(tuned, tune, tmp_path):
+    changes = {"model": str(tuned[0]), "max_steps": 1, "save_strategy": "no"}
+    train(tune, output_dir=tmp_path / "run", **changes)
+    before, after = (load_file(path / "model.safetensors") for path in (tuned[0], tmp_path / "run"))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {name for name in before if is_new(name)}
+    assert (tmp_path / "run" / "conversion.json").read_bytes() == (tuned[0] / "conversion.json").read_bytes()
+
+
+class TestConversions:
+    def test_two_are_as_one(self, gpt2, upcycled, tmp_path):
+        """What no training has touched is new, whichever conversion added it."""
+        first = convert(gpt2, tmp_path / "gated", switches={"attention_gate": "headwise"})
+        second = convert(tmp_path / "gated", tmp_path / "both", upcycle=True)
+        once = json.loads((upcycled / "conversion.json").read_text())
+        assert second.added == once["added"] and all(map(is_new, second.added)) and len(second.added) == 18
+        assert set(first.added) == {name for name in once["added"] if "gate_proj" in name}
+        assert second.before == json.loads((tmp_path / "gated" / "conversion.json").read_text()) and first.before is None
+
+    def test_what_was_trained_is_new_no_more(self, tuned, tmp_path):
+        done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True})
+        assert done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)] and done.before is None
+
+    @pytest.mark.parametrize(
+        "switches, enlarged",
+        [
+            ({"intermediate_size": 160}, {f"layers.{n}.mlp.{name}" for n in range(2) for name in MLP}),
+            ({"max_position_embeddings": 80}, {"embed_positions.weight"}),
+            ({"tie_word_embeddings": False}, set()),  # a copy of the embeddings
+            ({"attention_dropout": 0.5}, set()),
+        ],
+        ids=["mlp", "positions", "head", "nothing"],
+    )
+    def test_what_only_grew_is_not_new(self, switches, enlarged, gpt2, tmp_path):
+        done = convert(gpt2, tmp_path / "target", switches=switches)
+        assert done.added == [] and set(done.enlarged) == {f"model.{name}" for name in enlarged}
+
+    def test_nothing_is_new_in_a_gpt2(self, upcycled, gpt2, tmp_path):
+        assert convert(gpt2, tmp_path / "nlq").added == []
+        convert(gpt2, tmp_path / "gated", switches={"head_projection": True})
+        assert convert(tmp_path / "gated", tmp_path / "back", to="gpt2").added == []
+
+
+class TestBadInput:
+    @pytest.fixture
+    def converted(self, gpt2, tmp_path):
+        """A function that makes a model with a record of its conversion, perhaps a changed one."""
+
+        def make(upcycle=False, switches=None, change=None):
+            folder = tmp_path / "converted"
+            convert(gpt2, folder, upcycle=upcycle, switches=switches)
+            if change is not None:
+                record = json.loads((folder / "conversion.json").read_text())
+                change(record)
+                (folder / "conversion.json").write_text(json.dumps(record))
+            return folder
+
+        return make
+
+    def check(self, recipe, folder, capsys, *words, **changes):
+        options = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+        assert main(["train", str(recipe), "--output_dir", str(folder), *options]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
+        assert all(word in line for word in words), line
+        assert not (folder / "tokenizer.json").exists()
+
+    def test_no_conversion(self, recipe_file, run, tune, tmp_path, capsys):
+        words = ("trainable='new'", "no conversion.json", "nlq convert")
+        self.check(recipe_file, tmp_path / "run", capsys, *words, "model.json", trainable="new")
+        self.check(tune, tmp_path / "run", capsys, *words, model=run[0], tokenizer=run[0])
+        self.check(tune, tmp_path / "run", capsys, "'old'", trainable="old")
+
+    def test_conversions_that_do_not_fit(self, converted, tune, tmp_path, capsys):
+        for options, words in (
+            ({}, ("added no parameters",)),
+            ({"upcycle": True, "switches": {"intermediate_size": 160}}, ("enlarged model.layers.0.mlp.fc1.weight",)),
+            ({"upcycle": True, "change": lambda record: record.pop("added")}, ("too old",)),
+            ({"upcycle": True, "change": lambda record: record.update(added=["lm_tail"])}, ("no parameter 'lm_tail'",)),
+        ):
+            folder = converted(**options)
+            self.check(tune, tmp_path / "run", capsys, *words, model=folder, tokenizer=folder)
+            shutil.rmtree(folder)
+
+
+class TestAdapter:
+    """What is refused before PEFT is needed; tests/clients/test_adapter.py publishes."""
+
+    def check(self, folder, capsys, *words):
+        assert main(["publish", str(folder), "anna/f", "--adapter", "--dry-run"]) == 1
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and all(word in line for word in words), line
+
+    def test_of_other_models(self, run, upcycled, capsys):
+        for folder in (run[0], upcycled):
+            self.check(folder, capsys, "no finished run with `trainable: new`", "without --adapter")
+
+    def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
+        """A sink is a parameter of the attention itself, and PEFT saves modules."""
+        config = load_config(str(tuned[0]), {"attention_sink": "zero", "query_projection": "linear", "attention_gate": None})
+        NLQForCausalLM(config).save_pretrained(tmp_path / "zero")
+        AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path / "zero")
+        convert(tmp_path / "zero", tmp_path / "learned", upcycle=True, switches={"attention_sink": "learned"})
+        train(tune, output_dir=tmp_path / "run", model=str(tmp_path / "learned"), max_steps=1, save_strategy="no")
+        names = [f"model.layers.{layer}.self_attn.sink_bias" for layer in range(2)]
+        capsys.readouterr()
+        self.check(tmp_path / "run", capsys, f"parts of other modules: {', '.join(names)};")
+
+    def test_without_peft(self, tuned, monkeypatch, capsys):
+        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
+        self.check(tuned[0], capsys, "pip install peft")
+
+
+def test_cost(upcycled):
+    """A frozen matrix has no gradient of its own, which is a third of its operations."""
+    config = load_config(str(upcycled))
+    new = json.loads((upcycled / "conversion.json").read_text())["added"]
+    whole, part = measure(config), measure(config, trained=new)
+    state = load_file(upcycled / "model.safetensors")
+    frozen = sum(value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name)
+    assert whole.flops_per_token - part.flops_per_token == 2 * frozen
+    assert part.trained == sum(state[name].numel() for name in new) and whole.trained == whole.total == part.total
+
+
+@pytest.fixture
+def comparison_file(tune, tmp_path):
+    fields = {
+        "recipe": {**yaml.safe_load(tune.read_text()), "trainable": "all"},
+        "baseline": "whole",
+        "models": {"whole": None, "new": {"trainable": "new"}},
+        "learning_rates": [1e-2],
+        "seeds": [0, 1],
+        "training": {"max_steps": 2, "save_strategy": "no", "eval_steps": 2, "report_to": "none"},
+    }
+    path = tmp_path / "comparison.yaml"
+    path.write_text(yaml.safe_dump(fields, sort_keys=False))
+    return path
+
+
+def test_plan_of_a_comparison(comparison_file, upcycled):
+    header, whole, new, *_ = load_comparison(comparison_file).describe()
+    added = json.loads((upcycled / "conversion.json").read_text())["added"]
+    size = measure(load_config(str(upcycled)), 64, trained=added)
+    assert header.split()[:3] == ["model", "parameters", "trained"]
+    assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
+    assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
+    with pytest.raises(ValueError, match="model 'new': trainable='new' trains what a conversion added"):
+        load_comparison(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})
+
+
+@pytest.mark.slow
+def test_comparison(comparison_file, upcycled, tmp_path):
+    results = run_comparison(load_comparison(comparison_file), tmp_path / "results")
+    write_report(results, tmp_path / "results")
+    assert results["same_tokens"]
+    start = load_file(upcycled / "model.safetensors")
+    for model, changed in (("whole", lambda name: True), ("new", is_new)):
+        trained = results["models"][model]["trained_parameters"]
+        assert trained == sum(value.numel() for name, value in start.items() if changed(name))
+        assert f"{trained:,}" in (tmp_path / "results" / "results.md").read_text()
+        for run in results["models"][model]["runs"]:
+            after = load_file(tmp_path / "results" / run["folder"] / "model.safetensors")
+            assert {name for name in start if not torch.equal(start[name], after[name])} == set(filter(changed, start))

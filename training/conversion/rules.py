@@ -1,0 +1,336 @@
+"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why they cannot.
+
+Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
+from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
+
+
+# Parts of a model with a field for their biases
+BIASED_PARTS = ("query_key_value", "attention_output", "mlp")
+# Names of the matrices before and after the inner units of an MLP
+_MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """One layer before and after.
+
+    Attributes:
+        before, after: configuration of the layer.
+        source: its attention, which stays unchanged.
+        target: the new attention, which has every parameter of the same name and shape.
+    """
+
+    before: NLQConfig
+    after: NLQConfig
+    source: NLQAttentionProjections
+    target: NLQAttentionProjections
+
+    def differs(self, field: str) -> bool:
+        """Tells whether a field changes its value."""
+        return getattr(self.before, field) != getattr(self.after, field)
+
+
+def refusal(field: str, before: Any, after: Any, reason: str) -> str:
+    """Says in words why a field cannot change."""
+    return f"{field}={before!r} cannot become {after!r}: {reason}"
+
+
+# Rules of the whole model: they take the old model and the new one, and return what is lost
+
+
+def _pad_token_id(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.config.pad_token_id, new.config.pad_token_id
+    if before == after or not isinstance(model, NLQForSequenceClassification):
+        return []
+    return [
+        refusal("pad_token_id", before, after, "a sequence classifier reads its answer at the last token that is not padding")
+    ]
+
+
+def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.config.num_key_value_heads, new.config.num_key_value_heads
+    if after % before:
+        reason = "only a multiple gives every group of query heads the keys it had"
+        raise ValueError(refusal("num_key_value_heads", before, after, reason))
+    return []  # the projections do the rest
+
+
+def _biases(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    """New biases start at 0; those that the model has learned must have a place."""
+    before, after, modules = model.config, new.config, dict(new.named_modules())
+    is_lost = any(
+        getattr(module, "bias", None) is not None and name in modules and getattr(modules[name], "bias", None) is None
+        for name, module in model.named_modules()
+    )
+    if not is_lost:
+        return []
+    parts = [f"{part}_bias" for part in BIASED_PARTS if before.has_bias(part) and not after.has_bias(part)]
+    names = ["use_bias"] if before.use_bias and not after.use_bias else parts
+    return [refusal(name, True, False, "the biases would be lost") for name in names]
+
+
+def _tie_word_embeddings(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not new.config.tie_word_embeddings or model.config.tie_word_embeddings:
+        return []
+    if torch.equal(head.weight, embedding.weight):
+        return []
+    raise ValueError(refusal("tie_word_embeddings", False, True, "the LM head differs from the token embeddings"))
+
+
+def _max_position_embeddings(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.base_model.embed_positions, new.base_model.embed_positions
+    if before is None:
+        return []
+    if len(after.weight) < len(before.weight):
+        text = "positions that the model has learned would be lost"
+        raise ValueError(refusal("max_position_embeddings", len(before.weight), len(after.weight), text))
+    after.weight[: len(before.weight)] = before.weight
+    return []
+
+
+def _intermediate_size(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    before, after = model.config.intermediate_size, new.config.intermediate_size
+    if after < before:
+        raise ValueError(refusal("intermediate_size", before, after, "inner units of the MLPs would be lost"))
+    inner, outer = _MLP_LAYERS[new.config.mlp_type]
+    for old_layer, new_layer in zip(model.base_model.layers, new.base_model.layers):
+        _widen(old_layer.mlp, new_layer.mlp, inner, outer)
+    return []
+
+
+MODEL_RULES = {
+    "pad_token_id": _pad_token_id,
+    "num_key_value_heads": _num_key_value_heads,
+    **dict.fromkeys(("use_bias", *(f"{part}_bias" for part in BIASED_PARTS)), _biases),
+    "tie_word_embeddings": _tie_word_embeddings,
+    "max_position_embeddings": _max_position_embeddings,
+    "intermediate_size": _intermediate_size,
+}
+
+
+def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1",), outer: str = "fc2") -> None:
+    """Widens the matrices `inner`, `d x r`, and `outer`, `r x d`, to a larger r.
+
+    The outputs of new inner units are multiplied by 0 (Chen et al. 2016).
+    """
+    for name in inner:
+        old, new = getattr(source, name), getattr(target, name)
+        width = min(old.out_features, new.out_features)
+        new.weight[:width] = old.weight[:width]
+        if old.bias is not None and new.bias is not None:
+            new.bias[:width] = old.bias[:width]
+    old, new = getattr(source, outer), getattr(target, outer)
+    new.weight.zero_()
+    new.weight[:, :width] = old.weight[:, :width]
+
+
+# Rules of a layer: they set the other parameters, and return the reason if the outputs change
+
+
+def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
+    field = f"{kind}_projection"
+
+    def carry(change: LayerChange) -> str | None:
+        source, target = _projection_of(change.source, kind), _projection_of(change.target, kind)
+        if kind != "query" and change.differs("num_key_value_heads"):
+            source = copy.deepcopy(source)
+            _expand_heads(source, change.before.num_key_value_heads, change.after.num_key_value_heads)
+        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field))
+
+    return carry
+
+
+class _Terms(NamedTuple):
+    """The terms of one projection that have weights."""
+
+    linear: nn.Linear | None
+    bottleneck: NLQBottleneck | None
+
+
+def _projection_of(attention: nn.Module, kind: str) -> _Terms:
+    return _Terms(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
+
+
+def _carry_projection(source: _Terms, target: _Terms, before: str, after: str) -> str | None:
+    old, new = PROJECTIONS[before], PROJECTIONS[after]
+    reason = None
+    if old.bottleneck and not new.bottleneck:
+        reason = "the bottleneck f(X) would be lost"
+    if not new.linear and (old.linear or old.identity != new.identity):
+        reason = "it has no matrix that could hold X W, or X"
+
+    if new.linear:
+        from_, into = source.linear, target.linear
+        # In float64: X + X W is X (I + W) up to one rounding
+        weight = torch.zeros_like(into.weight, dtype=torch.float64) if from_ is None else from_.weight.double()
+        if old.identity != new.identity:
+            weight = weight + (1 if old.identity else -1) * torch.eye(len(weight), dtype=torch.float64, device=weight.device)
+        into.weight.copy_(weight)
+        if from_ is not None and from_.bias is not None and into.bias is not None:
+            into.bias.copy_(from_.bias)
+    if new.bottleneck and old.bottleneck:
+        from_, into = source.bottleneck, target.bottleneck
+        into.input_norm.load_state_dict(from_.input_norm.state_dict())
+        _widen(from_, into)
+        for old_module, new_module in ((from_.fc2, into.fc2), (from_.output_norm, into.output_norm)):
+            for name, parameter in old_module.named_parameters():
+                if getattr(new_module, name) is not None and (old_module, name) != (from_.fc2, "weight"):
+                    getattr(new_module, name).copy_(parameter)
+    elif new.bottleneck:
+        # The gain has a gradient at once, the parameters before it from the first step on
+        output_norm = target.bottleneck.output_norm
+        output_norm.weight.zero_()
+        if output_norm.bias is not None:
+            output_norm.bias.zero_()
+    return reason
+
+
+def _has_bottlenecks(change: LayerChange) -> bool:
+    """Tells whether some projection has a bottleneck before and after."""
+    fields = ("query_projection", "key_projection", "value_projection")
+    return any(all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields)
+
+
+def _projection_bottleneck_size(change: LayerChange) -> str | None:
+    is_narrower = change.after.projection_bottleneck_size < change.before.projection_bottleneck_size
+    return "inner units that the model has learned would be lost" if is_narrower and _has_bottlenecks(change) else None
+
+
+def _projection_activation(change: LayerChange) -> str | None:
+    is_other = change.differs("projection_activation") and _has_bottlenecks(change)
+    return "the bottlenecks that the model has learned would compute something else" if is_other else None
+
+
+def _expand_heads(terms: _Terms, before: int, after: int) -> None:
+    """Gives each group of query heads that shared a key or value head copies of it, in place."""
+    modules = [terms.linear]
+    if terms.bottleneck is not None:
+        modules += [terms.bottleneck.fc2, terms.bottleneck.output_norm]
+    for module in filter(None, modules):
+        for parameter in module.parameters(recurse=False):
+            heads = parameter.data.unflatten(0, (before, -1))
+            parameter.data = heads.repeat_interleave(after // before, dim=0).flatten(0, 1)
+
+
+def _attention_scaling(change: LayerChange) -> str | None:
+    before, after = change.before.score_scaling, change.after.score_scaling
+    if before == after:
+        return None
+    if after == 0.0:
+        return "all scores would be 0"
+    if change.target.q_norm is not None:
+        scaled = [next(change.target.q_norm.parameters())]
+    else:
+        if PROJECTIONS[change.after.key_projection].identity:
+            return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
+        key = _projection_of(change.target, "key")
+        modules = [key.linear, None if key.bottleneck is None else key.bottleneck.output_norm]
+        scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
+    for parameter in scaled:
+        parameter.mul_(before / after)
+    return None
+
+
+def _attention_gate(change: LayerChange) -> str | None:
+    if not change.differs("attention_gate"):
+        return None
+    if change.before.attention_gate is not None:
+        return "the gate that the model has learned would be lost"
+    change.target.gate_proj.weight.zero_()
+    change.target.o_proj.weight.mul_(2.0)  # sigmoid(0) = 1/2
+    return None
+
+
+def _attention_output_scaling(change: LayerChange) -> str | None:
+    if not change.differs("attention_output_scaling"):
+        return None
+    before, after = (
+        1.0 if scaling is None else scaling for scaling in (change.source.output_scaling, change.target.output_scaling)
+    )
+    if after == 0.0:
+        return "attention would contribute nothing"
+    if change.before.attention_output_activation is not None:
+        return "the attention_output_activation comes between it and the weights that could take over the factor"
+    change.target.o_proj.weight.mul_(before / after)
+    return None
+
+
+def _head_projection(change: LayerChange) -> str | None:
+    if not change.before.head_projection or change.after.head_projection:
+        return None  # new ones start at the identity
+    if change.before.attention_output_activation is not None or change.before.attention_gate == "elementwise":
+        return "an activation or gate after the learned matrices prevents moving them into the output projection"
+    # A head's output x passes (x W_h) W_o
+    heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
+    change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
+    return None
+
+
+def _attention_sink(change: LayerChange) -> str | None:
+    before, after = change.before.attention_sink, change.after.attention_sink
+    if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
+        return None
+    if before is None:
+        return "a new sink changes the weights unless it starts at minus infinity, where its gradient is 0"
+    return "the weights would sum to another number"
+
+
+def _attention_activation(change: LayerChange) -> str | None:
+    return "the attention weights would change" if change.source.activation.name != change.target.activation.name else None
+
+
+def _attention_normalization(change: LayerChange) -> str | None:
+    before, after = (side.attention_normalization or side.activation.normalization for side in (change.before, change.after))
+    if change.before.activation.name == change.after.activation.name and before != after:
+        return "the attention weights would change"
+    return None
+
+
+def _qk_norm(change: LayerChange) -> str | None:
+    if change.differs("qk_norm"):
+        return "queries and keys would lose or regain their lengths"
+    if change.after.qk_norm == "rms_all_heads" and change.differs("num_key_value_heads"):
+        # Copies of all heads have the mean square of the heads
+        heads = change.source.k_norm.weight.unflatten(0, (change.before.num_key_value_heads, -1))
+        copies = change.after.num_key_value_heads // change.before.num_key_value_heads
+        change.target.k_norm.weight.copy_(heads.repeat_interleave(copies, dim=0).flatten())
+    return None
+
+
+def _unchanged(field: str, reason: str) -> Callable[[LayerChange], str | None]:
+    return lambda change: reason if change.differs(field) else None
+
+
+# A rule for each switch of a layer, in the order in which their factors are multiplied into the weights
+LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
+    "sliding_window": _unchanged("sliding_window", "queries would see other keys"),
+    "query_projection": _rule_of_projection("query"),
+    "key_projection": _rule_of_projection("key"),
+    "value_projection": _rule_of_projection("value"),
+    "projection_bottleneck_size": _projection_bottleneck_size,
+    "projection_activation": _projection_activation,
+    "qk_norm": _qk_norm,
+    "attention_scaling": _attention_scaling,
+    "attention_activation": _attention_activation,
+    "attention_normalization": _attention_normalization,
+    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
+    "attention_sink": _attention_sink,
+    "head_projection": _head_projection,
+    "attention_output_scaling": _attention_output_scaling,
+    "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
+    "attention_gate": _attention_gate,
+}

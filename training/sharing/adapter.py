@@ -1,0 +1,65 @@
+"""What a conversion added to a model and a run with `trainable: new` trained, as an adapter that PEFT loads."""
+
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.files import ADAPTER
+from modeling_nlq.training.parameters import listed
+
+
+def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Finds the modules whose parameters are the given ones, and no others.
+
+    Args:
+        model: it may be on the meta device.
+        names: parameters of the model.
+
+    Raises:
+        ValueError: naming the parameters that belong to no such module.
+    """
+    modules, left = [], set(names)
+    for path, module in model.named_modules():  # a module comes before those that it contains
+        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if own and own <= left:
+            modules.append(path)
+            left -= own
+    if left:
+        raise ValueError(
+            "an adapter of PEFT holds whole modules, and these new parameters are parts of other modules: "
+            f"{listed(sorted(left))}; publish the whole model, without --adapter"
+        )
+    return modules
+
+
+def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
+    """Writes some modules of a trained model as an adapter.
+
+    Args:
+        run: folder of the model.
+        target: folder of the adapter.
+        modules: paths of the modules in the model.
+        base: Hub name of the model that the adapter belongs on, if it is there.
+
+    Returns:
+        The files of the adapter. PEFT also writes a card of its own.
+
+    Raises:
+        ImportError: if PEFT is not installed.
+    """
+    if find_spec("peft") is None:
+        raise ImportError("--adapter needs the package peft: pip install peft")
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    # No layer gets a LoRA: the modules themselves are the adapter, each as a copy
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=DUMMY_TARGET_MODULES, modules_to_save=list(modules))
+    model = NLQForCausalLM.from_pretrained(run)
+    model.name_or_path = ""  # PEFT would write the path of the run into the adapter
+    adapted = get_peft_model(model, config)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(target, save_embedding_layers=False)
+    return [target / name for name in ADAPTER]
