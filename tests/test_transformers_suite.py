@@ -162,9 +162,9 @@ DESELECTED = (
         "It asks for attention weights too, which linear layers never form; its other parts run with the other configurations.",
     ),
     (
-        "test_eager_matches_sdpa_inference_*_output_attentions",
+        "test_eager_matches_sdpa_inference_*",
         RECURRENT,
-        "It asks for attention weights, which linear layers never form; it does run without them.",
+        "It sets a sliding window, which linear layers refuse.",
     ),
 )
 
