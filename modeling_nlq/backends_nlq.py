@@ -393,6 +393,7 @@ def make_mask(
     inputs_embeds: torch.Tensor,
     past_key_values: Cache | None,
     layer_idx: int = 0,
+    sliding_window: int | None = None,
 ) -> Any:
     """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and window.
 
@@ -403,18 +404,20 @@ def make_mask(
         inputs_embeds: `(batch, query, hidden)`.
         past_key_values: the cache, before the tokens of this call.
         layer_idx: the number of the layer.
+        sliding_window: the window of the layer.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
-    mask, sliding_window = sequences.attention_mask, config.per_layer_config[layer_idx].sliding_window
+    mask = sequences.attention_mask
     if sequences.is_paged:
         if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _other).is_paged:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
             )
-        return mask[config.layer_types[layer_idx]] if isinstance(mask, dict) else mask
+        kind_of_layer = "full_attention" if sliding_window is None else "sliding_attention"
+        return mask[kind_of_layer] if isinstance(mask, dict) else mask
     _check_export(past_key_values, layer_idx)
     visibility = sequences.visibility(past_key_values, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
@@ -448,9 +451,11 @@ def make_mask(
             f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
         )
     _check_cache(backend, past_key_values)
+    if sliding_window is not None:
+        config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
     causal_mask = make(
-        config=config.per_layer_config[layer_idx],
+        config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=mask,
         past_key_values=past_key_values,

@@ -481,8 +481,16 @@ class NLQModel(NLQPreTrainedModel):
         masks = {}
         for layer, kind in zip(layers, kinds):
             if kind not in masks:
-                layer_idx = layer.self_attn.layer_idx
-                masks[kind] = make_mask(kind[0], self.config, sequences, inputs_embeds, past_key_values, layer_idx)
+                backend, sliding_window = kind
+                masks[kind] = make_mask(
+                    backend,
+                    self.config,
+                    sequences,
+                    inputs_embeds,
+                    past_key_values,
+                    layer.self_attn.layer_idx,
+                    sliding_window,
+                )
         for layer, kind in zip(layers, kinds):
             hidden_states = layer(
                 hidden_states,

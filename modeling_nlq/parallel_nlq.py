@@ -56,7 +56,7 @@ def sum_over_processes(states: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor
         mesh: the processes.
     """
     total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-    return total.to_local(grad_placements=[Partial()])
+    return shared_by_heads(total.to_local(), mesh)
 
 
 def check_sizes(config: PreTrainedConfig, distributed_config: DistributedConfig, can_be_staged: bool) -> None:

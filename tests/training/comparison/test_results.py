@@ -45,6 +45,7 @@ class TestFindsWhatIsThere:
         assert [run["diverged"] for run in model["sweep"]] == [False, True]
 
     @pytest.mark.slow
+    @pytest.mark.timeout(2700)  # 12 minutes alone
     def test_half_the_width_against_all(self, tmp_path):
         """At the size of the shipped comparisons: minutes. Half the layers make no difference that soon."""
         half = {"switches": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}}
