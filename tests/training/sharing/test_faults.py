@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.grids import parametrize_grid
 from support.hub_server import HubServer
 from support.publishing_cases import RUN_FILES, TOKEN, Done, Worker, change_weights, check_refused
 
@@ -78,8 +79,7 @@ class TestFaults:
         assert len(server.commits(repo)) == (len(before[0]) or 1) + 1
         assert server.files(repo)["model.safetensors"] == (folder / "model.safetensors").read_bytes()
 
-    @pytest.mark.parametrize("status", WORDS)
-    @pytest.mark.parametrize("step", STEPS)
+    @parametrize_grid({"step": list(STEPS), "status": list(WORDS)}, strength=1)
     def test_the_hub_refuses(self, step, status, server, nlq, folder):
         server.fail(*STEPS[step], status, times=None, headers=AT_ONCE)
         if step == "create":

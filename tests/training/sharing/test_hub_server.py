@@ -278,6 +278,7 @@ commit("anna/cut", add("a", "b"))
 """
 
 
+@pytest.mark.slow
 def test_faults(server, tmp_path):
     at_once = {"Retry-After": "0"}
     server.fail("PUT", "/upload/anna/once/.*/2$", 503)
