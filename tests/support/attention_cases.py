@@ -104,35 +104,46 @@ class Layout:
         return [tensor.requires_grad_() for tensor in (query, key, value)]
 
 
-def padded(*rows, query_length=None, offset=0, **sizes):
+def is_within(window, query, key):
+    return window is None or query - key < window
+
+
+def padded(*rows, query_length=None, offset=0, window=None, **sizes):
     query_length = query_length or len(rows[0])
     key_length = len(rows[0])
 
     def mask():
-        return make_visibility(query_length, key_length, offset, torch.device("cpu"), mask_of(*rows))
+        mask = mask_of(*rows)
+        return make_visibility(query_length, key_length, offset, torch.device("cpu"), mask, sliding_window=window)
 
     def sees(batch, head, query, key):
-        return key <= query + offset and rows[batch][key] == "1"
+        return key <= query + offset and rows[batch][key] == "1" and is_within(window, query + offset, key)
 
     return Layout(sees, mask, query_length, key_length, len(rows), **sizes)
 
 
-def packed(*rows, **sizes):
+def packed(*rows, window=None, **sizes):
     """`packed("aab")` is a document of two tokens and another of one."""
     segments = torch.tensor([[ord(letter) for letter in row] for row in rows])
     length = segments.shape[1]
 
     def mask():
-        return make_visibility(length, length, 0, torch.device("cpu"), segments=segments)
+        return make_visibility(length, length, 0, torch.device("cpu"), segments=segments, sliding_window=window)
 
-    return Layout(lambda b, h, i, j: j <= i and rows[b][i] == rows[b][j], mask, length, length, len(rows), **sizes)
+    def sees(batch, head, query, key):
+        return key <= query and rows[batch][query] == rows[batch][key] and is_within(window, query, key)
+
+    return Layout(sees, mask, length, length, len(rows), **sizes)
 
 
-def chunk(query_length, key_length, offset, **sizes):
+def chunk(query_length, key_length, offset, window=None, **sizes):
     def mask():
-        return make_visibility(query_length, key_length, offset, torch.device("cpu"))
+        return make_visibility(query_length, key_length, offset, torch.device("cpu"), sliding_window=window)
 
-    return Layout(lambda b, h, i, j: j <= i + int(offset), mask, query_length, key_length, **sizes)
+    def sees(batch, head, query, key):
+        return key <= query + int(offset) and is_within(window, query + int(offset), key)
+
+    return Layout(sees, mask, query_length, key_length, **sizes)
 
 
 def dense(visible, mask=None, **sizes):
@@ -154,7 +165,7 @@ def causal(batch, head, query, key):
 
 @st.composite
 def drawn_layouts(draw, most=3, longest=12):
-    """Any lengths, groups, offsets, paddings and packings."""
+    """Any lengths, groups, offsets, windows, paddings and packings."""
     key_value_heads = draw(st.integers(1, most))
     batch = draw(st.integers(1, most))
     sizes = {"heads": key_value_heads * draw(st.integers(1, most)), "key_value_heads": key_value_heads}
@@ -163,6 +174,7 @@ def drawn_layouts(draw, most=3, longest=12):
     if kind == "none":
         key_length = query_length + draw(st.integers(0, 4))
         return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
+    sizes["window"] = draw(st.sampled_from([None, None, 1, 3, 6]))
     if kind == "packed":
         begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
         rows = [draw(begins) for _ in range(batch)]  # whether a document begins at a token
@@ -190,6 +202,9 @@ LAYOUTS = {
     "grouped_queries": Layout(causal, heads=4),
     "one_key_value_head": padded("1111111", "0110111", heads=3, key_value_heads=1),
     "packed_grouped_queries": packed("aaabbbb", "aabbccc", heads=4),
+    "window": chunk(13, 13, 0, window=4, heads=4),
+    "padded_window_after_cache": padded("0011111111111", "1" * 11 + "00", query_length=6, offset=7, window=5),
+    "packed_window": packed("aaaaabbccc", "abbbbbbbbb", window=3),
     "one_query": Layout(lambda b, h, i, j: True, query_length=1, key_length=9, heads=4),
     "one_query_long_cache": padded("0" * 9 + "1" * 31, "1" * 17 + "0" + "1" * 22, query_length=1, offset=39),
     "chunk_after_cache": chunk(3, 11, 8, heads=4),

@@ -101,11 +101,11 @@ def causal_layout(length, **sizes):
     return Layout(causal, query_length=length, key_length=length, **sizes)
 
 
-# Those with as many keys as queries, and no mask of pairs.
+# Those with as many keys as queries, and neither a window nor a mask of pairs
 SELF_LAYOUTS = {
     name: layout
     for name, layout in LAYOUTS.items()
-    if layout.query_length == layout.key_length and not isinstance(layout.mask(), torch.Tensor)
+    if "window" not in name and layout.query_length == layout.key_length and not isinstance(layout.mask(), torch.Tensor)
 } | {"documents_and_chunks_end_together": packed("aaabbb", "aaaaab"), "long_hole": padded("110000000011", "000000011111")}
 MODELS = {
     "linear": {"attention_activation": "linear_attention"},
