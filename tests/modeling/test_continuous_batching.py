@@ -160,6 +160,8 @@ CASES = {
     "squared": {"attention_activation": "squared"},
     "entmax15_no_positions": {"attention_activation": "entmax15", "position_embedding": "none"},
     "mixed": {"attention_activation": "relu", "per_layer_config": {1: {"attention_activation": "softmax"}}},
+    "window": {"sliding_window": 6},
+    "window_of_sigmoid": {"attention_activation": "sigmoid", "sliding_window": 6},
 }
 
 
@@ -292,6 +294,11 @@ class TestRefused:
         with pytest.raises(ValueError, match=message):
             getattr(model, start)(*([PROMPTS] if start == "generate_batch" else []))
         assert model.config._attn_implementation == "nlq"
+
+    def test_windows_that_differ(self):
+        model = make_model(sliding_window=6, per_layer_config={1: {"sliding_window": None}})
+        with pytest.raises(ValueError, match=r"sliding_window=\[6, None\].*one window for all layers"):
+            model.generate_batch(PROMPTS)
 
     def test_backend_without_paged_cache(self):
         model = make_model(attention_activation="sigmoid", attn_implementation="nlq_tiled")
