@@ -125,6 +125,7 @@ def render(
         parameters=size.total,
         non_embedding_parameters=size.non_embedding,
         trained_parameters=metrics.get("trained_parameters", size.total),
+        has_lora=given.get("lora") is not None,
         context=config.max_position_embeddings,
         has_tokenizer=has_tokenizer,
         conversion=conversion,

@@ -1,7 +1,7 @@
 """Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +33,7 @@ def measure(
     config: PreTrainedConfig,
     context: int | None = None,
     attn_implementation: str | None = "eager",
-    trained: Collection[str] | None = None,
+    prepare: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> Size:
     """Counts the parameters, and the FLOPs per token of a full context.
 
@@ -46,16 +46,16 @@ def measure(
         config: configuration of the model.
         context: in tokens; by default `max_position_embeddings`.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
-        trained: names of the parameters that are trained; by default all.
+        prepare: applied to the model before it is measured, as `Recipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or has no parameter of one of the names.
+        ValueError, ImportError: if the model cannot be made with this backend.
     """
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
-    if trained is not None:
-        freeze_all_but(model, trained)
+        if prepare is not None:
+            model = prepare(model)
     return size_of(model, context)
 
 

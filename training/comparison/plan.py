@@ -24,7 +24,7 @@ from modeling_nlq.training.traces import without_folders
 
 
 _FIELDS = ("name", "recipe", "baseline", "models", "learning_rates", "seeds", "sweep_seed", "match", "training", "switches")
-_MODEL_FIELDS = ("model", "trainable", "switches", "training", "learning_rates", "match")
+_MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
 _MATCHES = ("parameters", "flops")
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
@@ -298,7 +298,7 @@ def _read_model(
     if match is not None and match not in _MATCHES:
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
-    content = {**shared, **{name: entry[name] for name in ("model", "trainable") if entry.get(name)}}
+    content = {**shared, **{name: entry[name] for name in ("model", "trainable", "lora") if entry.get(name) is not None}}
     for section in ("training", "switches"):
         own = read_section(entry.get(section), f"{source}: {section}")
         _check_set_by_run(source, own)
@@ -327,6 +327,6 @@ def _read_model(
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
-    size = measure(config, recipe.block_size, trained=recipe.trained_parameters())
+    size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
     tokens = arguments.max_steps * tokens_per_step
     return Variant(content, learning_rates, size, getattr(config, "intermediate_size", None), tokens, recipe.tokenizer, entry)

@@ -10,12 +10,15 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from accelerate.utils import parse_flag_from_env
+from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
 from modeling_nlq.configuration import find
 from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
 from modeling_nlq.training.models import added_parameters, is_saved_model
+from modeling_nlq.training.parameters import freeze_all_but
+from modeling_nlq.training.run.lora import add_lora, make_lora_config
 
 
 # Bytes and end-of-text
@@ -85,6 +88,13 @@ class Recipe:
             "they are."
         },
     )
+    lora: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its "
+            "weights at the end."
+        },
+    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention backend; by default the model's own choice."}
     )
@@ -120,6 +130,10 @@ class Recipe:
             raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
         if self.trainable not in ("all", "new"):
             raise ValueError(f"trainable={self.trainable!r} must be 'all' or 'new'")
+        if isinstance(self.lora, str):  # of a command line
+            self.lora = yaml.load(self.lora, Loader=YamlLoader)
+        if self.lora is not None and not isinstance(self.lora, dict):
+            raise ValueError(f"lora={self.lora!r} must be fields of LoraConfig with their values, such as {{r: 8}}")
 
     @property
     def new_vocabulary_size(self) -> int | None:
@@ -127,13 +141,21 @@ class Recipe:
         size = self.tokenizer.removeprefix("bpe:")
         return int(size) if size != self.tokenizer and size.isdecimal() else None
 
-    def trained_parameters(self) -> list[str] | None:
-        """The names of the parameters that are trained; `None` for all.
+    def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Freezes what the recipe does not train, and adds the LoRA that it does.
+
+        Args:
+            model: it is changed in place, and may be on the meta device.
+
+        Returns:
+            The model to train.
 
         Raises:
-            ValueError: if the model has no record of what is new in it.
+            ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
         """
-        return added_parameters(self.model) if self.trainable == "new" else None
+        if self.trainable == "new":
+            freeze_all_but(model, added_parameters(self.model))
+        return model if self.lora is None else add_lora(model, self.lora)
 
 
 @dataclass
@@ -321,12 +343,30 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
         conflicts.append("streaming needs max_validation_documents")
-    try:
-        recipe.trained_parameters()
-    except ValueError as error:
-        conflicts.append(str(error))
+    conflicts += _conflicts_of_trained(recipe)
     if conflicts:
         raise ValueError("; ".join(conflicts))
+
+
+def _conflicts_of_trained(recipe: Recipe) -> list[str]:
+    """What speaks against training the part of the model that the recipe chooses."""
+    conflicts = []
+    try:
+        if recipe.trainable == "new":
+            added_parameters(recipe.model)
+        if recipe.lora is not None:
+            make_lora_config(recipe.lora)
+    except ValueError as error:
+        conflicts.append(str(error))
+    if recipe.lora is None:
+        return conflicts
+    if recipe.trainable == "new":
+        conflicts.append("lora and trainable='new' both say what is trained; choose one")
+    if not is_saved_model(recipe.model):
+        conflicts.append(f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        conflicts.append("lora cannot be added to weights that FSDP has cut into shards; train it without FSDP")
+    return conflicts
 
 
 def _activations_without_package(config: PreTrainedConfig) -> list[str]:

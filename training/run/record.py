@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.utils import CONFIG_NAME
 
 
 # Batches that wait to be hashed at most
@@ -131,14 +132,15 @@ class RecordingTrainer(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does. Of a model in shards, it saves the configuration in a checkpoint, and all at the end."""
+        """Saves as `Trainer` does, and a configuration with every checkpoint. A model in shards is saved whole at the end."""
         self.record.hash_batches()
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if plugin is not None and not _internal_call:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         super().save_model(output_dir, _internal_call)
-        if plugin is not None and self.args.should_save:
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+        folder = output_dir or self.args.output_dir
+        if self.args.should_save and (plugin is not None or not os.path.isfile(os.path.join(folder, CONFIG_NAME))):
+            self.model.config.save_pretrained(folder)
 
     def _issue_warnings_after_load(self, load_result):
         # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing

@@ -44,10 +44,11 @@ from modeling_nlq.training.files import (
     written_whole,
 )
 from modeling_nlq.training.models import is_saved_model, load_config, read_conversion
-from modeling_nlq.training.parameters import Size, freeze_all_but, measure
+from modeling_nlq.training.parameters import Size, measure, size_of
 from modeling_nlq.training.run.checkpoints import checkpoint_to_resume
 from modeling_nlq.training.run.data import BlockCollator, Blocks, prepare_data, unigram_perplexity
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
+from modeling_nlq.training.run.lora import merge_lora
 from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, load_recipe, unused_rows
 from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.run.stability import StabilityCallback
@@ -114,7 +115,7 @@ def train_recipe(
     if is_main_process and (warning := unused_rows(recipe, config)):
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.trained_parameters())
+    size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.choose_trained)
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)
@@ -201,7 +202,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
 def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special tokens.
 
-    What the recipe does not train is frozen.
+    What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
 
     Raises:
         ValueError: if the tokenizer has ids for which the model has no embeddings.
@@ -225,9 +226,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
             f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    if (trained := recipe.trained_parameters()) is not None:
-        freeze_all_but(model, trained)
-    return model
+    return recipe.choose_trained(model)
 
 
 def _make_trainer(
@@ -319,6 +318,8 @@ def _evaluate_and_save(run: _Run) -> dict[str, float]:
     if "test" in run.blocks:
         trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
+    if run.resolved.recipe.lora is not None:
+        merge_lora(trainer)
     trainer.save_model()
     return evaluated
 
@@ -383,8 +384,10 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     if run.conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(run.conversion, indent=2) + "\n")
     if "eval_loss" in metrics:
+        # With a LoRA, the saved model is smaller than the one that was trained
+        size = run.size if run.resolved.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, run.size, run.resolved.given, metrics, run.conversion, has_plot=True)
+        card = render(folder.resolve().name, config, size, run.resolved.given, metrics, run.conversion, has_plot=True)
         card.save(folder / CARD_FILE)
     state.save_to_json(str(folder / STATE_FILE))
     write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")

@@ -19,7 +19,7 @@ from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.recipe import Recipe, load_recipe
 from modeling_nlq.training.run.trainer import train, train_recipe
 
 
@@ -197,6 +197,16 @@ class TestBadInput:
         self.check(tune, tmp_path / "run", capsys, *words, model=run[0], tokenizer=run[0])
         self.check(tune, tmp_path / "run", capsys, "'old'", trainable="old")
 
+    @pytest.mark.parametrize("environment", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["one process", "fsdp"])
+    def test_lora(self, environment, recipe_file, tune, tmp_path, capsys, monkeypatch):
+        """What is refused with or without PEFT; tests/clients/test_lora.py trains."""
+        monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        words = ("pip install peft", *(["without FSDP"] if environment else []))
+        self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
+        self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
+
     def test_conversions_that_do_not_fit(self, converted, tune, tmp_path, capsys):
         for options, words in (
             ({}, ("added no parameters",)),
@@ -241,7 +251,8 @@ def test_cost(upcycled):
     """A frozen matrix has no gradient of its own, which is a third of its operations."""
     config = load_config(str(upcycled))
     new = json.loads((upcycled / "conversion.json").read_text())["added"]
-    whole, part = measure(config), measure(config, trained=new)
+    recipe = Recipe(str(upcycled), trainable="new")
+    whole, part = measure(config), measure(config, prepare=recipe.choose_trained)
     state = load_file(upcycled / "model.safetensors")
     frozen = sum(value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name)
     assert whole.flops_per_token - part.flops_per_token == 2 * frozen
@@ -265,8 +276,7 @@ def comparison_file(tune, tmp_path):
 
 def test_plan_of_a_comparison(comparison_file, upcycled):
     header, whole, new, *_ = load_comparison(comparison_file).describe()
-    added = json.loads((upcycled / "conversion.json").read_text())["added"]
-    size = measure(load_config(str(upcycled)), 64, trained=added)
+    size = measure(load_config(str(upcycled)), 64, prepare=Recipe(str(upcycled), trainable="new").choose_trained)
     assert header.split()[:3] == ["model", "parameters", "trained"]
     assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole

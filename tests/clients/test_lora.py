@@ -1,0 +1,168 @@
+"""`lora` in a recipe: PEFT's LoRA is all that is trained, and the run folder holds it alone and in the weights of the model."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors.torch import load_file
+from support.client_cases import TEXT, make_tokenizer
+from support.runs import interrupt, logged_losses
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from modeling_nlq.training import convert, train
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.run.recipe import Recipe
+
+
+RANK = 2
+LORA = {"r": RANK, "target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama with a tokenizer."""
+    tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp("lora") / "llama"
+    end = tokenizer.eos_token_id
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=300, intermediate_size=48, max_position_embeddings=64, bos_token_id=end, eos_token_id=end, **shape
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(llama):
+    root = llama.parent
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(20)))
+    training = {"max_steps": 8, "learning_rate": 1e-2, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    fields = {
+        "model": str(llama),
+        "tokenizer": str(llama),
+        "dataset": str(root / "text.jsonl"),
+        "validation_fraction": 0.2,
+        "test_fraction": 0.2,
+        "block_size": 32,
+        "lora": LORA,
+        "training": {**training, "logging_steps": 1, "report_to": "none"},
+    }
+    (root / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    return root / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def tuned(recipe):
+    """The folder of the finished run, and its metrics."""
+    return recipe.with_name("run"), train(recipe, output_dir=recipe.with_name("run"))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(12).reshape(2, 6)).logits
+
+
+def test_what_is_trained_and_saved(tuned, llama, capsys):
+    folder, metrics = tuned
+    size = 2 * RANK * ((32 + 32) + (48 + 32))
+    assert metrics["trained_parameters"] == size
+    before, after = (load_file(path / "model.safetensors") for path in (llama, folder))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name} and before.keys() == after.keys()
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+    checkpoint = folder / "checkpoint-8"
+    kept = torch.load(checkpoint / "optimizer.pt")["state"].values()
+    assert sum(state["exp_avg"].numel() for state in kept) == size
+    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    assert sum(value.numel() for value in adapter.values()) == size and not (checkpoint / "model.safetensors").exists()
+
+    base = AutoModelForCausalLM.from_pretrained(llama)
+    untrained = logits(base)
+    merged, beside = (
+        logits(model)
+        for model in (AutoModelForCausalLM.from_pretrained(folder), PeftModel.from_pretrained(base, folder / "adapter"))
+    )
+    torch.testing.assert_close(merged, beside, atol=1e-5, rtol=0.0)
+    assert (merged - untrained).abs().max() > 1e-2
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+    card = ModelCard.load(folder / "README.md").text
+    assert f"A LoRA of {size:,} parameters was trained" in card
+    assert f"{sum(value.numel() for value in before.values()):,} parameters" in card
+    held_out = ["--dataset", str(llama.with_name("text.jsonl")), "--validation_fraction", "0.2", "--block_size", "32"]
+    assert main(["evaluate", str(folder), *held_out]) == 0
+    assert f"loss {metrics['eval_loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{}, {"load_best_model_at_end": True}], ids=["last", "best"])
+def test_interrupted_run_ends_alike(changes, recipe, tuned, tmp_path):
+    interrupt(recipe, output_dir=tmp_path / "run", **changes)
+    metrics = train(recipe, output_dir=tmp_path / "run", **changes)
+    assert logged_losses(tmp_path / "run") == logged_losses(tuned[0]) and metrics["token_stream"] == tuned[1]["token_stream"]
+    weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "run", tuned[0]))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_changes_nothing(use_reentrant, recipe, tuned, tmp_path):
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    train(recipe, output_dir=tmp_path / "run", save_strategy="no", **changes)
+    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
+
+
+def test_of_an_upcycled_model(llama, recipe, tmp_path):
+    """The layers have NLQ's names; a whole module can be trained beside them."""
+    convert(llama, tmp_path / "upcycled", upcycle=True)
+    lora = {"r": 1, "target_modules": "all-linear", "modules_to_save": ["output_norm"]}
+    changes = {"model": str(tmp_path / "upcycled"), "lora": lora, "record_stability": True, "save_strategy": "no"}
+    metrics = train(recipe, output_dir=tmp_path / "run", **changes)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "upcycled", tmp_path / "run"))
+    matrices = {name for name, value in before.items() if value.ndim == 2 and "embed" not in name and "lm_head" not in name}
+    gains = {name for name in before if "output_norm" in name}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == matrices | gains
+    expected = sum(sum(before[name].shape) for name in matrices) + sum(before[name].numel() for name in gains)
+    assert metrics["trained_parameters"] == expected
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    torch.testing.assert_close(logits(model), logits(type(model).from_pretrained(tmp_path / "run")))
+
+
+def test_comparison(llama, recipe, tmp_path):
+    fields = {
+        "recipe": {**yaml.safe_load(recipe.read_text()), "lora": None, "record_stability": False},
+        "baseline": "whole",
+        "models": {"whole": {}, "lora": {"lora": LORA}},
+        "learning_rates": [1e-2],
+        "seeds": [0, 1],
+        "training": {"max_steps": 2, "save_strategy": "no", "eval_steps": 2},
+    }
+    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    comparison = load_comparison(tmp_path / "comparison.yaml")
+    size = measure(load_config(str(llama)), 32, prepare=Recipe(str(llama), lora=LORA).choose_trained)
+    assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line
+    results = run_comparison(comparison, tmp_path / "results")
+    assert results["same_tokens"] and results["models"]["lora"]["trained_parameters"] == size.trained
+
+
+@pytest.mark.parametrize(
+    "lora, words",
+    [
+        ("{rank: 8}", ["lora: unknown field 'rank'", "rank_pattern"]),
+        ("{r: 0}", ["lora={'r': 0}", "positive"]),
+        ("{target_modules: [fc7]}", ["lora={'target_modules': ['fc7']}", "does not fit"]),
+        ("8", ["lora=8", "LoraConfig"]),
+    ],
+)
+def test_bad_input(lora, words, recipe, tmp_path, capsys):
+    assert main(["train", str(recipe), "--output_dir", str(tmp_path / "run"), "--lora", lora]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run" / "tokenizer.json").exists()

@@ -1,0 +1,68 @@
+"""LoRA in a recipe: PEFT trains it beside the frozen weights of a saved model (Hu et al. 2021, arXiv 2106.09685)."""
+
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer
+
+from modeling_nlq.training.files import CARD_FILE, check_keys
+from modeling_nlq.training.text import one_line
+
+
+ADAPTER_FOLDER = "adapter"
+# Fields of `LoraConfig` that PEFT or this package sets
+_NOT_SET = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type"}
+
+
+def make_lora_config(fields: dict[str, Any]):
+    """Makes a `peft.LoraConfig`.
+
+    Args:
+        fields: its fields by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
+
+    Raises:
+        ValueError: if PEFT is not installed, there is no such field, or PEFT does not take the values.
+    """
+    if find_spec("peft") is None:
+        raise ValueError("lora needs the package peft: pip install peft")
+    from peft import LoraConfig
+
+    known = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - _NOT_SET
+    check_keys("lora", fields, known)
+    try:
+        return LoraConfig(task_type="CAUSAL_LM", **fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lora={fields!r}: {one_line(error)}") from error
+
+
+def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
+    """Freezes a model and adds a LoRA, which is trained.
+
+    Args:
+        model: it is changed in place, and may be on the meta device.
+        fields: as in `make_lora_config`.
+
+    Returns:
+        The `peft.PeftModel` around it.
+
+    Raises:
+        ValueError: as `make_lora_config` does, or if the LoRA does not fit the model.
+    """
+    config = make_lora_config(fields)
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lora={fields!r} does not fit the model: {one_line(error)}") from error
+
+
+def merge_lora(trainer: Trainer) -> None:
+    """Saves the LoRA of a trained model alone, in the folder `adapter` of the run, and adds it to the model's weights."""
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir) / ADAPTER_FOLDER
+        trainer.model.save_pretrained(folder)
+        (folder / CARD_FILE).unlink()  # PEFT's template, which nobody has filled in
+    trainer.model = trainer.model.merge_and_unload()
