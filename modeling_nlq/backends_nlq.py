@@ -9,6 +9,7 @@ backend itself refuses tensors that it cannot take, such as a dtype or a device.
 continuous batching.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -409,17 +410,16 @@ def make_mask(
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
-    mask = sequences.attention_mask
+    mask = sequences.mask_of(sliding_window)
     if sequences.is_paged:
         if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _other).is_paged:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
             )
-        kind_of_layer = "full_attention" if sliding_window is None else "sliding_attention"
-        return mask[kind_of_layer] if isinstance(mask, dict) else mask
+        return mask
     _check_export(past_key_values, layer_idx)
-    visibility = sequences.visibility(past_key_values, layer_idx, sliding_window)
+    make_visibility = functools.partial(sequences.visibility, past_key_values, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
         if is_dense or isinstance(mask, BlockMask):
@@ -427,7 +427,7 @@ def make_mask(
                 "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
                 "weights to hide; give a padding mask (batch, key), or use another activation"
             )
-        return visibility
+        return make_visibility()
     kind = ATTENTION_BACKENDS.get(backend, _other).mask
     if is_dense:
         if kind not in ("visibility", "dense"):
@@ -436,14 +436,15 @@ def make_mask(
         if sliding_window is None:
             return mask
         key_length, key_offset = sequences.key_range(past_key_values, layer_idx)
-        mask = mask[..., key_offset : key_offset + key_length]
+        if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
+            mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
-        return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & visibility.dense()
+        return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()
     if isinstance(mask, BlockMask) and (kind != "block" or sliding_window is not None):
         choice = "use 'flex_attention'" if sliding_window is None else "the window would be lost"
         raise ValueError(f"attn_implementation={backend!r} (layer {layer_idx}) takes no BlockMask; {choice}")
     if kind == "visibility":
-        return visibility
+        return make_visibility()
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
         raise ValueError(
@@ -463,7 +464,7 @@ def make_mask(
         layer_idx=layer_idx,
     )
     if kind == "block":
-        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else visibility.visible_count)
+        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
     return causal_mask
 
 

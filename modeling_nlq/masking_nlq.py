@@ -159,8 +159,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or for flash
-            attention `None`.
+        attention_mask: the caller's mask, also by type of layer, or `None` if it hides nothing. In continuous batching
+            Transformers' own, or for flash attention `None`.
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         padding_mask: `(batch, tokens)`, false for padding, or `None`.
         segments: `(batch, query)`, the number of each token's packed document, or `None`.
@@ -199,6 +199,15 @@ class Sequences(NamedTuple):
             sliding_window,
             key_offset,
         )
+
+    def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
+        """Returns the caller's mask for layers with this window."""
+        if not isinstance(self.attention_mask, dict):
+            return self.attention_mask
+        kind = "full_attention" if sliding_window is None else "sliding_attention"
+        if kind not in self.attention_mask:
+            raise ValueError(f"attention_mask holds masks for {', '.join(self.attention_mask)}, and none for {kind!r}")
+        return self.attention_mask[kind]
 
     def key_range(self, past_key_values: Cache | None, layer_idx: int) -> tuple[int, int]:
         """Returns the number of keys of a layer, and the number of tokens before the first key."""
@@ -242,7 +251,7 @@ def read_sequences(
         return Sequences(position_ids, attention_mask, is_paged=True)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if isinstance(attention_mask, dict):
-        attention_mask = _mask_of_all_layers(attention_mask)
+        attention_mask = _without_types(attention_mask)
     position_ids = _check_positions(position_ids, batch, query_length)
     query_offset = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
@@ -273,11 +282,11 @@ def read_sequences(
     return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, packed_position_ids, last_position)
 
 
-def _mask_of_all_layers(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | BlockMask | None:
-    """Returns the one mask that all layers get, from the masks that `generate` makes for each type of layer."""
+def _without_types(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | dict | None:
+    """Returns masks by type of layer as they are, or the padding mask if they hold one, or `None` if they hide nothing."""
     given = [mask for mask in masks.values() if mask is not None]
     padding = [mask for mask in given if isinstance(mask, torch.Tensor) and mask.ndim == 2]
-    return next(iter(padding or given), None)
+    return padding[0] if padding else masks if given else None
 
 
 def _check_positions(position_ids: torch.Tensor | None, batch: int, query_length: int) -> torch.Tensor | None:
@@ -294,6 +303,10 @@ def _check_mask(
     attention_mask: torch.Tensor | BlockMask | None, batch: int, query_length: int, query_offset: int | torch.Tensor
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
+    if isinstance(attention_mask, dict):
+        for mask in attention_mask.values():
+            _check_mask(mask, batch, query_length, query_offset)
+        return None
     if not isinstance(attention_mask, torch.Tensor):
         if attention_mask is not None and not isinstance(attention_mask, BlockMask):
             raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")

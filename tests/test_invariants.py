@@ -116,7 +116,10 @@ def switch_combinations(draw, kind, implementation, others):
         "value_projection": draw(st.sampled_from(projections)),
         "position_embedding": draw(st.sampled_from(["learned", "rope", "none"])),
         "use_bias": draw(st.booleans()),
-        "query_key_value_bias": draw(st.sampled_from([None, True, False])),
+        **{
+            f"{part}_bias": draw(st.sampled_from([None, True, False]))
+            for part in ("query_key_value", "attention_output", "mlp")
+        },
     }
     if switches["position_embedding"] == "rope":
         rotated = draw(st.sampled_from([1.0, 0.5]))

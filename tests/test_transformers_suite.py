@@ -55,11 +55,17 @@ model_tests.set_config_for_less_flaky_test = set_large_epsilon
 
 CONFIGURATIONS = {
     "nonlinear-softmax": {"query_projection": "nonlinear", "attention_activation": "softmax"},
-    "identity-sigmoid": {"query_projection": "identity", "attention_activation": "sigmoid"},
+    "identity-sigmoid": {
+        "query_projection": "identity",
+        "attention_activation": "sigmoid",
+        "sliding_window": 4,
+        "parallel_residual": True,
+    },
     "linear-relu-rope-grouped": {
         "query_projection": "linear",
         "attention_activation": "relu",
         "position_embedding": "rope",
+        "norm_position": "sandwich",
         "num_key_value_heads": 2,
     },
     "nonlinear-squared-post": {

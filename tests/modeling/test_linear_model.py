@@ -165,6 +165,8 @@ class TestMasks:
         visible = (torch.rand(2, 1, 9, 9) < 0.7).tril()
         expected = model(tokens, attention_mask=visible).logits
         assert torch.equal(model(tokens, attention_mask={"full_attention": visible}).logits, expected)
+        with pytest.raises(ValueError, match="attention_mask holds masks for sliding_attention, and none for 'full_attention'"):
+            model(tokens, attention_mask={"sliding_attention": visible})
 
     def test_dense_mask_is_refused(self, make_model, tokens):
         visible = torch.ones(2, 1, 9, 9).tril().bool()

@@ -160,6 +160,7 @@ class TestWork:
             pytest.param(packed("aaaabbbbccccdddd", "aaaaaaaabbbbbbbb"), 6, id="packed_differently"),
             pytest.param(padded("0000000011111111", "0000111111111111"), 6, id="left_padding"),
             pytest.param(dense(torch.eye(16).bool()[None, None]), 4, id="dense_mask"),
+            pytest.param(chunk(16, 16, 0, batch=1, window=4), 7, id="window"),
         ],
     )
     def test_hidden_tiles_are_skipped(self, monkeypatch, layout, pairs):
@@ -179,7 +180,7 @@ class TestWork:
         output.sum().backward()
         assert sizes == [(4, 4)] * pairs * 2
 
-    @parametrize_grid({"activation, normalization": THREE, "mask": ("causal", "padding", "packed")}, strength=1)
+    @parametrize_grid({"activation, normalization": THREE, "mask": ("causal", "padding", "packed", "window")}, strength=1)
     def test_memory_is_linear(self, monkeypatch, activation, normalization, mask):
         set_tiled_tiles(monkeypatch, 16, 16, 0)
         peaks = {length: self.measure(activation, normalization, mask, length, tiled=True) for length in (128, 256, 512)}
@@ -197,6 +198,7 @@ class TestWork:
             "causal": chunk(length, length, 0, batch=1),
             "padding": padded("0" * 5 + "1" * (length - 5)),
             "packed": packed("a" * 30 + "b" * (length - 30)),
+            "window": chunk(length, length, 0, batch=1, window=20),
         }[mask]
         query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
         visibility = layout.mask()

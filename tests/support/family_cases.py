@@ -54,6 +54,10 @@ FAMILY_CASES = {
         LlamaConfig,
         {**_SIZES, "mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 20.0, "factor": 3.0}},
     ),
+    "llama-proportional_rope": (
+        LlamaConfig,
+        {**_GROUPED, "rope_parameters": {"rope_type": "proportional", "rope_theta": 20.0, "partial_rotary_factor": 0.5}},
+    ),
     "mistral-window": (MistralConfig, {**_GROUPED, "sliding_window": WINDOW}),
     "mistral-window_and_wide_heads": (
         MistralConfig,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -15,7 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.training.card import base_model_of, render
@@ -252,7 +253,7 @@ def _open(
                 return empty, plan
     except LossyConversion:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         raise ValueError(f"{source!r}: {one_line(error)}") from error
     return load_model(source, config, model_class), None
 
@@ -366,10 +367,17 @@ def _take_generation_config(new: PreTrainedModel, source: str, old: PreTrainedMo
     """Sets the generation settings of the source, as Transformers would load them."""
     if not old.can_generate() or not new.can_generate():
         return
+    if Path(source).exists() and not (file := Path(source) / GENERATION_CONFIG_NAME).is_file():
+        new.generation_config = old.generation_config  # those that follow from the configuration
+        return
     try:
         new.generation_config = GenerationConfig.from_pretrained(source)
-    except OSError:
-        new.generation_config = old.generation_config  # those that follow from the configuration
+    except OSError as error:
+        if Path(source).exists():
+            raise ValueError(f"{file.name} cannot be read: {first_line(error)}") from error
+        new.generation_config = old.generation_config
+    except TypeError as error:
+        raise ValueError(f"{GENERATION_CONFIG_NAME} must hold fields and values") from error
 
 
 def _write_shards(folder: Path, plan: _Plan) -> None:

@@ -60,7 +60,9 @@ def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _read_whole_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    if (factor := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
+    if factor != 1.0 and config.rope_parameters.get("rope_type") != "proportional":
         raise ValueError(
             f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
         )
@@ -69,7 +71,8 @@ def _read_whole_rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _write_rope(layers: Sequence[NLQConfig], **others: float) -> dict[str, Any]:
     parameters = dict(layers[0].rope_parameters or {})
-    parameters.pop("partial_rotary_factor", None)
+    if parameters.get("rope_type") != "proportional":
+        parameters.pop("partial_rotary_factor", None)
     return {"rope_parameters": {**parameters, **others}}
 
 
@@ -226,9 +229,12 @@ class Family:
             raise ValueError(f"per_layer_config: the layers of a {config.model_type} model cannot be converted one by one")
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it first")
+        if not getattr(config, "is_causal", True):
+            raise ValueError("is_causal=False: the attention of NLQ models is causal")
         values = {"query_projection": "linear", **self.switches, **_library_fields(config)}
         for part in self.parts:
             values.update(part.read(config))
+        values["attention_dropout"] = values["attention_dropout"] or 0.0  # some families allow `None`
         by_layer = {name: values[name] for name in PER_LAYER_SWITCHES if isinstance(values.get(name), list)}
         values.update({name: of_layers[0] for name, of_layers in by_layer.items()})
         overrides = {}
@@ -268,10 +274,11 @@ class Family:
 
 # Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout", "token_classification_bias")
-# Fields of published checkpoints that no class of Transformers reads
+# Fields of published checkpoints that change nothing. From some of them a configuration makes fields that do
 _WITHOUT_EFFECT = (
     "auto_map",
     "gradient_checkpointing",
+    "is_causal",  # `read` refuses False
     "is_decoder",
     "is_llama_config",
     "max_sequence_length",
@@ -312,6 +319,11 @@ _PARTIAL_ROPE = Part(("rope_parameters",), _read_rope, _write_partial_rope)
 _ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), _read_rope_by_layer, _write_rope_by_layer)
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
 _UNDECLARED_HEAD_DIM = Part(("head_dim",), _head_dim, _write_head_dim_unless_usual)
+_HIDDEN_DROPOUT = Part(
+    ("hidden_dropout",),
+    lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
+    lambda layers: {"hidden_dropout": layers[0].residual_dropout},
+)
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
 _WINDOW = _equal(sliding_window="sliding_window")
@@ -358,8 +370,7 @@ _ROWS = (
             _TOKENS,
             _COMMON,
             _equal(layer_norm_eps="layer_norm_eps", use_parallel_residual="parallel_residual"),
-            _equal(hidden_dropout="embedding_dropout"),
-            _equal(hidden_dropout="residual_dropout"),
+            _HIDDEN_DROPOUT,
             _PARTIAL_ROPE,
             _ATTENTION_BIAS,
         ),

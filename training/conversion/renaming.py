@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
 from modeling_nlq import (
     NLQConfig,
@@ -32,6 +33,8 @@ from modeling_nlq.training.conversion.upcycling import problems, restructure
 from modeling_nlq.training.parameters import check_parameters
 from modeling_nlq.training.text import one_line
 
+
+logger = logging.get_logger(__name__)
 
 # The class of each NLQ model, and the table with the class of each family; the first is the default
 _CLASSES = (
@@ -110,6 +113,9 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
         raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
     if found:
         raise ValueError(f"{family} has no model of this shape: {'; '.join(found)}")
+    for name in ("attention_dropout", "embedding_dropout", "residual_dropout"):
+        if (value := getattr(config, name)) != (kept := getattr(plain, name)):
+            logger.warning(f"{name}={value}: a {family} model trains with {kept} there; what it computes is the same")
     return theirs, plain
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -48,7 +49,7 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         raise ValueError(f"there is no folder or file {source!r}")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
         raise ValueError(f"{source!r} is {place}no model that can be read: {first_line(error)}") from error
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):

@@ -1,4 +1,4 @@
-"""Writes runs/docstrings.jsonl: the docstrings of the installed Transformers, English text that the source code was not trained on."""
+"""Writes runs/docstrings.jsonl: the docstrings of the installed Transformers, which are English text about models."""
 
 import ast
 import json

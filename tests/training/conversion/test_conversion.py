@@ -367,6 +367,11 @@ DAMAGES = {
     "more_layers_configured": (lambda source: edit_json(source / "config.json", n_layer=3), r"h\.2\."),
     "shard_missing": (lose_a_shard, ""),
     "configuration_of_a_wrong_type": (lambda source: edit_json(source / "config.json", n_layer="two"), "n_layer"),
+    "generation_settings": (lambda source: (source / "generation_config.json").write_text("{broken"), "generation_config"),
+    "generation_settings_of_a_wrong_type": (
+        lambda source: (source / "generation_config.json").write_text("[]"),
+        "generation_config.json must hold fields and values",
+    ),
     "heads_that_do_not_fit": (lambda source: edit_json(source / "config.json", n_head=5), ""),
 }
 

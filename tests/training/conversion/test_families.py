@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.conversion_cases import Frozen, assert_no_shared_memory, assert_same_function, assert_same_state, output_of
-from support.family_cases import FAMILY_CASES, ONE_OF_EACH, WINDOW, make_family_model, shared_family_model
+from support.family_cases import FAMILY_CASES, ONE_OF_EACH, WINDOW, make_config, make_family_model, shared_family_model
 from support.model_cases import random_tokens
 from transformers import (
     AutoModel,
@@ -11,8 +11,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.masking_utils import create_masks_for_generate
+from transformers.testing_utils import CaptureLogger
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.conversion import renaming
 from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
@@ -112,6 +115,32 @@ class TestSameModel:
         assert all(has_gradients([bottleneck.output_norm.weight for bottleneck in bottlenecks]))
         optimizer.step()
         assert all(has_gradients([getattr(each, part).weight for each in bottlenecks for part in ("fc1", "fc2")]))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_masks_by_type_of_layer(implementation, is_padded):
+    """Masks that Transformers made, with a window and without, in the first call and with a cache."""
+    theirs = make_family_model("qwen3-windows_and_bias", attn_implementation=implementation)
+    ours, tokens = to_nlq(theirs), random_tokens(2, LENGTH, 29)
+    ours.set_attn_implementation(implementation)
+    padding = torch.ones_like(tokens)
+    padding[1, : 5 * is_padded] = 0
+    positions, caches, start = (padding.cumsum(-1) - 1).clamp(min=0), [None, None], 0
+    for end in (WINDOW + 3, LENGTH - 1, LENGTH):
+        step, place = tokens[:, start:end], positions[:, start:end]
+        inputs = (theirs.get_input_embeddings()(step), padding[:, :end], caches[0], place)
+        masks = create_masks_for_generate(theirs.config, *inputs)
+        outputs = []
+        for model, cache in zip((theirs, ours), caches):
+            with torch.no_grad():
+                outputs.append(
+                    model(step, attention_mask=dict(masks), position_ids=place, past_key_values=cache, use_cache=True)
+                )
+        caches = [output.past_key_values for output in outputs]
+        expected, actual = (output.logits[padding[:, start:end].bool()] for output in outputs)
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        start = end
 
 
 GENERATION = {
@@ -215,6 +244,7 @@ REFUSED = {
         "longrope",
     ),
     "partial_rotary_factor": ("llama-grouped", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "not_causal": ("mistral-window", {"is_causal": False}, "is_causal=False"),
     "experts": ("llama-grouped", {"num_local_experts": 8}, "num_local_experts=8"),
     "soft_cap": ("qwen3-one_key_head", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     "multiplier": ("olmo2-grouped", {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
@@ -242,6 +272,7 @@ def test_refused(name, options, named):
 def test_fields_without_effect():
     """Fields of published checkpoints that no class reads."""
     extra = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2, "transformers.js_config": {"a": 1}}
+    extra["is_causal"] = True
     config_class, values = FAMILY_CASES["llama-grouped"]
     assert FAMILIES["llama"].not_read(config_class(**values, **extra)) == []
 
@@ -284,6 +315,21 @@ def test_another_family(name, family):
     other = from_nlq(to_nlq(theirs), family)
     assert other.config.model_type == family
     assert_same_function(other, theirs, length=LENGTH)
+
+
+def test_dropout_that_has_no_counterpart():
+    """It does not change what the model computes, so it is a warning."""
+    ours = to_nlq(shared_family_model("llama-grouped"))
+    ours.config.residual_dropout, ours.config.attention_dropout = 0.1, 0.2
+    with CaptureLogger(renaming.logger) as log:
+        assert from_nlq(ours, "llama").config.attention_dropout == 0.2
+    assert log.out == "residual_dropout=0.1: a llama model trains with 0.0 there; what it computes is the same\n"
+
+
+def test_dropout_of_none(tmp_path):
+    """Llama's configuration allows it."""
+    config = make_config("llama-grouped", attention_dropout=None)
+    assert FAMILIES["llama"].read(config).attention_dropout == 0.0
 
 
 def test_query_that_has_no_counterpart(make_model):

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.family_cases import ONE_OF_EACH, make_family_model
 from support.remote_code import WITHOUT_THIS_PACKAGE
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion.converting import convert
@@ -16,10 +17,33 @@ from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.renaming import class_in_family, empty_model, nearest_in_family
 from modeling_nlq.training.conversion.upcycling import only_adds
 from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
 
 
 # Name -> (parameters, config.json without what names versions)
 PUBLISHED = {
+    "llama-160m": (
+        162_417_408,
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 768,
+            "initializer_range": 0.02,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 2048,
+            "model_type": "llama",
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-06,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "vocab_size": 32000,
+        },
+    ),
     "SmolLM2-135M": (
         134_515_008,
         {
@@ -321,20 +345,49 @@ def test_back_needs_no_package(family, name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+# Name of a shape in `configuration/models` -> the published model
 SHIPPED = {
-    "tiny-llama": "llama",
-    "llama-160m": "llama",
-    "smollm2-135m": "llama",
-    "qwen3-0.6b": "qwen3",
-    "pythia-160m": "gpt_neox",
-    "olmo2-1b": "olmo2",
+    "llama-160m": "llama-160m",
+    "smollm2-135m": "SmolLM2-135M",
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "pythia-160m": "pythia-160m",
+    "olmo2-1b": "OLMo-2-0425-1B",
 }
 
 
-@pytest.mark.parametrize("name, family", SHIPPED.items(), ids=SHIPPED)
-def test_shipped_shape(name, family):
+@pytest.mark.parametrize("name, original", SHIPPED.items(), ids=SHIPPED)
+def test_shipped_shape_is_that_of_the_original(name, original):
+    values = PUBLISHED[original][1]
+    config = AutoConfig.for_model(**values)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert measure(load_config(name)).total == parameters == PUBLISHED[original][0]
+    # A recipe sets the token ids, and all shapes have a cache
+    free = {"architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "use_cache"}
+    parts = ("query_key_value", "attention_output", "mlp")
+    ours, theirs = (
+        {**each.to_dict(), **{f"{part}_bias": each.has_bias(part) for part in parts}}
+        for each in (load_config(name), FAMILIES[config.model_type].read(config))
+    )
+    assert {key: ours[key] for key in ours.keys() - free} == {key: theirs[key] for key in ours.keys() - free}
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
+def test_variant_has_as_many_parameters(name):
+    """Another query, and everything else equal."""
+    query = "bottleneck" if name.startswith("qwen3") else "nonlinear"  # its queries are wider than `hidden_size`
+    ours, variant = load_config(name), load_config(f"{name}-{query}")
+    assert variant.query_projection == query
+    free = {"query_projection", "projection_bottleneck_size"}
+    assert {key for key, value in variant.to_dict().items() if value != ours.to_dict()[key]} <= free
+    assert measure(variant).non_embedding == pytest.approx(measure(ours).non_embedding, rel=2e-3 if "tiny" in name else 5e-4)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
+def test_shipped_shape_can_go_back(name):
     """A model that was trained here in the shape of a family can be written as one, and no number changes."""
     ours = load_config(name)
+    family = "llama" if name not in SHIPPED else PUBLISHED[SHIPPED[name]][1]["model_type"]
     theirs, plain = nearest_in_family(family, ours)
     assert only_adds(ours, plain)
     model = empty_model(class_in_family(family, NLQForCausalLM), theirs)
