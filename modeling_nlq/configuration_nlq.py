@@ -388,7 +388,10 @@ class NLQConfig(PreTrainedConfig):
         if self.has_rotary_positions:
             rope_type = (self.rope_parameters or {}).get("rope_type")
             if rope_type not in ROPE_TYPES:
-                raise ValueError(f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}")
+                raise ValueError(
+                    f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that depend on "
+                    "the current length do not fit a cache"
+                )
             factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
             if not isinstance(factor, int | float) or not 0.0 < factor <= 1.0:
                 raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r} must be above 0 and at most 1")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     GPT2Config,
     GPTNeoXConfig,
@@ -23,7 +24,8 @@ from transformers import (
 )
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES, ROPE_TYPES
+from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
+from modeling_nlq.training.text import one_line
 
 
 class Part(NamedTuple):
@@ -50,13 +52,7 @@ def _equal(**names: str) -> Part:
 
 
 def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    parameters = dict(config.rope_parameters)
-    if parameters.get("rope_type") not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_parameters: rope_type={parameters.get('rope_type')!r} must be one of {', '.join(ROPE_TYPES)}; angles that "
-            "depend on the current length do not fit a cache"
-        )
-    return {"position_embedding": "rope", "rope_parameters": parameters}
+    return {"position_embedding": "rope", "rope_parameters": dict(config.rope_parameters)}
 
 
 def _read_whole_rope(config: PreTrainedConfig) -> dict[str, Any]:
@@ -242,7 +238,10 @@ class Family:
             own = {name: of_layers[index] for name, of_layers in by_layer.items() if of_layers[index] != of_layers[0]}
             if own:
                 overrides[index] = own
-        return NLQConfig(**values, per_layer_config=overrides or None)
+        try:
+            return NLQConfig(**values, per_layer_config=overrides or None)
+        except StrictDataclassError as error:
+            raise ValueError(one_line(error)) from error
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
         """Makes the configuration of the family that is nearest to that of an NLQ model."""

@@ -349,7 +349,7 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
 
 
 def _conflicts_of_trained(recipe: Recipe) -> list[str]:
-    """What speaks against training the part of the model that the recipe chooses."""
+    """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
     conflicts = []
     try:
         if recipe.trainable == "new":
