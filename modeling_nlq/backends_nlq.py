@@ -437,6 +437,12 @@ def make_mask(
             return mask
         key_length, key_offset = sequences.key_range(past_key_values, layer_idx)
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
+            tokens = sequences.query_offset + inputs_embeds.shape[1]
+            if isinstance(tokens, int) and mask.shape[-1] < tokens:
+                widths = " or ".join(map(str, dict.fromkeys((tokens, key_length))))
+                raise ValueError(
+                    f"attention_mask={tuple(mask.shape)} must have {widths} keys (sliding_window={sliding_window})"
+                )
             mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
         return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()

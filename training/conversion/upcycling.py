@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.training.conversion.rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, refusal
@@ -90,7 +91,7 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
         return False
     if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
         return False
-    if after.has_rotary_positions and _angles(before) != _angles(after):
+    if not _have_same_angles(before, after):
         return False
     compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
     fields = NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - compared_above
@@ -153,9 +154,11 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
     found = []
     for field, reason in _FIXED.items():
         old, new = getattr(before, field), getattr(after, field)
-        is_equal = _angles(before) == _angles(after) or not after.has_rotary_positions
-        if old != new and not (field == "rope_parameters" and is_equal):
+        if old != new and not (field == "rope_parameters" and _have_same_angles(before, after)):
             found.append(refusal(field, old, new, reason))
+    if before.rope_parameters == after.rope_parameters and not _have_same_angles(before, after):
+        lengths = before.max_position_embeddings, after.max_position_embeddings
+        found.append(refusal("max_position_embeddings", *lengths, "this rotary type takes its angles from it"))
     for field, reason in _FIXED_IN_LAYERS.items():
         values = [
             (getattr(old, field), getattr(new, field)) for old, new in zip(before.per_layer_config, after.per_layer_config)
@@ -180,10 +183,12 @@ def _by_layer(reasons: list[list[str]]) -> list[str]:
     return joined
 
 
-def _angles(config: NLQConfig) -> dict[str, Any]:
-    """The rotary parameters without those that rotate whole heads, as none does."""
-    parameters = {"partial_rotary_factor": 1.0, **(config.rope_parameters or {})}
-    return {name: value for name, value in parameters.items() if value is not None}
+def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
+    """Tells whether two models rotate queries and keys alike, as far as the second rotates them at all."""
+    if not after.has_rotary_positions or not before.has_rotary_positions:
+        return not after.has_rotary_positions
+    first, second = (GPTNeoXRotaryEmbedding(config) for config in (before, after))
+    return first.attention_scaling == second.attention_scaling and torch.equal(first.inv_freq, second.inv_freq)
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:

@@ -143,6 +143,35 @@ def test_masks_by_type_of_layer(implementation, is_padded):
         start = end
 
 
+def test_dense_mask_of_a_window():
+    """It covers all tokens, or the keys that a layer with a window still has."""
+    theirs, tokens = shared_family_model("mistral-window"), random_tokens(1, LENGTH, 29)
+    ours, visible = to_nlq(theirs), torch.ones(1, 1, 1, LENGTH, dtype=torch.bool)
+    expected = output_of(theirs, tokens)[:, -1:]
+    for width in (WINDOW, LENGTH):
+        with torch.no_grad():
+            cache = ours(tokens[:, :-1], use_cache=True).past_key_values
+            logits = ours(tokens[:, -1:], attention_mask=visible[..., :width], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+    cache = ours(tokens[:, :-1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=rf"attention_mask=\(1, 1, 1, 6\) must have {LENGTH} or 4 keys \(sliding_window=4\)"):
+        ours(tokens[:, -1:], attention_mask=visible[..., :6], past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"must have {LENGTH} keys"):
+        ours(tokens, attention_mask=torch.ones(1, 1, LENGTH, 6, dtype=torch.bool))
+
+
+def test_angles_that_follow_from_the_length():
+    """Without a factor, YaRN takes it from `max_position_embeddings`."""
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": None, "original_max_position_embeddings": 8}
+    theirs = make_family_model("llama-grouped", rope_parameters=yarn)
+    ours = to_nlq(theirs)
+    assert_same_function(ours, theirs, length=LENGTH)
+    with pytest.raises(ValueError, match="max_position_embeddings=32 cannot become 64: this rotary type takes its angles"):
+        upcycle(ours, {"max_position_embeddings": 64})
+    longer = upcycle(ours, {"max_position_embeddings": 64, "rope_parameters": {**yarn, "factor": 4.0}})
+    assert_same_function(longer, theirs, length=LENGTH)
+
+
 GENERATION = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
