@@ -13,6 +13,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find, suggestion
 from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, read_json
 from modeling_nlq.training.parameters import listed
@@ -40,8 +41,14 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     config = AutoConfig.for_model(**values)
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            raise ValueError(f"model {name!r}: there is no field {key!r} to set; {suggestion(key, _switches(config))}")
+            kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"
+            raise ValueError(f"model {name!r}: there is no field {key!r} to set{kind}; {suggestion(key, _switches(config))}")
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+
+
+def limits_length(config: PreTrainedConfig) -> bool:
+    """Tells whether a text can be no longer than `max_position_embeddings`, because positions are learned."""
+    return config.has_learned_positions if isinstance(config, NLQConfig) else not getattr(config, "rope_parameters", None)
 
 
 def _switches(config: PreTrainedConfig) -> set[str]:
@@ -88,7 +95,7 @@ def added_parameters(model: str) -> list[str]:
     if enlarged := record["enlarged"]:
         raise ValueError(
             f"trainable='new' cannot train a part of a parameter, and the conversion of model {model!r} enlarged "
-            f"{listed(enlarged)}; convert its source without, or train all"
+            f"{listed(enlarged)}; convert its source again without these switches, or use trainable: all"
         )
     if not record["added"]:
         raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
@@ -99,17 +106,23 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a saved causal language model and its tokenizer.
 
     Raises:
-        ValueError: if there is no such model.
+        ValueError: if there is no such model, or it is no language model, such as a classifier.
     """
+    if (Path(name) / "adapter_config.json").is_file():
+        raise ValueError(f"model {name!r} is an adapter; name the model that it was merged into")
     if not Path(name).is_dir() and "/" not in name:
         raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
     try:
-        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except OSError as error:
         if Path(name).is_dir():
             raise
         raise ValueError(
             f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
+    return model, tokenizer

@@ -59,6 +59,13 @@ def measure(
     return size_of(model, context)
 
 
+def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of a language model, by name."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
     """Freezes every parameter of a model but those of the given names.
 

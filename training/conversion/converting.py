@@ -36,6 +36,7 @@ from modeling_nlq.training.conversion.renaming import (
     to_nlq,
     to_nlq_origins,
 )
+from modeling_nlq.training.conversion.rules import BIASED_PARTS
 from modeling_nlq.training.conversion.sources import find_checkpoint, load_checkpoint, load_model, read_source
 from modeling_nlq.training.conversion.streaming import Weights, add_new_parameters, find_weights, write_weights
 from modeling_nlq.training.conversion.upcycling import changed, largest_difference, only_adds
@@ -51,7 +52,7 @@ from modeling_nlq.training.files import (
     written_whole,
 )
 from modeling_nlq.training.models import read_conversion
-from modeling_nlq.training.parameters import size_of
+from modeling_nlq.training.parameters import shapes_of, size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
 from modeling_nlq.training.text import first_line, one_line
 
@@ -350,6 +351,9 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
 def _check_changed(before: PreTrainedConfig, after: PreTrainedConfig, switches: dict[str, Any]) -> None:
     if before.to_dict() == after.to_dict():
         raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+    if list(switches) == ["use_bias"] and shapes_of(before) == shapes_of(after):
+        own = ", ".join(f"{part}_bias={getattr(before, f'{part}_bias')}" for part in BIASED_PARTS)
+        raise ValueError(f"use_bias={switches['use_bias']} changes no part of this model, because {own}; set these fields")
 
 
 def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:

@@ -302,7 +302,7 @@ def _attention_normalization(change: LayerChange) -> str | None:
 
 def _qk_norm(change: LayerChange) -> str | None:
     if change.differs("qk_norm"):
-        return "queries and keys would lose or regain their lengths"
+        return "the scores would depend on the lengths of queries and keys, or depend on them no more"
     if change.after.qk_norm == "rms_all_heads" and change.differs("num_key_value_heads"):
         # Copies of all heads have the mean square of the heads
         heads = change.source.k_norm.weight.unflatten(0, (change.before.num_key_value_heads, -1))

@@ -34,9 +34,9 @@ _FIXED = {
     "num_hidden_layers": "the weights are those of this number of layers",
     "vocab_size": "a new token would take probability from the existing tokens",
     "norm_position": "the norms of the trained model are in other places",
-    "norm_type": "the norms of the trained model subtract the mean, or do not",
-    "parallel_residual": "the MLPs of the trained model read the outputs of attention, or do not",
-    "mlp_type": "the MLPs of the trained model have a gate, or none",
+    "norm_type": "LayerNorm subtracts the mean and RMSNorm does not, and the weights were trained with one of them",
+    "parallel_residual": "the inputs of the MLPs would change",
+    "mlp_type": "one has the weights of a gate and the other has none",
     "rope_parameters": "the weights were trained with other angles",
 }
 _FIXED_IN_LAYERS = {"position_embedding": "the weights were trained with other position embeddings"}
@@ -120,7 +120,8 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
     before = model.config
     if found := problems(before, config):
         raise ValueError("; ".join(found))
-    new = type(model)(config).to(model.device, model.dtype).eval()
+    # Not `.to(dtype)`, which would round the angles of rotary positions too
+    new = type(model)._from_config(config, dtype=model.dtype).to(model.device).eval()
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
         for field in _TOKEN_IDS:

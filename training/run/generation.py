@@ -3,7 +3,7 @@
 import torch
 from transformers import set_seed
 
-from modeling_nlq.training.models import load_model
+from modeling_nlq.training.models import limits_length, load_model
 
 
 def generate_text(
@@ -23,8 +23,10 @@ def generate_text(
         The prompt and its continuation.
 
     Raises:
-        ValueError: for an empty prompt, or one that leaves no position for new tokens.
+        ValueError: for an empty prompt, one that leaves no position for new tokens, or a negative temperature.
     """
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be at least 0")
     loaded, tokenizer = load_model(model)
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
@@ -33,7 +35,7 @@ def generate_text(
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")
-    if getattr(loaded.config, "position_embedding", None) == "learned":
+    if limits_length(loaded.config):
         context = loaded.config.max_position_embeddings
         room = context + 1 - length  # the last new token is not read
         max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens

@@ -16,8 +16,8 @@ from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, Tr
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
 from modeling_nlq.configuration import find
 from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
-from modeling_nlq.training.models import added_parameters, is_saved_model
-from modeling_nlq.training.parameters import freeze_all_but
+from modeling_nlq.training.models import added_parameters, is_saved_model, limits_length, load_config
+from modeling_nlq.training.parameters import freeze_all_but, shapes_of
 from modeling_nlq.training.run.lora import add_lora, make_lora_config
 
 
@@ -290,6 +290,8 @@ def resolve_recipe(
     recipe, training_arguments = (
         kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)
     )
+    if recipe.lora is not None:
+        content["lora"] = recipe.lora  # a mapping, also if the command line gave a text
     shared = {name: value for name, value in training.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
     return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": shared})
 
@@ -312,14 +314,25 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     """
     recipe, arguments = resolved.recipe, resolved.training_arguments
     conflicts = []
-    if getattr(config, "position_embedding", "learned") == "learned" and recipe.block_size > config.max_position_embeddings:
+    if limits_length(config) and recipe.block_size > config.max_position_embeddings:
         conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
-    if (recipe.new_vocabulary_size or 0) > config.vocab_size:
-        conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
     if recipe.new_vocabulary_size and is_saved_model(recipe.model):
-        conflicts.append(f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another")
+        conflicts.append(
+            f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
+            f"--tokenizer {recipe.model}"
+        )
+    elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
+        conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
+    if is_saved_model(recipe.model) and (changed := _parameters_changed_by(resolved.switches, recipe.model)):
+        conflicts.append(
+            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} ({changed}); "
+            "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+        )
     if recipe.record_stability and not isinstance(config, NLQConfig):
-        conflicts.append(f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}")
+        conflicts.append(
+            f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}; set "
+            "record_stability: false"
+        )
     if names := _activations_without_package(config):
         conflicts.append(
             f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use another "
@@ -346,6 +359,13 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     conflicts += _conflicts_of_trained(recipe)
     if conflicts:
         raise ValueError("; ".join(conflicts))
+
+
+def _parameters_changed_by(switches: dict[str, Any], model: str) -> str | None:
+    """Names a parameter of a saved model that would be missing, new, or of another shape with other switches."""
+    before, after = (shapes_of(load_config(model, given)) for given in ({}, switches))
+    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    return changed[0] if changed else None
 
 
 def _conflicts_of_trained(recipe: Recipe) -> list[str]:

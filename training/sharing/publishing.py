@@ -183,7 +183,9 @@ def _collect(
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
     settings = read_json(folder / "config.json")
     if settings.get("model_type") != NLQConfig.model_type:
-        raise ValueError(f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models only")
+        raise ValueError(
+            f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf upload`"
+        )
     model, weights = _check_weights(folder, settings)
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
     contents: dict[str, Path | bytes] = {}
@@ -257,8 +259,8 @@ def _adapter(
     """Makes the adapter of a run in a folder, and returns its files."""
     if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
         raise ValueError(
-            f"{folder} is no finished run with `trainable: new`: only there is all that was trained new, and fits an adapter; "
-            "publish the whole model, without --adapter"
+            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none; publish the whole "
+            "model, without --adapter (a LoRA lies in the run's folder `adapter`, for `hf upload`)"
         )
     modules = whole_modules(model, records[CONVERSION_FILE]["added"])
     return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))

@@ -142,6 +142,16 @@ class TestBadInput:
             )
             load_comparison(make_file(models={"base": None, "gpt2": str(path)}))
 
+    def test_match_of_saved_weights(self, make_file, run, recipe_file):
+        """It would change their shape."""
+        models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
+        recipe = {**read_yaml(Path(recipe_file)), "model": str(run[0]), "tokenizer": str(run[0])}
+        file = make_file(models=models, recipe=recipe)
+        with pytest.raises(
+            ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
+        ):
+            load_comparison(file)
+
     def test_name_given_twice(self, make_file, capsys):
         file = Path(make_file())
         file.write_text(file.read_text().replace("twin:", "base:"))

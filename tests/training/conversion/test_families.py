@@ -306,6 +306,12 @@ def test_fields_without_effect():
     assert FAMILIES["llama"].not_read(config_class(**values, **extra)) == []
 
 
+def test_angles_are_not_rounded():
+    """A model in bfloat16 keeps its angles in float32, also if it is changed in memory."""
+    model = upcycle(to_nlq(make_family_model("llama-grouped", dtype=torch.bfloat16)), {"head_projection": True})
+    assert model.dtype == torch.bfloat16 and model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
 # (case, family, what the error names)
 NO_COUNTERPART = {
     "norms": ("gpt_neox-partial", "llama", ["norm_type", "mlp_type", "parallel_residual", "rope_parameters"]),
@@ -419,7 +425,7 @@ CHANGED = {
     "all_biases": ("gpt_neox-partial", {"use_bias": False}, "use_bias=True cannot become False"),
     "narrower_mlp": ("llama-grouped", {"intermediate_size": 7}, "intermediate_size=20 cannot become 7"),
     "qk_norm": ("olmo2-grouped", {"qk_norm": "rms"}, "qk_norm='rms_all_heads' cannot become 'rms'"),
-    "two_at_once": ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "'plain': the MLPs of"),
+    "two_at_once": ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "'plain': one has the weights of a gate"),
 }
 
 

@@ -151,6 +151,14 @@ def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
     assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict(), theirs.state_dict())
 
 
+def test_bias_that_changes_nothing(sources, tmp_path, capsys):
+    """A field for each part says otherwise."""
+    assert run_nlq("convert", sources / "llama", tmp_path / "target", "--set", "use_bias=True") == 1
+    message = capsys.readouterr().err
+    assert "use_bias=True changes no part of this model, because query_key_value_bias=" in message
+    assert not (tmp_path / "target").exists()
+
+
 def test_from_one_family_to_another(sources, tmp_path, no_model_in_memory):
     make_family_model("mistral-without_window").save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "target", to="llama")

@@ -1,11 +1,14 @@
 """`nlq generate`."""
 
+import json
+
 from support.corpora import write_documents
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQForCausalLM, NLQForSequenceClassification
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.run.trainer import train
 
 
 def test_generate(run, capsys):
@@ -31,6 +34,31 @@ def test_prompt_has_no_special_tokens(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(NLQForCausalLM, "generate", keep)
     assert main(["generate", str(tmp_path), "import json", "--max_new_tokens", "3"]) == 0
     assert prompts == [tokenizer("import json", add_special_tokens=False)["input_ids"]]
+
+
+def test_classifier_is_no_language_model(run, corpus, tmp_path, capsys):
+    """Its head is missing, and a random one would give numbers too."""
+    NLQForSequenceClassification.from_pretrained(run[0]).save_pretrained(tmp_path)
+    for file in run[0].glob("tokenizer*"):
+        (tmp_path / file.name).symlink_to(file)
+    untied = {**json.loads((tmp_path / "config.json").read_text()), "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(untied))
+    for command in (["evaluate", str(tmp_path), "--dataset", str(corpus)], ["generate", str(tmp_path), "import"]):
+        assert main(command) == 1
+        assert "is no language model: its weights lack lm_head.weight" in capsys.readouterr().err
+
+
+def test_layers_that_differ_in_positions(recipe_file, tmp_path, capsys):
+    switches = {"position_embedding": "rope", "per_layer_config": {1: {"position_embedding": "none"}}}
+    train(recipe_file, output_dir=tmp_path, max_steps=1, save_strategy="no", switches=switches)
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path), "import json", "--max_new_tokens", "70"]) == 0  # beyond the context of 64
+    assert capsys.readouterr().out.startswith("import json")
+
+
+def test_negative_temperature(run, capsys):
+    assert main(["generate", str(run[0]), "import", "--temperature", "-1"]) == 1
+    assert "temperature=-1.0 must be at least 0" in capsys.readouterr().err
 
 
 def test_evaluate_and_generate_from_a_folder_with_an_odd_name(run, tmp_path, capsys):

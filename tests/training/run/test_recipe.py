@@ -54,6 +54,17 @@ class TestBeforeData:
         assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *arguments]) == 1
         assert "attn_implementation='sdpa' cannot compute attention_activation='relu'" in capsys.readouterr().err
 
+    def test_switches_that_do_not_fit_saved_weights(self, run, recipe_file, tmp_path, capsys):
+        options = ["--model", str(run[0]), "--tokenizer", str(run[0]), "--output_dir", str(tmp_path / "run")]
+        assert main(["train", str(recipe_file), *options, "--set", "query_projection=linear"]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
+        assert "query_projection change parameters of the saved model" in line and "`nlq convert MODEL TARGET --set" in line
+        assert not (tmp_path / "run").exists()
+
+    def test_new_tokenizer_for_saved_weights(self, run, recipe_file, tmp_path, capsys):
+        assert main(["train", str(recipe_file), "--model", str(run[0]), "--output_dir", str(tmp_path / "run")]) == 1
+        assert f"the weights of '{run[0]}' know another; set --tokenizer {run[0]}" in capsys.readouterr().err
+
 
 def test_small_tokenizer_wastes_rows():
     config = models.load_config("tiny-linear")

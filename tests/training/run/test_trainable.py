@@ -229,7 +229,7 @@ class TestAdapter:
 
     def test_of_other_models(self, run, upcycled, capsys):
         for folder in (run[0], upcycled):
-            self.check(folder, capsys, "no finished run with `trainable: new`", "without --adapter")
+            self.check(folder, capsys, "what a finished run with `trainable: new` trained", "without --adapter")
 
     def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
         """A sink is a parameter of the attention itself, and PEFT saves modules."""
