@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .activations_nlq import AttentionActivation
-from .masking_nlq import Visibility, read_mask
+from .masking_nlq import Visibility, read_visible
 
 
 def zero_limit(dtype: torch.dtype) -> float:
@@ -69,8 +69,8 @@ def _at_least_float32(states: torch.Tensor) -> torch.dtype:
 
 def attention_weights(
     scores: torch.Tensor,
-    visible: torch.Tensor,
-    visible_count: torch.Tensor,
+    visible: torch.Tensor | None,
+    visible_count: torch.Tensor | int,
     activation: AttentionActivation,
     normalization: str,
     sink: torch.Tensor | None = None,
@@ -79,8 +79,8 @@ def attention_weights(
 
     Args:
         scores: `(batch, heads, query, key)`, already scaled.
-        visible: booleans that broadcast to the scores.
-        visible_count: `(batch or 1, 1 or heads, query)`.
+        visible: booleans that broadcast to the scores; `None` if every query sees all keys.
+        visible_count: `(batch or 1, 1 or heads, query)`, or one number for all queries.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
@@ -91,33 +91,69 @@ def attention_weights(
     """
     scores = scores.to(_at_least_float32(scores))
     if activation.name == "softmax":
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        scores = _hide(scores, visible, torch.finfo(scores.dtype).min)
         if sink is not None:
             column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
-        return weights.masked_fill(~visible, 0.0)
+        weights = torch.softmax(scores, dim=-1)
+        return _hide(weights if sink is None else weights[..., :-1], visible, 0.0)
 
     if activation.kind == "simplex":
         # -1e4 is too low to get weight, and can be summed up without overflow
-        scores = scores - scores.masked_fill(~visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(
-            min=torch.finfo(scores.dtype).min
-        )
-        weights = activation.function(scores.masked_fill(~visible, -1e4))
-        return weights.masked_fill(~visible, 0.0)
+        scores = scores - _hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        return _hide(activation.function(_hide(scores, visible, -1e4)), visible, 0.0)
 
-    count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)
-    scores = scores.masked_fill(~visible, 0.0)
+    if isinstance(visible_count, torch.Tensor):
+        count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)
+        log_count = count.log()
+    else:
+        count = max(visible_count, 1)
+        log_count = math.log(count)
+    scores = _hide(scores, visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
-        scores = scores - count.log()
+        scores = scores - log_count
     if normalization == "sum" and activation.is_homogeneous and scores.numel():
         scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
-    weights = activation.function(scores).masked_fill(~visible, 0.0)
+    weights = _hide(activation.function(scores), visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
         is_zero = counts_as_zero(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
+
+
+def _hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:
+    return tensor if visible is None else tensor.masked_fill(~visible, value)
+
+
+def one_query_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
+
+    Args:
+        module, attention_mask, scaling: as in `eager_attention_forward`.
+        query: `(batch, heads, 1, head_dim)`.
+        key, value: `(batch, key_value_heads, key, head_dim)`, which are not repeated for the heads that share them.
+
+    Returns:
+        The output `(batch, 1, heads, head_dim)`.
+    """
+    (batch, heads, _, head_dim), dtype = query.shape, query.dtype
+    if dtype == torch.float16:  # too small for scores
+        query, key, value = query.float(), key.float(), value.float()
+    visible, visible_count = read_visible(attention_mask, query, key)
+    by_group = (batch, key.shape[1], heads // key.shape[1], head_dim)
+    scores = torch.matmul(query.reshape(by_group), key.transpose(2, 3)).view(batch, heads, 1, key.shape[2])
+    scores = scores.to(_at_least_float32(scores)) * scaling
+    weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
+    output = torch.matmul(weights.to(query.dtype).view(*by_group[:3], key.shape[2]), value)
+    return output.view(batch, 1, heads, head_dim).to(dtype)
 
 
 def eager_attention_forward(
@@ -143,9 +179,7 @@ def eager_attention_forward(
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
-    visible, visible_count = read_mask(attention_mask, query, key)
-    if isinstance(visible, Visibility):
-        visible = visible.dense()
+    visible, visible_count = read_visible(attention_mask, query, key)
     query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)

@@ -177,7 +177,9 @@ class NLQAttentionProjections(nn.Module):
             terms.append(linear(hidden_states))
         if bottleneck is not None:
             terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
-        return sum(terms[1:], start=terms[0]).unflatten(-1, (-1, self.head_dim))
+        states = sum(terms[1:], start=terms[0])
+        # `unflatten` takes longer
+        return states.view(*states.shape[:-1], states.shape[-1] // self.head_dim, self.head_dim)
 
     def project_output(self, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`; the gate reads `hidden_states`, the layer's input."""

@@ -387,6 +387,17 @@ def find_backend(
     )
 
 
+def backend_request(config: NLQConfig, output_attentions: bool | None = None, **kwargs) -> tuple[str | None, bool]:
+    """Returns what a call of the model asks of the backends: `attn_implementation`, and whether the weights are returned.
+
+    Args:
+        config: the model's configuration.
+        output_attentions: an argument of the call; by default the configuration's value.
+        kwargs: other arguments of the call.
+    """
+    return config._attn_implementation, config.output_attentions if output_attentions is None else output_attentions
+
+
 def make_mask(
     backend: str,
     config: NLQConfig,
@@ -419,6 +430,9 @@ def make_mask(
             )
         return mask
     _check_export(past_key_values, layer_idx)
+    kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _other).mask
+    if kind in ("visibility", "dense") and mask is None and sequences.sees_all_keys(past_key_values, layer_idx, sliding_window):
+        return None
     make_visibility = functools.partial(sequences.visibility, past_key_values, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
@@ -428,7 +442,6 @@ def make_mask(
                 "weights to hide; give a padding mask (batch, key), or use another activation"
             )
         return make_visibility()
-    kind = ATTENTION_BACKENDS.get(backend, _other).mask
     if is_dense:
         if kind not in ("visibility", "dense"):
             raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
@@ -480,28 +493,32 @@ def create_masks_for_generate(
     attention_mask: torch.Tensor | None,
     past_key_values: Cache,
     position_ids: torch.Tensor | None = None,
-    layer_idx: int = 0,
+    *,
+    layers: Sequence[nn.Module],
     **kwargs,
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
 
-    `layer_idx` is a layer that is in the cache; a pipeline stage does not have all of them. Only where all layers take the same
+    `layers` are the attention layers of the model; a pipeline stage does not have all of them. Only where all take the same
     dense mask, it is made here. Else the model makes the masks from the padding mask. It is as long as a static cache, so its
     shape stays the same from token to token.
     """
     implementation = config._attn_implementation
-    layers = list(config.per_layer_config)
     is_linear = [layer.activation.kind == "linear" for layer in layers]
     if not all(is_linear):
         _check_cache(implementation, past_key_values)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
     has_windows = any(layer.sliding_window is not None for layer in layers)
     if not takes_padding and not any(is_linear) and not has_windows:
+        layer_idx = layers[0].layer_idx
         return create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer_idx)
     if attention_mask is None:
         return None
-    length = max(past_key_values.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in range(len(layers)))
-    return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
+    indices = {layer.sliding_window: layer.layer_idx for layer in layers}.values()
+    length = max(past_key_values.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in indices)
+    if length <= attention_mask.shape[-1]:
+        return attention_mask
+    return nn.functional.pad(attention_mask, (0, length - attention_mask.shape[-1]))
 
 
 def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:

@@ -100,7 +100,8 @@ class _FeatureMap(torch.autograd.Function):
 
 def feature_map(states: torch.Tensor) -> torch.Tensor:
     """Computes `psi`. It is positive, so the normaliser is positive too."""
-    return _FeatureMap.apply(states)
+    has_gradient = torch.is_grad_enabled() and states.requires_grad
+    return _FeatureMap.apply(states) if has_gradient else _FeatureMap.forward(states)
 
 
 def parallel_form(inputs: LinearInputs) -> torch.Tensor:
@@ -170,23 +171,44 @@ def chunked_form(
 
 def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
     """Returns `(b, g, r, n, d)` and the state after the last token, by `S_i = decay S_(i-1) + k_i v_i^T` for each token."""
-    if state is None:
-        numerator = inputs.value.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1], inputs.value.shape[-1])
-        state = LinearState(numerator, inputs.key.new_zeros(*inputs.key.shape[:2], inputs.key.shape[-1]))
+    state = state or _no_state(inputs.key)
     outputs = []
     for index in range(inputs.query.shape[-2]):
         decay = _decay(inputs.log_decay, inputs.is_valid[:, index].to(inputs.count.dtype))  # (b, g): padding decays nothing
         if inputs.document_start is not None:
             decay = decay * (inputs.document_start[:, index] < index)[:, None]
-        key, rotated_key = inputs.key[:, :, index], inputs.rotated_key[:, :, index]
-        state = LinearState(
-            state.numerator * decay[..., None, None] + rotated_key[..., :, None] * inputs.value[:, :, index][..., None, :],
-            state.denominator * decay[..., None] + key,
-        )
-        numerator = inputs.rotated_query[..., index, :] @ state.numerator
-        denominator = (inputs.query[..., index, :] @ state.denominator[..., None]).squeeze(-1)
-        outputs.append(_divide(numerator, denominator))
+        state = LinearState(state.numerator * decay[..., None, None], state.denominator * decay[..., None])
+        queries = (inputs.query[..., index, :], inputs.rotated_query[..., index, :])
+        keys = (inputs.key[:, :, index], inputs.rotated_key[:, :, index])
+        output, state = _step(*queries, *keys, inputs.value[:, :, index], state)
+        outputs.append(output)
     return torch.stack(outputs, dim=-2), state
+
+
+def _no_state(key: torch.Tensor) -> LinearState:
+    """Returns the state before the first token, from keys `(b, g, n, d)`."""
+    (*heads, _, head_dim) = key.shape
+    return LinearState(key.new_zeros(*heads, head_dim, head_dim), key.new_zeros(*heads, head_dim))
+
+
+def _step(
+    query: torch.Tensor,
+    rotated_query: torch.Tensor,
+    key: torch.Tensor,
+    rotated_key: torch.Tensor,
+    value: torch.Tensor,
+    state: LinearState,
+) -> tuple[torch.Tensor, LinearState]:
+    """Returns the output of one token, `(b, g, r, d)`, and the state after it.
+
+    Args:
+        query, rotated_query: `(b, g, r, d)`.
+        key, rotated_key, value: `(b, g, d)`.
+        state: of the tokens before, which has decayed by this token already.
+    """
+    state = LinearState(state.numerator + rotated_key[..., :, None] * value[..., None, :], state.denominator + key)
+    denominator = (query @ state.denominator[..., None]).squeeze(-1)
+    return _divide(rotated_query @ state.numerator, denominator), state
 
 
 def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
@@ -301,6 +323,10 @@ def linear_attention(
     """
     batch, _, length, head_dim = query.shape
     dtype = value.dtype
+    if visibility is None and length == 1 and form != "parallel":
+        with maybe_autocast(query.device.type, enabled=False):
+            output, state = _decode(query, key, value, scaling * math.sqrt(head_dim), log_decay, position_embeddings, state)
+        return output.to(dtype), state
     if visibility is None:
         visibility = make_visibility(length, length, 0, query.device)
     is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
@@ -346,6 +372,32 @@ def linear_attention(
                 output, state = chunked_form(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
+
+
+def _decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_scaling: float,
+    log_decay: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    state: LinearState | None,
+) -> tuple[torch.Tensor, LinearState]:
+    """Computes one token that is not padding, by the recurrent form; the other arguments are those of `linear_attention`."""
+    query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
+    query, key = feature_map(query * query_scaling), feature_map(key)
+    rotated_query, rotated_key = query, key
+    if position_embeddings is not None:
+        rotated_query, rotated_key = rotate(query, key, *(part.to(query.dtype) for part in position_embeddings))
+    state = state or _no_state(key)
+    if log_decay is not None:
+        decay = log_decay.to(query.dtype).exp()[:, None]  # (g, 1)
+        state = LinearState(state.numerator * decay[..., None], state.denominator * decay)
+    batch, key_value_heads, _, head_dim = key.shape
+    groups = query.shape[1] // key_value_heads
+    queries = (states.view(batch, key_value_heads, groups, head_dim) for states in (query, rotated_query))
+    output, state = _step(*queries, *(states.squeeze(2) for states in (key, rotated_key, value)), state)
+    return output.flatten(1, 2).unsqueeze(1), state
 
 
 def _make_inputs(

@@ -154,6 +154,24 @@ def read_mask(
     return visible, visible.sum(dim=-1)
 
 
+def read_visible(
+    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | int]:
+    """Reads the mask argument of a backend that takes booleans.
+
+    Args:
+        attention_mask, query, key: as in `read_mask`.
+
+    Returns:
+        A boolean mask, or `None` if there is a single query that sees all keys; and how many keys each query sees, as in
+        `read_mask` or as one number.
+    """
+    if attention_mask is None and query.shape[2] == 1 and not is_tracing(query):
+        return None, key.shape[2]
+    visible, visible_count = read_mask(attention_mask, query, key)
+    return visible.dense() if isinstance(visible, Visibility) else visible, visible_count
+
+
 class Sequences(NamedTuple):
     """The sequences of one call of the model.
 
@@ -208,6 +226,15 @@ class Sequences(NamedTuple):
         if kind not in self.attention_mask:
             raise ValueError(f"attention_mask holds masks for {', '.join(self.attention_mask)}, and none for {kind!r}")
         return self.attention_mask[kind]
+
+    def sees_all_keys(self, past_key_values: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
+        """Tells whether there is a single query, and it sees all keys of a layer; the arguments are those of `visibility`."""
+        if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
+            return False
+        if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
+            return False
+        key_length, key_offset = self.key_range(past_key_values, layer_idx)
+        return key_length + key_offset == self.query_offset + 1 and (sliding_window is None or key_length <= sliding_window)
 
     def key_range(self, past_key_values: Cache | None, layer_idx: int) -> tuple[int, int]:
         """Returns the number of keys of a layer, and the number of tokens before the first key."""

@@ -1,5 +1,6 @@
 """NLQ models: GPT-style decoders whose query projection, attention activation and block are configured."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -29,6 +30,7 @@ from .attention_projections_nlq import NLQAttentionProjections, NLQHeadProjectio
 from .backends_nlq import (
     ATTENTION_BACKENDS,
     LINEAR_ATTENTION,
+    backend_request,
     choose_implementation,
     create_masks_for_generate,
     find_backend,
@@ -122,20 +124,18 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
 
-    def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
+    def find_backend(self, implementation: str | None, needs_weights: bool = False) -> str:
         """Returns the name of the backend that computes this layer in this call.
 
+        Args:
+            implementation: the model's `attn_implementation`.
+            needs_weights: whether this call returns the weights.
+
         Raises:
-            ValueError: if `attn_implementation` names a backend that cannot compute it.
+            ValueError: if `implementation` names a backend that cannot compute it.
         """
-        return find_backend(
-            self.config._attn_implementation,
-            [self.layer_idx],
-            self.activation,
-            self.attention_sink,
-            dropout=self.attention_dropout if self.training else 0.0,
-            needs_weights=self.config.output_attentions if output_attentions is None else output_attentions,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        return find_backend(implementation, [self.layer_idx], self.activation, self.attention_sink, dropout, needs_weights)
 
     def forward(
         self,
@@ -143,10 +143,14 @@ class NLQAttention(NLQAttentionProjections):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: Visibility | torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        backend: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them."""
-        name = self.find_backend(**kwargs)
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
+
+        `backend` is a result of `find_backend`, which the model asks once for all layers of a kind.
+        """
+        name = backend or self.find_backend(*backend_request(self.config, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
@@ -196,13 +200,13 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, output_attentions: bool | None = None, **kwargs) -> str:
-        """Returns `LINEAR_ATTENTION`, whatever `attn_implementation` is.
+    def find_backend(self, implementation: str | None, needs_weights: bool = False) -> str:
+        """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
 
         Raises:
-            ValueError: for `output_attentions=True`.
+            ValueError: if the weights are needed.
         """
-        if self.config.output_attentions if output_attentions is None else output_attentions:
+        if needs_weights:
             raise ValueError(
                 f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
                 "weights; leave output_attentions out, or use another activation there"
@@ -215,10 +219,12 @@ class NLQLinearAttention(NLQAttentionProjections):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: Visibility | None = None,
         past_key_values: Cache | None = None,
+        backend: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, None]:
-        """`(batch, query, hidden)` -> the same shape, and no weights."""
-        self.find_backend(**kwargs)
+        """`(batch, query, hidden)` -> the same shape, and no weights; `backend` as in `NLQAttention`."""
+        if backend is None:
+            self.find_backend(*backend_request(self.config, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states)  # rotary positions come after the feature map
         cache = state = None
         if past_key_values is not None:
@@ -274,19 +280,20 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         has_two_sums = self.is_post_norm and not config.parallel_residual
         has_input_norm = config.norm_position in ("pre", "sandwich")
         has_output_norm = config.norm_position in ("output", "sandwich")
-        self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else nn.Identity()
-        self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else nn.Identity()
-        self.self_attn_output_norm = make_norm(config) if has_output_norm else nn.Identity()
-        self.mlp_output_norm = make_norm(config) if has_output_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.residual_dropout)
-        self.sublayer_activation = _function_or_identity(config.sublayer_activation)
-        self.residual_activation = _function_or_identity(config.residual_activation)
+        # What a block does not have is `None`: a module that does nothing would still cost a call for each token
+        self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
+        self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
+        self.self_attn_output_norm = make_norm(config) if has_output_norm else None
+        self.mlp_output_norm = make_norm(config) if has_output_norm else None
+        self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
+        self.sublayer_activation = _function(config.sublayer_activation)
+        self.residual_activation = _function(config.residual_activation)
 
-    def _before(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return self.sublayer_activation(hidden_states if self.is_post_norm else norm(hidden_states))
+    def _before(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        return _apply(self.sublayer_activation, hidden_states if self.is_post_norm else _apply(norm, hidden_states))
 
-    def _after(self, hidden_states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        return self.residual_activation(norm(hidden_states) if self.is_post_norm else hidden_states)
+    def _after(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        return _apply(self.residual_activation, _apply(norm, hidden_states) if self.is_post_norm else hidden_states)
 
     def forward(
         self,
@@ -305,16 +312,20 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             past_key_values=past_key_values,
             **kwargs,
         )
-        hidden_states = residual + self.dropout(self.self_attn_output_norm(output))
+        hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
         if not self.parallel_residual:
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         output = self.mlp(self._before(residual, self.mlp_norm))
-        hidden_states = hidden_states + self.dropout(self.mlp_output_norm(output))
+        hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
         return self._after(hidden_states, self.mlp_norm)
 
 
-def _function_or_identity(name: str | None) -> nn.Module:
-    return nn.Identity() if name is None else ACT2FN[name]
+def _function(name: str | None) -> nn.Module | None:
+    return None if name is None else ACT2FN[name]
+
+
+def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states if module is None else module(hidden_states)
 
 
 class NLQPreTrainedModel(PreTrainedModel):
@@ -459,7 +470,7 @@ class NLQModel(NLQPreTrainedModel):
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         use_cache = self._check_use_cache(use_cache, past_key_values)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
-        layers = own_layers(self.layers[: self.config.num_hidden_layers])
+        layers = own_layers(itertools.islice(self.layers, self.config.num_hidden_layers))
         first_layer_idx = layers[0].self_attn.layer_idx
         sequences = read_sequences(
             inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, layer_idx=first_layer_idx, **kwargs
@@ -477,7 +488,8 @@ class NLQModel(NLQPreTrainedModel):
         hidden_states = self.dropout(hidden_states)
 
         # One mask for each backend and window, made before the first layer advances the cache
-        kinds = [(layer.self_attn.find_backend(**kwargs), layer.self_attn.sliding_window) for layer in layers]
+        request = backend_request(self.config, **kwargs)
+        kinds = [(layer.self_attn.find_backend(*request), layer.self_attn.sliding_window) for layer in layers]
         masks = {}
         for layer, kind in zip(layers, kinds):
             if kind not in masks:
@@ -498,6 +510,7 @@ class NLQModel(NLQPreTrainedModel):
                 position_embeddings=position_embeddings if layer.self_attn.has_rotary_positions else None,
                 position_ids=sequences.packed_position_ids,
                 past_key_values=past_key_values,
+                backend=kind[0],
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
@@ -609,8 +622,8 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
 
     def create_masks_for_generate(self, *args, **kwargs):
         # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
-        first_layer = own_layers(self.model.layers)[0]
-        return create_masks_for_generate(*args, layer_idx=first_layer.self_attn.layer_idx, **kwargs)
+        layers = [layer.self_attn for layer in own_layers(self.model.layers)]
+        return create_masks_for_generate(*args, layers=layers, **kwargs)
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,

@@ -24,7 +24,7 @@ from torch import nn
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import get_attention_activation
-from .attention_nlq import counts_as_zero, keep_from_overflow
+from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
 
@@ -382,13 +382,18 @@ def tiled_attention_forward(
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
     query, key, value = in_autocast_precision(query, key, value)
-    inputs = (key, value, attention_mask, scaling, dropout)
-    is_free_of_scale = module.normalization == "sum" and module.activation.is_homogeneous
+    activation, normalization = module.activation, module.normalization
+    if query.shape[2] == 1 and not (dropout and module.training):
+        # A single query needs no tiles, and hardly any memory
+        attend, inputs = one_query_attention, (key, value, attention_mask, scaling)
+    else:
+        attend, inputs = _operators.attend, (key, value, attention_mask, scaling, dropout)
+    is_free_of_scale = normalization == "sum" and activation.is_homogeneous
     if not is_free_of_scale:
-        return _operators.attend(module, query, *inputs), None
-    rescaled = functools.partial(keep_from_overflow, query, key, scaling, module.activation, module.normalization)
+        return attend(module, query, *inputs), None
+    rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
     if is_tracing(query) or query.is_meta:
-        return _operators.attend(module, rescaled(), *inputs), None
+        return attend(module, rescaled(), *inputs), None
     # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
-    output = _operators.attend(module, query, *inputs)
-    return output if output.isfinite().all() else _operators.attend(module, rescaled(), *inputs), None
+    output = attend(module, query, *inputs)
+    return output if output.isfinite().all() else attend(module, rescaled(), *inputs), None

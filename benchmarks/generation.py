@@ -1,0 +1,217 @@
+"""Speed of greedy `generate`, beside the GPT-2 and the Llama of Transformers in the same shape.
+
+    python benchmarks/generation.py                                # decoding and a long context, on the CPU in float32
+    python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to compile
+    python benchmarks/generation.py --device cuda --dtype bfloat16 # on a GPU
+    python benchmarks/generation.py --profile linear sigmoid       # where the time of a token goes
+
+The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the same
+round, with its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the prompt, the
+others the time of a token. Before anything is timed, each candidate must generate the same tokens with a cache and without.
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from measure import attempt, quartiles
+from transformers import (
+    CompileConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.generation import BaseStreamer
+from transformers.utils import logging
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+
+
+SHAPE = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+LONGEST = 8192
+REFERENCES = ("gpt2", "llama")
+CANDIDATES = {
+    "linear": {"query_projection": "linear"},
+    "nonlinear": {"query_projection": "nonlinear"},
+    "sigmoid": {"query_projection": "linear", "attention_activation": "sigmoid"},
+    "relu": {"query_projection": "linear", "attention_activation": "relu"},
+    "squared": {"query_projection": "linear", "attention_activation": "squared"},
+    "linear_attention": {"query_projection": "linear", "attention_activation": "linear_attention"},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is generated.
+
+    Attributes:
+        batch: number of texts.
+        prompt, new: tokens of a text before and after.
+        reference: the candidate whose speed is 1.
+        shows_prompt: whether the table has the time of the prompt.
+        is_compiled: whether the cache is static and the model compiled.
+    """
+
+    batch: int
+    prompt: int
+    new: int
+    reference: str
+    shows_prompt: bool = False
+    is_compiled: bool = False
+
+
+SETTINGS = {
+    "decode": [Setting(1, 64, 128, "gpt2"), Setting(8, 64, 128, "gpt2")],
+    "context": [Setting(1, 4096, 32, "linear", shows_prompt=True)],
+    "static": [Setting(1, 64, 128, "llama", is_compiled=True)],
+}
+
+
+class Clock(BaseStreamer):
+    """Notes when the prompt and each token arrive."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Notes the time of some tokens, which lie on the CPU, so they are finished."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Does nothing."""
+
+
+def make_model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
+    """Makes a random model in evaluation mode, none of whose tokens ends the text."""
+    torch.manual_seed(0)
+    size = SHAPE["hidden_size"]
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    if name == "gpt2":
+        config = GPT2Config(
+            vocab_size=SHAPE["vocab_size"],
+            n_embd=size,
+            n_layer=SHAPE["num_hidden_layers"],
+            n_head=SHAPE["num_attention_heads"],
+            n_positions=LONGEST,
+            **ends,
+        )
+        model = GPT2LMHeadModel(config)
+    elif name == "llama":
+        config = LlamaConfig(**SHAPE, intermediate_size=4 * size, max_position_embeddings=LONGEST, **ends)
+        model = LlamaForCausalLM(config)
+    else:
+        model = NLQForCausalLM(NLQConfig(**SHAPE, max_position_embeddings=LONGEST, **CANDIDATES[name]))
+    return model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
+
+
+def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new: int, **options) -> torch.Tensor:
+    """Returns the prompt and `new` tokens after it."""
+    if setting.is_compiled:
+        compiled = CompileConfig(fullgraph=True, mode="default")
+        compiled._compile_all_devices = True  # Transformers compiles on GPUs only, unless it is told to
+        options |= {"cache_implementation": "static", "compile_config": compiled}
+    return model.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **options)
+
+
+def gate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> None:
+    """Raises `ValueError` if a cache changes the tokens."""
+    with_cache = generate(model, tokens[:, :64], setting, 8)
+    if not torch.equal(with_cache, model.generate(tokens[:, :64], max_new_tokens=8, use_cache=False, pad_token_id=0)):
+        raise ValueError("a cache changes the tokens")
+
+
+def turn(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> tuple[float, float]:
+    """Returns the seconds of the prompt with its first token, and of each token after that."""
+    clock = Clock()
+    start = time.perf_counter()
+    generate(model, tokens, setting, setting.new, streamer=clock)
+    first, last = clock.times[1], clock.times[-1]  # the first entry is the prompt itself
+    return first - start, (last - first) / (setting.new - 1)
+
+
+def compare(setting: Setting, names: list[str], arguments: argparse.Namespace) -> None:
+    """Prints the table of one setting."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(SHAPE["vocab_size"], (setting.batch, setting.prompt), generator=generator).to(arguments.device)
+    names = list(dict.fromkeys([setting.reference, *names]))
+    times: dict[str, list[tuple[float, float]]] = {}
+    models, failures = {}, {}
+    for name in names:
+        models[name] = make_model(name, arguments)
+
+        def prepare(model=models[name]):
+            gate(model, tokens, setting)
+            turn(model, tokens, setting)
+
+        if (reason := attempt(name, prepare)) is not None:
+            failures[name] = reason
+        times[name] = []
+    if setting.reference in failures:
+        raise SystemExit(f"{setting.reference}, the reference, failed: {failures[setting.reference]}")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(arguments.rounds):
+        for name in names:
+            if name not in failures:
+                times[name].append(turn(models[name], tokens, setting))
+    new_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    compiled = f", compiled, static cache; graphs compiled while timing: {new_graphs}" if setting.is_compiled else ""
+    print(f"\nbatch {setting.batch}, prompt of {setting.prompt:,}, {setting.new} new tokens{compiled}\n")
+    header = ["model", "ms per token", f"speed, x {setting.reference}", "quartiles"]
+    header += ["ms of the prompt", f"time, x {setting.reference}"] if setting.shows_prompt else []
+    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for name in names:
+        if name in failures:
+            print(f"| {name} | {failures[name]} |{' |' * (len(header) - 2)}")
+            continue
+        prompts, steps = zip(*times[name])
+        their_prompts, their_steps = zip(*times[setting.reference])
+        low, middle, high = quartiles(their_steps, steps)
+        cells = [name, f"{1000 * statistics.median(steps):.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
+        if setting.shows_prompt:
+            cells += [f"{1000 * statistics.median(prompts):.0f}", f"{quartiles(prompts, their_prompts)[1]:.2f}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def profile(names: list[str], arguments: argparse.Namespace) -> None:
+    """Prints the functions that take most of the time of decoding, for each model."""
+    setting = SETTINGS["decode"][0]
+    tokens = torch.randint(SHAPE["vocab_size"], (setting.batch, setting.prompt)).to(arguments.device)
+    for name in names:
+        model = make_model(name, arguments)
+        turn(model, tokens, setting)
+        profiler = cProfile.Profile()
+        profiler.runcall(turn, model, tokens, setting)
+        print(f"\n{name}: {setting.new} tokens")
+        pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(arguments.rows)
+
+
+def main() -> None:
+    names = [*REFERENCES, *CANDIDATES]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["decode", "context"])
+    parser.add_argument("--candidates", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--profile", nargs="+", choices=names, metavar="MODEL", help="print a profile of these, and stop")
+    parser.add_argument("--rows", type=int, default=25, help="rows of a profile")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    if arguments.profile:
+        profile(arguments.profile, arguments)
+        return
+    for name in arguments.settings:
+        for setting in SETTINGS[name]:
+            compare(setting, arguments.candidates, arguments)
+
+
+if __name__ == "__main__":
+    main()
