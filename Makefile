@@ -38,6 +38,7 @@ benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/attention.py
 	.venv/bin/python benchmarks/linear.py
 	.venv/bin/python benchmarks/windows.py
+	.venv/bin/python benchmarks/generation.py
 	.venv/bin/python benchmarks/stability.py
 
 # Everything that needs a GPU, on a machine that has one; `make -k gpu` goes on after a failure. What is printed is kept beside

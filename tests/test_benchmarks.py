@@ -8,6 +8,7 @@ import sys
 import attention
 import attention_cuda
 import conversion
+import generation
 import measure
 import pytest
 import selection
@@ -480,3 +481,17 @@ def test_memory_of_a_conversion(capsys, tmp_path):
     for *_, weights, _, _, peak, limit in rows:
         assert float(limit) < float(weights) and 0.3 < float(peak) < float(limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_generation(monkeypatch, capsys):
+    """Every candidate has its row, and the reference the ratio 1."""
+    shape = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    setting = generation.Setting(2, 8, 3, "gpt2", shows_prompt=True)
+    monkeypatch.setattr(generation.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
+    monkeypatch.setattr(generation, "SHAPE", shape)
+    monkeypatch.setattr(generation, "SETTINGS", {"decode": [setting]})
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--settings", "decode", "--rounds", "2", "--threads", "1"])
+    generation.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0].removeprefix("| ") for row in rows] == ["model", *generation.REFERENCES, *generation.CANDIDATES]
+    assert rows[1][2] == "1.00" and all(float(row[1]) > 0 for row in rows[1:])
