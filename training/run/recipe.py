@@ -323,7 +323,8 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         )
     elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
         conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
-    if is_saved_model(recipe.model) and (changed := _parameters_changed_by(resolved.switches, recipe.model)):
+    has_switches = bool(resolved.switches) and is_saved_model(recipe.model)
+    if has_switches and (changed := _parameters_changed_by(resolved.switches, recipe.model)):
         conflicts.append(
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} ({changed}); "
             "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
