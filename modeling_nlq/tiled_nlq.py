@@ -27,12 +27,11 @@ from .activations_nlq import get_attention_activation
 from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
+from .tiled_cpp_nlq import LARGEST_SUM, attend, attend_backward, is_compiled
 
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
-# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
-LARGEST_SUM = 2.0**96
 
 
 def _cut(length: int, size: int) -> list[tuple[int, int]]:
@@ -258,12 +257,15 @@ def _tiled_attention(
     normalization: str,
     scaling: float,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
     masks = (query_index, key_is_valid, first_key, visible)
+    output, remainder, inverse_normalizer = results = _new_results(query, normalization)
+    if is_compiled(query, key, row := get_attention_activation(activation), dropout):
+        attend(query, key, value, *results, visible_count, masks, row, normalization, scaling)
+        return results
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
-        output, inverse_normalizer = _new_results(query)
         for i, (start, end) in enumerate(call.query_tiles):
             weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
@@ -286,8 +288,11 @@ def _tiled_attention(
                 tile_inverse = torch.ones_like(total)
             inverse_normalizer[..., start:end] = tile_inverse.flatten(1, 2)
             weighted = weighted.view(*total.shape, weighted.shape[-1]) * tile_inverse[..., None]
-            output[:, start:end] = weighted.flatten(1, 2).transpose(1, 2)
-    return output, inverse_normalizer
+            exact = weighted.flatten(1, 2).transpose(1, 2)
+            output[:, start:end] = exact
+            if remainder.numel():
+                remainder[:, start:end] = exact - output[:, start:end]
+    return results
 
 
 def _tiled_attention_backward(
@@ -296,6 +301,7 @@ def _tiled_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
+    remainder: torch.Tensor,
     inverse_normalizer: torch.Tensor,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
@@ -310,6 +316,9 @@ def _tiled_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, first_key, visible)
+    if is_compiled(query, key, row := get_attention_activation(activation), dropout):
+        results = (output, remainder, inverse_normalizer)
+        return attend_backward(gradient, query, key, value, *results, visible_count, masks, row, normalization, scaling)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
@@ -341,17 +350,22 @@ def _tiled_attention_backward(
     return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
 
 
-def _new_results(query: torch.Tensor, *inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_results(query: torch.Tensor, normalization: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Makes the results, empty: the output `(batch, query, heads, head_dim)`; the remainder that rounding removes from it, of
+    the same shape, or `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
+    """
     batch, heads, query_length, head_dim = query.shape
     inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
-    return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
+    output = query.new_empty(batch, query_length, heads, head_dim)
+    has_remainder = normalization == "sum" and inverse_normalizer.dtype != output.dtype
+    return output, torch.empty_like(output) if has_remainder else output.new_empty(0), inverse_normalizer
 
 
 _operators = AttentionOperators(
     "tiled_attention",
     _tiled_attention,
     _tiled_attention_backward,
-    new_results=_new_results,
+    new_results=lambda query, *inputs: _new_results(query, inputs[10]),
     new_gradient=lambda states: states.new_empty(states.shape),
     tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
     seed_device="cpu",

@@ -1,0 +1,755 @@
+"""The passes of `nlq_tiled` in C++, for CPUs with AVX-512. One pass over a tile of scores does what takes PyTorch several.
+
+The code is compiled once per machine, at the first call, by the C++ compiler that is there; without one, `nlq_tiled` computes
+the same with PyTorch's operators. The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch
+(`ATen/native/CPUBlas.h`) and use AMX where the CPU has it.
+
+Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
+is `(key, query)`, so that weights and gradients can be multiplied as they are.
+"""
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from .activations_nlq import AttentionActivation
+from .attention_nlq import zero_limit
+
+
+logger = logging.get_logger(__name__)
+
+# Queries and keys of a tile of forward and of backward; multiples of `STEP` in the C++ code
+FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
+
+# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
+LARGEST_SUM = 2.0**96
+
+# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. A comparison with NaN is false, and what is
+# not a number must stay so. If a pass ignores one of the two, the compiler removes its computation.
+CPP_BODIES = {
+    "identity": "weight = score; slope = 1;",
+    "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
+    "relu_squared": "float positive = score < 0 ? 0 : score; weight = positive * positive; slope = 2 * positive;",
+    "sigmoid": "weight = sigmoid(score); slope = weight - weight * weight;",
+    "softplus": """
+        float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
+        weight = positive + x * log1p_ratio(x);
+        slope = (score < 0 ? x : 1) / (1 + x);""",
+    "squared": "weight = score * score; slope = 2 * score;",
+    "tanh": "weight = tanh(score); slope = 1 - weight * weight;",
+}
+
+# The arguments of a pass. Tensors have the axes batch, heads, length and, if there is one, head_dim, whose stride is 1.
+SIZES = (
+    *("threads", "batch", "heads", "key_value_heads", "queries", "keys", "width", "query_tile", "key_tile", "activation"),
+    # first_query: index of the first query among the keys, if the mask is causal
+    *("is_causal", "first_query", "is_sum"),
+)
+FLOATS = ("scaling", "zero_limit", "largest_sum")
+TENSORS = (
+    *("query", "key", "value", "bias", "key_is_valid", "first_key", "visible"),
+    *("output", "remainder", "inverse_normalizer"),
+    *("gradient", "query_gradient", "key_gradient", "value_gradient"),
+)
+
+SOURCE = r"""
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+namespace {
+
+using Index = int64_t;
+using Half = uint16_t;  // the bits of a bfloat16
+
+struct Tensor {
+  char* data;
+  Index strides[4];
+};
+
+struct Call {
+  Index SIZES;
+  double FLOATS;
+  Tensor TENSORS;
+};
+
+template <class T>
+T* at(const Tensor& tensor, Index batch, Index head, Index place = 0) {
+  return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
+}
+
+// Columns of tiles begin and end at multiples of this, so that there are few sizes of matrices, each of which has its own kernel
+constexpr Index STEP = 32;
+
+Index round_down(Index size) { return size / STEP * STEP; }
+Index round_up(Index size) { return (size + STEP - 1) / STEP * STEP; }
+Index tiles(Index length, Index tile) { return (length + tile - 1) / tile; }
+// Pairs of numbers in bfloat16 lie next to each other; the odd one out has a 0 beside it
+template <class T>
+Index padded(Index size) { return sizeof(T) == 2 ? (size + 1) / 2 * 2 : size; }
+
+// Memory that is not initialised
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(Index size) : data(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 127) / 64 * 64))) {
+    if (data == nullptr) std::abort();
+  }
+  ~Buffer() { std::free(data); }
+  Buffer(const Buffer&) = delete;
+  T* const data;
+};
+
+// C (+)= A B. In bfloat16, B holds pairs of rows: (k / 2, n, 2)
+void multiply(Index m, Index n, Index k, const float* a, Index row_a, const float* b, Index row_b, float* c, Index row_c, bool add) {
+  at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, a, b, c, false);
+}
+void multiply(Index m, Index n, Index k, const Half* a, Index row_a, const Half* b, Index row_b, float* c, Index row_c, bool add) {
+  using Number = const at::BFloat16*;
+  at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
+}
+
+inline float from_bits(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+inline uint32_t to_bits(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  return bits;
+}
+
+inline float load(const float* place) { return *place; }
+inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
+// Stores a number, rounded to the nearest (to even), and returns what was stored
+inline float store(float* place, float number) { return *place = number; }
+inline float store(Half* place, float number) {
+  uint32_t bits = to_bits(number);
+  bits = number != number ? 0x7fc00000u : (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  *place = Half(bits >> 16);
+  return from_bits(bits);
+}
+
+// exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
+inline float exp_negative(float x) {
+  const float shifted = x * 1.442695041f + 12582912.0f;  // 1.5 2^23: the last bits of the sum are those of n
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float series = 1.3981999507e-3f + r * 1.9875691500e-4f;
+  series = 8.3334519073e-3f + r * series;
+  series = 4.1665795894e-2f + r * series;
+  series = 1.6666665459e-1f + r * series;
+  series = 5.0000001201e-1f + r * series;
+  series = 1.0f + (r + r * r * series);
+  const float power = series * from_bits((to_bits(shifted) << 23) + 0x3f800000u);
+  return x < -87.3365f ? 0.0f : power;
+}
+
+// log(1 + x) / x for 0 <= x <= 1; relative error 4.7e-9 (see `triton_activations_nlq.py`)
+inline float log1p_ratio(float x) {
+  float series = 0.01985146236f - x * 0.003244025177f;
+  series = -0.05695953427f + x * series;
+  series = 0.1060365489f + x * series;
+  series = -0.1530559257f + x * series;
+  series = 0.1967593926f + x * series;
+  series = -0.2495413366f + x * series;
+  series = 0.3332996242f + x * series;
+  series = -0.4999990242f + x * series;
+  return 0.9999999953f + x * series;
+}
+
+inline float sigmoid(float score) {
+  const float x = exp_negative(-std::fabs(score));
+  return (score < 0 ? x : 1.0f) / (1.0f + x);
+}
+
+// 2 sigmoid(2 s) - 1, and where that cancels, a polynomial in s^2 (see `triton_activations_nlq.py`)
+inline float tanh(float score) {
+  const float square = score * score;
+  float series = -0.05298607529f + square * 0.01713500663f;
+  series = 0.1332477932f + square * series;
+  series = 0.9999999869f + square * (-0.3333306939f + square * series);
+  return square < 0.25f ? score * series : 2.0f * sigmoid(2.0f * score) - 1.0f;
+}
+
+BODIES
+
+// The visible columns of a row of a tile: a range, and in it, if there are bytes, those that are not 0
+struct Columns {
+  Index first, last;
+  const uint8_t* visible;
+};
+
+// Computes the weights of one row of a tile, 0 for hidden columns and up to `end`, and returns their sum
+template <class Phi, class T>
+float weigh(const float* scores, T* weights, Columns columns, Index end, float scaling, float bias) {
+  std::fill(weights, weights + columns.first, T(0));
+  std::fill(weights + columns.last, weights + end, T(0));
+  float total = 0;
+  if (columns.visible == nullptr) {
+#pragma omp simd reduction(+ : total)
+    for (Index i = columns.first; i < columns.last; i++) {
+      float weight, slope;
+      Phi::both(scores[i] * scaling - bias, weight, slope);
+      total += store(weights + i, weight);
+    }
+  } else {
+#pragma omp simd reduction(+ : total)
+    for (Index i = columns.first; i < columns.last; i++) {
+      float weight, slope;
+      Phi::both(scores[i] * scaling - bias, weight, slope);
+      total += store(weights + i, columns.visible[i] ? weight : 0.0f);
+    }
+  }
+  return total;
+}
+
+// Computes the weights of one row of a transposed tile, and the gradient of its scores from that of its weights; 0 where hidden
+template <class Phi, class T>
+void differentiate(
+    const float* scores, const float* weights_gradient, T* weights, T* scores_gradient, Columns columns, Index end, float scaling,
+    const float* bias, const float* delta) {
+  for (T* row : {weights, scores_gradient}) {
+    std::fill(row, row + columns.first, T(0));
+    std::fill(row + columns.last, row + end, T(0));
+  }
+  if (columns.visible == nullptr) {
+#pragma omp simd
+    for (Index i = columns.first; i < columns.last; i++) {
+      float weight, slope;
+      Phi::both(scores[i] * scaling - bias[i], weight, slope);
+      const float gradient = slope * (weights_gradient[i] - delta[i]);
+      store(weights + i, weight);
+      store(scores_gradient + i, gradient);
+    }
+  } else {
+#pragma omp simd
+    for (Index i = columns.first; i < columns.last; i++) {
+      float weight, slope;
+      Phi::both(scores[i] * scaling - bias[i], weight, slope);
+      const float gradient = slope * (weights_gradient[i] - delta[i]);
+      store(weights + i, columns.visible[i] ? weight : 0.0f);
+      store(scores_gradient + i, columns.visible[i] ? gradient : 0.0f);
+    }
+  }
+}
+
+template <class T>
+struct Rows {
+  float (*weigh)(const float*, T*, Columns, Index, float, float);
+  void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
+};
+template <class T>
+const Rows<T> ROWS[] = {ROWS_OF_BODIES};
+
+// (rows, columns) -> (columns, row_out), with 0 after the rows
+template <class T>
+void transpose(const T* in, Index row_in, Index rows, Index columns, T* out, Index row_out) {
+  constexpr Index BLOCK = 16;
+  for (Index first = 0; first < columns; first += BLOCK)
+    for (Index row = 0; row < rows; row++)
+      for (Index column = first; column < std::min(first + BLOCK, columns); column++)
+        out[column * row_out + row] = in[row * row_in + column];
+  for (Index column = 0; column < columns; column++) std::fill(out + column * row_out + rows, out + (column + 1) * row_out, T(0));
+}
+
+// The transpose (columns, row_out) of a matrix (rows, columns), as `multiply` takes B
+void pack_transposed(const float* in, Index row_in, Index rows, Index columns, float* out, Index row_out) {
+  transpose(in, row_in, rows, columns, out, row_out);
+}
+void pack_transposed(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index row_out) {
+  for (Index row = 0; row < row_out; row++)
+    for (Index column = 0; column < columns; column += 2) {
+      if (row < rows) std::memcpy(out + column * row_out + 2 * row, in + row * row_in + column, 4);
+      else std::memset(out + column * row_out + 2 * row, 0, 4);
+    }
+}
+
+// A matrix (rows, columns) as `multiply` takes B. In float32 that is the matrix itself. In bfloat16 it is packed: pairs of rows
+// next to each other, `row_out` pairs in a row, and 0 beside the last of an odd number of rows. Returns the matrix
+const float* pack(const float* in, Index, Index, Index, float*, Index) { return in; }
+const Half* pack(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index row_out) {
+  for (Index row = 0; row < rows; row += 2) {
+    const Half *one = in + row * row_in, *other = one + row_in;
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(out + row * row_out);
+    if (row + 1 < rows) {
+#pragma omp simd
+      for (Index column = 0; column < columns; column++) pairs[column] = one[column] | uint32_t(other[column]) << 16;
+    } else {
+      for (Index column = 0; column < columns; column++) pairs[column] = one[column];
+    }
+  }
+  return out;
+}
+
+// What hides the keys of one batch row and head
+struct Mask {
+  const Call& call;
+  const uint8_t* key_is_valid = nullptr;
+  const Index* first_key = nullptr;
+  const uint8_t* visible = nullptr;
+  Index row = 0;
+
+  Mask(const Call& call, Index batch, Index head) : call(call) {
+    if (call.key_is_valid.data) key_is_valid = at<uint8_t>(call.key_is_valid, batch, 0);
+    if (call.first_key.data) first_key = at<Index>(call.first_key, batch, 0);
+    if (call.visible.data) visible = at<uint8_t>(call.visible, batch, head), row = call.visible.strides[2];
+  }
+
+  // The range of the keys of a query, and of the queries of a key, apart from bytes
+  Index first_key_of(Index query) const { return first_key ? std::min(first_key[query], call.keys) : 0; }
+  Index last_key_of(Index query) const { return call.is_causal ? std::min(call.first_query + query + 1, call.keys) : call.keys; }
+  Index first_query_of(Index key) const {
+    return call.is_causal ? std::clamp<Index>(key - call.first_query, 0, call.queries) : 0;
+  }
+  Index last_query_of(Index key) const {
+    return first_key ? std::upper_bound(first_key, first_key + call.queries, key) - first_key : call.queries;
+  }
+
+  // Whether the bytes hide some keys of a pair of tiles, and whether all
+  void look(Index query, Index queries, Index key, Index keys, bool& some, bool& all) const {
+    some = false, all = key_is_valid || visible;
+    const auto check = [&](const uint8_t* bytes) {
+      const bool is_any = std::memchr(bytes, 1, keys) != nullptr, is_none = std::memchr(bytes, 0, keys) != nullptr;
+      all = all && !is_any, some = some || is_none;
+    };
+    if (key_is_valid) check(key_is_valid + key);
+    for (Index i = 0; visible && i < queries && !(some && !all); i++) check(visible + (query + i) * row + key);
+  }
+};
+
+template <class T>
+void forward(const Call& call) {
+  const Index width = call.width, m = call.query_tile, n = call.key_tile, group = call.heads / call.key_value_heads;
+  const Index key_tiles = tiles(call.keys, n), query_tiles = tiles(call.queries, m);
+  const Index size = n * width;  // of a tile of keys
+  const bool is_half = sizeof(T) == 2;
+  const Index shared = call.batch * call.key_value_heads;
+  const auto rows = ROWS<T>[call.activation].weigh;
+  Buffer<T> packed_keys(shared * key_tiles * size), packed_values(is_half ? shared * key_tiles * size : 0);
+#pragma omp parallel num_threads(call.threads)
+  {
+#pragma omp for schedule(static)
+    for (Index unit = 0; unit < shared * key_tiles; unit++) {
+      const Index head = unit / key_tiles, key = unit % key_tiles * n, keys = std::min(n, call.keys - key);
+      const Index batch = head / call.key_value_heads, key_value_head = head % call.key_value_heads;
+      const T *key_rows = at<T>(call.key, batch, key_value_head, key), *value_rows = at<T>(call.value, batch, key_value_head, key);
+      pack_transposed(key_rows, call.key.strides[2], keys, width, packed_keys.data + unit * size, n);
+      pack(value_rows, call.value.strides[2], keys, width, packed_values.data + unit * size, width);
+    }
+    Buffer<float> scores(m * n), sums(m * width), totals(m);
+    Buffer<T> weights_of_half(is_half ? m * n : 0);
+    T* weights = is_half ? weights_of_half.data : reinterpret_cast<T*>(scores.data);
+    // The last queries see the most keys. They come first, so that no thread is left with much work in the end
+#pragma omp for schedule(dynamic)
+    for (Index unit = 0; unit < call.batch * call.heads * query_tiles; unit++) {
+      const Index head_index = unit % (call.batch * call.heads), query = (query_tiles - 1 - unit / (call.batch * call.heads)) * m;
+      const Index batch = head_index / call.heads, head = head_index % call.heads, queries = std::min(m, call.queries - query);
+      const Index shared_head = batch * call.key_value_heads + head / group;
+      const Mask mask(call, batch, head);
+      const float* bias = at<float>(call.bias, batch, head, query);
+      std::fill(sums.data, sums.data + queries * width, 0.0f);
+      std::fill(totals.data, totals.data + queries, 0.0f);
+      const Index first_key = mask.first_key_of(query), last_key = mask.last_key_of(query + queries - 1);
+      for (Index tile = first_key / n; tile * n < last_key; tile++) {
+        const Index begin = std::max(tile * n, round_down(first_key - tile * n) + tile * n);
+        const Index end = std::min({(tile + 1) * n, round_up(last_key - tile * n) + tile * n, call.keys}), keys = end - begin;
+        bool is_some_hidden, are_all_hidden;
+        mask.look(query, queries, begin, keys, is_some_hidden, are_all_hidden);
+        if (are_all_hidden) continue;
+        const T* tile_keys = packed_keys.data + (shared_head * key_tiles + tile) * size + (begin - tile * n) * (is_half ? 2 : 1);
+        multiply(queries, keys, width, at<T>(call.query, batch, head, query), call.query.strides[2], tile_keys, n, scores.data, n, false);
+        for (Index i = 0; i < queries; i++) {
+          Columns columns{std::max(mask.first_key_of(query + i) - begin, Index(0)), std::min(mask.last_key_of(query + i) - begin, keys), nullptr};
+          columns.last = std::max(columns.last, Index(0)), columns.first = std::min(columns.first, columns.last);
+          if (is_some_hidden) columns.visible = mask.visible ? mask.visible + (query + i) * mask.row + begin : mask.key_is_valid + begin;
+          totals.data[i] += rows(scores.data + i * n, weights + i * n, columns, padded<T>(keys), call.scaling, bias[i]);
+        }
+        const T* values = is_half ? packed_values.data + (shared_head * key_tiles + tile) * size + (begin - tile * n) * width
+                                  : at<T>(call.value, batch, head / group, begin);
+        multiply(queries, width, padded<T>(keys), weights, n, values, is_half ? width : call.value.strides[2], sums.data, width, true);
+      }
+      float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
+      for (Index i = 0; i < queries; i++) {
+        if (call.is_sum) {
+          const float total = totals.data[i];
+          inverse[i] = total < float(call.zero_limit)      ? 0.0f
+              : total > float(call.largest_sum) ? std::numeric_limits<float>::quiet_NaN()
+                                                : 1.0f / total;
+        }
+        T* output = at<T>(call.output, batch, head, query + i);
+        T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
+        for (Index column = 0; column < width; column++) {
+          const float exact = sums.data[i * width + column] * inverse[i], stored = store(output + column, exact);
+          if (remainder) store(remainder + column, exact - stored);
+        }
+      }
+    }
+    at::native::cpublas::brgemm_release(is_half);
+  }
+}
+
+template <class T>
+void backward(const Call& call) {
+  const Index width = call.width, m = call.key_tile, n = call.query_tile, group = call.heads / call.key_value_heads;
+  const Index query_tiles = tiles(call.queries, n), key_tiles = tiles(call.keys, m);
+  const Index size = n * width;  // of a tile of queries
+  const bool is_half = sizeof(T) == 2;
+  const Index padded_length = query_tiles * n;
+  const auto rows = ROWS<T>[call.activation].differentiate;
+#pragma omp parallel num_threads(call.threads)
+  {
+    // For all queries of a group
+    const Index all = group * query_tiles * size;
+    Buffer<T> transposed_queries(all), transposed_gradients(all), gradients(all), packed_queries(is_half ? all : 0);
+    Buffer<float> query_sums(all), deltas(group * padded_length), inverses(padded_length);
+    // For a pair of tiles
+    Buffer<float> scores(m * n), weights_gradients(m * n), key_sums(m * width), value_sums(m * width);
+    Buffer<T> weights_of_half(is_half ? m * n : 0), scores_gradients_of_half(is_half ? m * n : 0), pairs(is_half ? m * n : 0);
+    Buffer<T> transposed_keys(m * width), rounded(n * width);
+    Buffer<uint8_t> bytes(call.visible.data ? m * n : 0);
+    T* weights = is_half ? weights_of_half.data : reinterpret_cast<T*>(scores.data);
+    T* scores_gradients = is_half ? scores_gradients_of_half.data : reinterpret_cast<T*>(weights_gradients.data);
+#pragma omp for schedule(dynamic)
+    for (Index unit = 0; unit < call.batch * call.key_value_heads; unit++) {
+      const Index batch = unit / call.key_value_heads, key_value_head = unit % call.key_value_heads;
+      std::fill(query_sums.data, query_sums.data + all, 0.0f);
+      for (Index g = 0; g < group; g++)
+        for (Index tile = 0; tile < query_tiles; tile++) {
+          const Index head = key_value_head * group + g, query = tile * n, queries = std::min(n, call.queries - query);
+          const Index place = (g * query_tiles + tile) * size;
+          const T* query_rows = at<T>(call.query, batch, head, query);
+          pack_transposed(query_rows, call.query.strides[2], queries, width, transposed_queries.data + place, n);
+          pack(query_rows, call.query.strides[2], queries, width, packed_queries.data + place, width);
+          T* scaled = is_half ? rounded.data : gradients.data + place;
+          const float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
+          for (Index i = 0; i < queries; i++) {
+            const T *gradient = at<T>(call.gradient, batch, head, query + i), *output = at<T>(call.output, batch, head, query + i);
+            const T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
+            float delta = 0;
+#pragma omp simd reduction(+ : delta)
+            for (Index column = 0; column < width; column++) {
+              const float stored = store(scaled + i * width + column, load(gradient + column) * inverse[i]);
+              delta += stored * (load(output + column) + (remainder ? load(remainder + column) : 0.0f));
+            }
+            deltas.data[g * padded_length + query + i] = call.is_sum ? delta : 0.0f;
+          }
+          pack_transposed(scaled, width, queries, width, transposed_gradients.data + place, n);
+          pack(scaled, width, queries, width, gradients.data + place, width);
+        }
+      for (Index key = 0; key < call.keys; key += m) {
+        const Index tile_keys = std::min(m, call.keys - key);
+        const T *key_rows = at<T>(call.key, batch, key_value_head, key), *value_rows = at<T>(call.value, batch, key_value_head, key);
+        transpose(key_rows, call.key.strides[2], tile_keys, width, transposed_keys.data, m);
+        std::fill(key_sums.data, key_sums.data + tile_keys * width, 0.0f);
+        std::fill(value_sums.data, value_sums.data + tile_keys * width, 0.0f);
+        for (Index g = 0; g < group; g++) {
+          const Index head = key_value_head * group + g;
+          const Mask mask(call, batch, head);
+          const Index first_query = mask.first_query_of(key), last_query = mask.last_query_of(key + tile_keys - 1);
+          for (Index tile = first_query / n; tile * n < last_query; tile++) {
+            const Index begin = std::max(tile * n, round_down(first_query - tile * n) + tile * n);
+            const Index end = std::min({(tile + 1) * n, round_up(last_query - tile * n) + tile * n, call.queries});
+            const Index queries = end - begin, keys = std::min(tile_keys, round_up(mask.last_key_of(end - 1) - key));
+            if (keys <= 0) continue;
+            bool is_some_hidden, are_all_hidden;
+            mask.look(begin, queries, key, keys, is_some_hidden, are_all_hidden);
+            if (are_all_hidden) continue;
+            if (is_some_hidden && mask.visible) transpose(mask.visible + begin * mask.row + key, mask.row, queries, keys, bytes.data, n);
+
+            const Index place = (g * query_tiles + tile) * size, column = begin - tile * n;
+            const Index columns_at = place + column * (is_half ? 2 : 1), rows_at = place + column * width;
+            multiply(keys, queries, width, key_rows, call.key.strides[2], transposed_queries.data + columns_at, n, scores.data, n, false);
+            multiply(keys, queries, width, value_rows, call.value.strides[2], transposed_gradients.data + columns_at, n, weights_gradients.data, n, false);
+            const float *bias = at<float>(call.bias, batch, head, begin), *delta = deltas.data + g * padded_length + begin;
+            for (Index i = 0; i < keys; i++) {
+              Columns columns{std::max(mask.first_query_of(key + i) - begin, Index(0)), std::min(mask.last_query_of(key + i) - begin, queries), nullptr};
+              if (mask.key_is_valid && !mask.key_is_valid[key + i]) columns.last = 0;
+              columns.last = std::max(columns.last, Index(0)), columns.first = std::min(columns.first, columns.last);
+              if (is_some_hidden && mask.visible) columns.visible = bytes.data + i * n;
+              rows(scores.data + i * n, weights_gradients.data + i * n, weights + i * n, scores_gradients + i * n, columns,
+                   padded<T>(queries), call.scaling, bias, delta);
+            }
+            const Index inner = padded<T>(queries);
+            multiply(keys, width, inner, weights, n, gradients.data + rows_at, width, value_sums.data, width, true);
+            const T* query_rows = is_half ? packed_queries.data + rows_at : at<T>(call.query, batch, head, begin);
+            multiply(keys, width, inner, scores_gradients, n, query_rows, is_half ? width : call.query.strides[2], key_sums.data, width, true);
+            const T* right = pack(scores_gradients, n, keys, queries, pairs.data, n);
+            multiply(width, queries, padded<T>(keys), transposed_keys.data, m, right, n, query_sums.data + place + column, n, true);
+          }
+        }
+        for (Index i = 0; i < tile_keys; i++) {
+          T *key_gradient = at<T>(call.key_gradient, batch, key_value_head, key + i), *value_gradient = at<T>(call.value_gradient, batch, key_value_head, key + i);
+          for (Index column = 0; column < width; column++) {
+            store(key_gradient + column, key_sums.data[i * width + column] * float(call.scaling));
+            store(value_gradient + column, value_sums.data[i * width + column]);
+          }
+        }
+      }
+      for (Index g = 0; g < group; g++)
+        for (Index query = 0; query < call.queries; query++) {
+          const float* sums = query_sums.data + (g * query_tiles + query / n) * size + query % n;
+          T* query_gradient = at<T>(call.query_gradient, batch, key_value_head * group + g, query);
+          for (Index column = 0; column < width; column++) store(query_gradient + column, sums[column * n] * float(call.scaling));
+        }
+    }
+    at::native::cpublas::brgemm_release(is_half);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void nlq_forward(const Call* call, bool is_half) { is_half ? forward<Half>(*call) : forward<float>(*call); }
+void nlq_backward(const Call* call, bool is_half) { is_half ? backward<Half>(*call) : backward<float>(*call); }
+
+// Whether the CPU has kernels that multiply small matrices: 2 3 = 6
+bool nlq_can_multiply(bool is_half) {
+  try {
+    float result[64] = {};
+    if (is_half) {
+      const Half two[] = {0x4000, 0}, three[] = {0x4040, 0};
+      multiply(1, 1, 2, two, 2, three, 1, result, 1, false);
+    } else {
+      const float two[] = {2}, three[] = {3};
+      multiply(1, 1, 1, two, 1, three, 1, result, 1, false);
+    }
+    at::native::cpublas::brgemm_release(is_half);
+    return result[0] == 6;
+  } catch (...) {
+    return false;
+  }
+}
+
+}
+"""
+
+FLAGS = (
+    *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
+    # Not -march=native, because several machines may share the folder, and not -ffast-math, because NaN and infinity have a
+    # meaning here
+    *("-march=x86-64-v4", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
+
+
+def _source() -> str:
+    """Returns the source with the declarations that the tables above imply."""
+    declarations = {
+        "Index SIZES": f"Index {', '.join(SIZES)}",
+        "double FLOATS": f"double {', '.join(FLOATS)}",
+        "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
+        "BODIES\n": "".join(
+            f"struct Phi_{name} {{\n  static void both(float score, float& weight, float& slope) {{ {body} }}\n}};\n"
+            for name, body in CPP_BODIES.items()
+        ),
+        "ROWS_OF_BODIES": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in CPP_BODIES),
+    }
+    source = SOURCE
+    for place, text in declarations.items():
+        source = source.replace(place, text)
+    return source
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
+
+    def __init__(self, tensor: torch.Tensor | None):
+        if tensor is not None:
+            super().__init__(tensor.data_ptr(), (*tensor.stride(), 0, 0)[:4])
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_double) for name in FLOATS),
+        *((name, _Tensor) for name in TENSORS),
+    ]
+
+
+def _build() -> Path:
+    """Compiles the code, unless that was done before, and returns the library.
+
+    Raises:
+        OSError: if there is no compiler, or the folder cannot be written.
+        subprocess.CalledProcessError: if the compiler fails.
+    """
+    source, compiler = _source(), os.environ.get("CXX", "c++")
+    torch_folder = Path(torch.__file__).parent
+    key = hashlib.sha256("\n".join((source, *FLAGS, compiler, torch.__version__, str(torch_folder))).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    library = folder / f"nlq_tiled_{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Processes that compile at the same time each write a file of their own; the last one to finish stays
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            file, result = Path(scratch, "nlq_tiled.cpp"), Path(scratch, "nlq_tiled.so")
+            file.write_text(source)
+            libraries = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
+            command = [compiler, *FLAGS, str(file), "-o", str(result), *libraries]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            result.replace(library)
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Returns the compiled code, or `None`, with a warning, if it cannot be compiled or run here."""
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        logger.warning_once(
+            "nlq_tiled uses PyTorch's operators, which take longer here than C++ code would. That could not be compiled "
+            f"({reason[0] if reason else error!r}): install a C++ compiler (g++ 11 or later), or name it in the environment "
+            "variable CXX; NLQ_CPP=0 turns C++ and this warning off"
+        )
+        return None
+    library.nlq_can_multiply.restype = ctypes.c_bool
+    return library
+
+
+@functools.cache
+def _can_multiply(dtype: torch.dtype) -> bool:
+    library = _library()
+    return library is not None and library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
+
+
+def is_compiled(query: torch.Tensor, key: torch.Tensor, activation: AttentionActivation, dropout: float) -> bool:
+    """Tells whether the C++ code computes this call; compiles it at the first call that it could compute.
+
+    Args:
+        query: `(batch, heads, query, head_dim)`.
+        key: `(batch, key_value_heads, key, head_dim)`.
+        activation: a row of the table.
+        dropout: probability of dropping a weight.
+    """
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.bfloat16)
+        and activation.name in CPP_BODIES
+        and dropout == 0.0
+        and query.numel() > 0
+        and key.numel() > 0
+        and (query.dtype == torch.float32 or query.shape[-1] % 2 == 0)  # bfloat16 is multiplied in pairs
+        and os.environ.get("NLQ_CPP") != "0"
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _can_multiply(query.dtype)
+    )
+
+
+def _with_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the tensor with rows in one piece."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _run(
+    function: str,
+    tiles: tuple[int, int],
+    activation: AttentionActivation,
+    normalization: str,
+    scaling: float,
+    visible_count: torch.Tensor,
+    masks: tuple[torch.Tensor | None, ...],
+    **tensors: torch.Tensor,
+) -> None:
+    query_index, key_is_valid, first_key, visible = masks
+    query, key = tensors["query"], tensors["key"]
+    (batch, heads, queries, width), (key_value_heads, keys) = query.shape, key.shape[1:3]
+    has_bias = activation.subtract_log_count and normalization == "none"
+    bias = visible_count.clamp(min=1).float().log() if has_bias else torch.zeros(1, 1, queries)
+    tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
+    if key_is_valid is not None:
+        tensors["key_is_valid"] = key_is_valid.contiguous().expand(batch, keys)
+    if first_key is not None:
+        tensors["first_key"] = first_key.long().contiguous().expand(batch, queries)
+    if visible is not None:
+        tensors["visible"] = _with_rows(visible).expand(batch, heads, queries, keys)
+    query_tile, key_tile = (min(tile, (length + 31) // 32 * 32) for tile, length in zip(tiles, (queries, keys)))
+    call = _Call(
+        threads=torch.get_num_threads(),
+        batch=batch,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        queries=queries,
+        keys=keys,
+        width=width,
+        query_tile=query_tile,
+        key_tile=key_tile,
+        activation=list(CPP_BODIES).index(activation.name),
+        is_causal=query_index is not None,
+        first_query=0 if query_index is None else int(query_index[0]),
+        is_sum=normalization == "sum",
+        scaling=scaling,
+        zero_limit=zero_limit(torch.float32),
+        largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
+        **{name: _Tensor(tensor) for name, tensor in tensors.items()},
+    )
+    getattr(_library(), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    remainder: torch.Tensor,
+    inverse_normalizer: torch.Tensor,
+    visible_count: torch.Tensor,
+    masks: tuple[torch.Tensor | None, ...],
+    activation: AttentionActivation,
+    normalization: str,
+    scaling: float,
+) -> None:
+    """Writes the results of `_tiled_attention` of `tiled_nlq` into `output`, `remainder` and `inverse_normalizer`."""
+    if normalization == "length":
+        inverse_normalizer.copy_(1.0 / visible_count.clamp(min=1).float())
+    elif normalization == "none":
+        inverse_normalizer.fill_(1.0)
+    results = {"output": output.transpose(1, 2), "inverse_normalizer": inverse_normalizer}
+    if remainder.numel():
+        results["remainder"] = remainder.transpose(1, 2)
+    states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
+    options = (activation, normalization, scaling, visible_count, masks)
+    _run("nlq_forward", FORWARD_TILES, *options, **states, **results)
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    remainder: torch.Tensor,
+    inverse_normalizer: torch.Tensor,
+    visible_count: torch.Tensor,
+    masks: tuple[torch.Tensor | None, ...],
+    activation: AttentionActivation,
+    normalization: str,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes the results of `_tiled_attention_backward` of `tiled_nlq`."""
+    results = {"output": _with_rows(output).transpose(1, 2), "inverse_normalizer": inverse_normalizer.contiguous()}
+    if remainder.numel():
+        results["remainder"] = _with_rows(remainder).transpose(1, 2)
+    states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
+    gradients = {f"{name}_gradient": tensor.new_empty(tensor.shape) for name, tensor in states.items()}
+    states["gradient"] = _with_rows(gradient).to(query.dtype).transpose(1, 2)
+    options = (activation, normalization, scaling, visible_count, masks)
+    _run("nlq_backward", BACKWARD_TILES, *options, **states, **results, **gradients)
+    return tuple(gradients.values())
