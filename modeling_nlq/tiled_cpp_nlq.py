@@ -192,7 +192,10 @@ BODIES
 // The visible columns of a row of a tile: a range, and in it, if there are bytes, those that are not 0
 struct Columns {
   Index first, last;
-  const uint8_t* visible;
+  const uint8_t* visible = nullptr;
+
+  Columns(Index first, Index last, Index size)
+      : first(std::clamp(first, Index(0), size)), last(std::clamp(last, this->first, size)) {}
 };
 
 // Computes the weights of one row of a tile, 0 for hidden columns and up to `end`, and returns their sum
@@ -297,7 +300,12 @@ const Half* pack(const Half* in, Index row_in, Index rows, Index columns, Half* 
   return out;
 }
 
-// What hides the keys of one batch row and head
+// Whether bytes hide some keys of a pair of tiles, and whether all
+struct Hidden {
+  bool some, all;
+};
+
+// What hides the keys of one batch row and head: a range for each query, and bytes
 struct Mask {
   const Call& call;
   const uint8_t* key_is_valid = nullptr;
@@ -311,7 +319,6 @@ struct Mask {
     if (call.visible.data) visible = at<uint8_t>(call.visible, batch, head), row = call.visible.strides[2];
   }
 
-  // The range of the keys of a query, and of the queries of a key, apart from bytes
   Index first_key_of(Index query) const { return first_key ? std::min(first_key[query], call.keys) : 0; }
   Index last_key_of(Index query) const { return call.is_causal ? std::min(call.first_query + query + 1, call.keys) : call.keys; }
   Index first_query_of(Index key) const {
@@ -321,76 +328,88 @@ struct Mask {
     return first_key ? std::upper_bound(first_key, first_key + call.queries, key) - first_key : call.queries;
   }
 
-  // Whether the bytes hide some keys of a pair of tiles, and whether all
-  void look(Index query, Index queries, Index key, Index keys, bool& some, bool& all) const {
-    some = false, all = key_is_valid || visible;
-    const auto check = [&](const uint8_t* bytes) {
-      const bool is_any = std::memchr(bytes, 1, keys) != nullptr, is_none = std::memchr(bytes, 0, keys) != nullptr;
-      all = all && !is_any, some = some || is_none;
+  Hidden hidden(Index query, Index queries, Index key, Index keys) const {
+    Hidden hidden{false, key_is_valid || visible};
+    const auto look = [&](const uint8_t* bytes) {
+      if (std::memchr(bytes, 0, keys)) hidden.some = true;
+      if (std::memchr(bytes, 1, keys)) hidden.all = false;
     };
-    if (key_is_valid) check(key_is_valid + key);
-    for (Index i = 0; visible && i < queries && !(some && !all); i++) check(visible + (query + i) * row + key);
+    if (key_is_valid) look(key_is_valid + key);
+    for (Index i = 0; visible && i < queries && !(hidden.some && !hidden.all); i++) look(visible + (query + i) * row + key);
+    return hidden;
   }
+};
+
+// The tile of keys or queries that begins at `first`, as far as `[first_seen, last_seen)` reaches
+struct Range {
+  Index first, last;
+  Range(Index tile_first, Index tile, Index length, Index first_seen, Index last_seen)
+      : first(tile_first + round_down(std::max(first_seen - tile_first, Index(0)))),
+        last(std::min({tile_first + tile, tile_first + round_up(last_seen - tile_first), length})) {}
+  Index size() const { return last - first; }
 };
 
 template <class T>
 void forward(const Call& call) {
   const Index width = call.width, m = call.query_tile, n = call.key_tile, group = call.heads / call.key_value_heads;
-  const Index key_tiles = tiles(call.keys, n), query_tiles = tiles(call.queries, m);
-  const Index size = n * width;  // of a tile of keys
+  const Index query_tiles = tiles(call.queries, m), key_tiles = tiles(call.keys, n), heads = call.batch * call.heads;
+  const Index size = n * width, key_heads = call.batch * call.key_value_heads;
   const bool is_half = sizeof(T) == 2;
-  const Index shared = call.batch * call.key_value_heads;
-  const auto rows = ROWS<T>[call.activation].weigh;
-  Buffer<T> packed_keys(shared * key_tiles * size), packed_values(is_half ? shared * key_tiles * size : 0);
+  const auto weigh_row = ROWS<T>[call.activation].weigh;
+  // (batch, key_value_heads, key_tiles, ...): (width, n) of the keys, and (n, width) of the values
+  Buffer<T> packed_keys(key_heads * key_tiles * size), packed_values(is_half ? key_heads * key_tiles * size : 0);
 #pragma omp parallel num_threads(call.threads)
   {
 #pragma omp for schedule(static)
-    for (Index unit = 0; unit < shared * key_tiles; unit++) {
-      const Index head = unit / key_tiles, key = unit % key_tiles * n, keys = std::min(n, call.keys - key);
-      const Index batch = head / call.key_value_heads, key_value_head = head % call.key_value_heads;
-      const T *key_rows = at<T>(call.key, batch, key_value_head, key), *value_rows = at<T>(call.value, batch, key_value_head, key);
+    for (Index unit = 0; unit < key_heads * key_tiles; unit++) {
+      const Index batch = unit / key_tiles / call.key_value_heads, head = unit / key_tiles % call.key_value_heads;
+      const Index key = unit % key_tiles * n, keys = std::min(n, call.keys - key);
+      const T *key_rows = at<T>(call.key, batch, head, key), *value_rows = at<T>(call.value, batch, head, key);
       pack_transposed(key_rows, call.key.strides[2], keys, width, packed_keys.data + unit * size, n);
       pack(value_rows, call.value.strides[2], keys, width, packed_values.data + unit * size, width);
     }
+
     Buffer<float> scores(m * n), sums(m * width), totals(m);
-    Buffer<T> weights_of_half(is_half ? m * n : 0);
-    T* weights = is_half ? weights_of_half.data : reinterpret_cast<T*>(scores.data);
+    Buffer<T> half_weights(is_half ? m * n : 0);
+    T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
     // The last queries see the most keys. They come first, so that no thread is left with much work in the end
 #pragma omp for schedule(dynamic)
-    for (Index unit = 0; unit < call.batch * call.heads * query_tiles; unit++) {
-      const Index head_index = unit % (call.batch * call.heads), query = (query_tiles - 1 - unit / (call.batch * call.heads)) * m;
-      const Index batch = head_index / call.heads, head = head_index % call.heads, queries = std::min(m, call.queries - query);
-      const Index shared_head = batch * call.key_value_heads + head / group;
+    for (Index unit = 0; unit < heads * query_tiles; unit++) {
+      const Index batch = unit % heads / call.heads, head = unit % heads % call.heads;
+      const Index query = (query_tiles - 1 - unit / heads) * m, queries = std::min(m, call.queries - query);
+      const Index packed = (batch * call.key_value_heads + head / group) * key_tiles * size;
       const Mask mask(call, batch, head);
+      const T* query_rows = at<T>(call.query, batch, head, query);
       const float* bias = at<float>(call.bias, batch, head, query);
       std::fill(sums.data, sums.data + queries * width, 0.0f);
       std::fill(totals.data, totals.data + queries, 0.0f);
+
       const Index first_key = mask.first_key_of(query), last_key = mask.last_key_of(query + queries - 1);
-      for (Index tile = first_key / n; tile * n < last_key; tile++) {
-        const Index begin = std::max(tile * n, round_down(first_key - tile * n) + tile * n);
-        const Index end = std::min({(tile + 1) * n, round_up(last_key - tile * n) + tile * n, call.keys}), keys = end - begin;
-        bool is_some_hidden, are_all_hidden;
-        mask.look(query, queries, begin, keys, is_some_hidden, are_all_hidden);
-        if (are_all_hidden) continue;
-        const T* tile_keys = packed_keys.data + (shared_head * key_tiles + tile) * size + (begin - tile * n) * (is_half ? 2 : 1);
-        multiply(queries, keys, width, at<T>(call.query, batch, head, query), call.query.strides[2], tile_keys, n, scores.data, n, false);
+      for (Index key = first_key / n * n; key < last_key; key += n) {
+        const Range seen(key, n, call.keys, first_key, last_key);
+        const Index keys = seen.size(), inner = padded<T>(keys);
+        const Hidden hidden = mask.hidden(query, queries, seen.first, keys);
+        if (hidden.all) continue;
+        const T* key_columns = packed_keys.data + packed + key * width + (seen.first - key) * (is_half ? 2 : 1);
+        multiply(queries, keys, width, query_rows, call.query.strides[2], key_columns, n, scores.data, n, false);
         for (Index i = 0; i < queries; i++) {
-          Columns columns{std::max(mask.first_key_of(query + i) - begin, Index(0)), std::min(mask.last_key_of(query + i) - begin, keys), nullptr};
-          columns.last = std::max(columns.last, Index(0)), columns.first = std::min(columns.first, columns.last);
-          if (is_some_hidden) columns.visible = mask.visible ? mask.visible + (query + i) * mask.row + begin : mask.key_is_valid + begin;
-          totals.data[i] += rows(scores.data + i * n, weights + i * n, columns, padded<T>(keys), call.scaling, bias[i]);
+          Columns columns(mask.first_key_of(query + i) - seen.first, mask.last_key_of(query + i) - seen.first, keys);
+          if (hidden.some && mask.visible) columns.visible = mask.visible + (query + i) * mask.row + seen.first;
+          if (hidden.some && mask.key_is_valid) columns.visible = mask.key_is_valid + seen.first;
+          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, inner, call.scaling, bias[i]);
         }
-        const T* values = is_half ? packed_values.data + (shared_head * key_tiles + tile) * size + (begin - tile * n) * width
-                                  : at<T>(call.value, batch, head / group, begin);
-        multiply(queries, width, padded<T>(keys), weights, n, values, is_half ? width : call.value.strides[2], sums.data, width, true);
+        const T* value_rows = is_half ? packed_values.data + packed + seen.first * width
+                                      : at<T>(call.value, batch, head / group, seen.first);
+        const Index value_row = is_half ? width : call.value.strides[2];
+        multiply(queries, width, inner, weights, n, value_rows, value_row, sums.data, width, true);
       }
+
       float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
       for (Index i = 0; i < queries; i++) {
         if (call.is_sum) {
+          // A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
           const float total = totals.data[i];
-          inverse[i] = total < float(call.zero_limit)      ? 0.0f
-              : total > float(call.largest_sum) ? std::numeric_limits<float>::quiet_NaN()
-                                                : 1.0f / total;
+          inverse[i] = total < float(call.zero_limit) ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
         }
         T* output = at<T>(call.output, batch, head, query + i);
         T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
@@ -407,108 +426,126 @@ void forward(const Call& call) {
 template <class T>
 void backward(const Call& call) {
   const Index width = call.width, m = call.key_tile, n = call.query_tile, group = call.heads / call.key_value_heads;
-  const Index query_tiles = tiles(call.queries, n), key_tiles = tiles(call.keys, m);
-  const Index size = n * width;  // of a tile of queries
+  const Index query_tiles = tiles(call.queries, n), size = n * width, all = query_tiles * size;
   const bool is_half = sizeof(T) == 2;
-  const Index padded_length = query_tiles * n;
-  const auto rows = ROWS<T>[call.activation].differentiate;
+  const auto differentiate_row = ROWS<T>[call.activation].differentiate;
+  // Heads that share keys and values sum up their gradients one by one: (batch, heads, keys, width)
+  const Index key_size = call.keys * width, shared = group > 1 ? call.batch * call.heads * key_size : 0;
+  Buffer<float> shared_key_sums(shared), shared_value_sums(shared);
 #pragma omp parallel num_threads(call.threads)
   {
-    // For all queries of a group
-    const Index all = group * query_tiles * size;
+    // Of all queries of a head, (query_tiles, ...): (width, n) where transposed, else (n, width)
     Buffer<T> transposed_queries(all), transposed_gradients(all), gradients(all), packed_queries(is_half ? all : 0);
-    Buffer<float> query_sums(all), deltas(group * padded_length), inverses(padded_length);
-    // For a pair of tiles
+    Buffer<float> query_sums(all), deltas(query_tiles * n);
+    // Of a pair of tiles
     Buffer<float> scores(m * n), weights_gradients(m * n), key_sums(m * width), value_sums(m * width);
-    Buffer<T> weights_of_half(is_half ? m * n : 0), scores_gradients_of_half(is_half ? m * n : 0), pairs(is_half ? m * n : 0);
-    Buffer<T> transposed_keys(m * width), rounded(n * width);
-    Buffer<uint8_t> bytes(call.visible.data ? m * n : 0);
-    T* weights = is_half ? weights_of_half.data : reinterpret_cast<T*>(scores.data);
-    T* scores_gradients = is_half ? scores_gradients_of_half.data : reinterpret_cast<T*>(weights_gradients.data);
+    Buffer<T> half_weights(is_half ? m * n : 0), half_scores_gradients(is_half ? m * n : 0), pairs(is_half ? m * n : 0);
+    Buffer<T> transposed_keys(m * width), half_gradients(is_half ? size : 0);
+    Buffer<uint8_t> visible(call.visible.data ? m * n : 0);
+    T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
+    T* scores_gradients = is_half ? half_scores_gradients.data : reinterpret_cast<T*>(weights_gradients.data);
 #pragma omp for schedule(dynamic)
-    for (Index unit = 0; unit < call.batch * call.key_value_heads; unit++) {
-      const Index batch = unit / call.key_value_heads, key_value_head = unit % call.key_value_heads;
+    for (Index unit = 0; unit < call.batch * call.heads; unit++) {
+      const Index batch = unit / call.heads, head = unit % call.heads, key_value_head = head / group;
+      const Mask mask(call, batch, head);
       std::fill(query_sums.data, query_sums.data + all, 0.0f);
-      for (Index g = 0; g < group; g++)
-        for (Index tile = 0; tile < query_tiles; tile++) {
-          const Index head = key_value_head * group + g, query = tile * n, queries = std::min(n, call.queries - query);
-          const Index place = (g * query_tiles + tile) * size;
-          const T* query_rows = at<T>(call.query, batch, head, query);
-          pack_transposed(query_rows, call.query.strides[2], queries, width, transposed_queries.data + place, n);
-          pack(query_rows, call.query.strides[2], queries, width, packed_queries.data + place, width);
-          T* scaled = is_half ? rounded.data : gradients.data + place;
-          const float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
-          for (Index i = 0; i < queries; i++) {
-            const T *gradient = at<T>(call.gradient, batch, head, query + i), *output = at<T>(call.output, batch, head, query + i);
-            const T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
-            float delta = 0;
+      for (Index query = 0; query < call.queries; query += n) {
+        const Index queries = std::min(n, call.queries - query), place = query * width;
+        const T* query_rows = at<T>(call.query, batch, head, query);
+        pack_transposed(query_rows, call.query.strides[2], queries, width, transposed_queries.data + place, n);
+        pack(query_rows, call.query.strides[2], queries, width, packed_queries.data + place, width);
+        T* scaled = is_half ? half_gradients.data : gradients.data + place;
+        const float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
+        for (Index i = 0; i < queries; i++) {
+          const T* gradient = at<T>(call.gradient, batch, head, query + i);
+          const T* output = at<T>(call.output, batch, head, query + i);
+          const T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
+          float delta = 0;
 #pragma omp simd reduction(+ : delta)
-            for (Index column = 0; column < width; column++) {
-              const float stored = store(scaled + i * width + column, load(gradient + column) * inverse[i]);
-              delta += stored * (load(output + column) + (remainder ? load(remainder + column) : 0.0f));
-            }
-            deltas.data[g * padded_length + query + i] = call.is_sum ? delta : 0.0f;
+          for (Index column = 0; column < width; column++) {
+            const float stored = store(scaled + i * width + column, load(gradient + column) * inverse[i]);
+            delta += stored * (load(output + column) + (remainder ? load(remainder + column) : 0));
           }
-          pack_transposed(scaled, width, queries, width, transposed_gradients.data + place, n);
-          pack(scaled, width, queries, width, gradients.data + place, width);
+          deltas.data[query + i] = call.is_sum ? delta : 0;
         }
+        pack_transposed(scaled, width, queries, width, transposed_gradients.data + place, n);
+        pack(scaled, width, queries, width, gradients.data + place, width);
+      }
+
       for (Index key = 0; key < call.keys; key += m) {
         const Index tile_keys = std::min(m, call.keys - key);
-        const T *key_rows = at<T>(call.key, batch, key_value_head, key), *value_rows = at<T>(call.value, batch, key_value_head, key);
+        const T *key_rows = at<T>(call.key, batch, key_value_head, key);
+        const T *value_rows = at<T>(call.value, batch, key_value_head, key);
         transpose(key_rows, call.key.strides[2], tile_keys, width, transposed_keys.data, m);
         std::fill(key_sums.data, key_sums.data + tile_keys * width, 0.0f);
         std::fill(value_sums.data, value_sums.data + tile_keys * width, 0.0f);
-        for (Index g = 0; g < group; g++) {
-          const Index head = key_value_head * group + g;
-          const Mask mask(call, batch, head);
-          const Index first_query = mask.first_query_of(key), last_query = mask.last_query_of(key + tile_keys - 1);
-          for (Index tile = first_query / n; tile * n < last_query; tile++) {
-            const Index begin = std::max(tile * n, round_down(first_query - tile * n) + tile * n);
-            const Index end = std::min({(tile + 1) * n, round_up(last_query - tile * n) + tile * n, call.queries});
-            const Index queries = end - begin, keys = std::min(tile_keys, round_up(mask.last_key_of(end - 1) - key));
-            if (keys <= 0) continue;
-            bool is_some_hidden, are_all_hidden;
-            mask.look(begin, queries, key, keys, is_some_hidden, are_all_hidden);
-            if (are_all_hidden) continue;
-            if (is_some_hidden && mask.visible) transpose(mask.visible + begin * mask.row + key, mask.row, queries, keys, bytes.data, n);
 
-            const Index place = (g * query_tiles + tile) * size, column = begin - tile * n;
-            const Index columns_at = place + column * (is_half ? 2 : 1), rows_at = place + column * width;
-            multiply(keys, queries, width, key_rows, call.key.strides[2], transposed_queries.data + columns_at, n, scores.data, n, false);
-            multiply(keys, queries, width, value_rows, call.value.strides[2], transposed_gradients.data + columns_at, n, weights_gradients.data, n, false);
-            const float *bias = at<float>(call.bias, batch, head, begin), *delta = deltas.data + g * padded_length + begin;
-            for (Index i = 0; i < keys; i++) {
-              Columns columns{std::max(mask.first_query_of(key + i) - begin, Index(0)), std::min(mask.last_query_of(key + i) - begin, queries), nullptr};
-              if (mask.key_is_valid && !mask.key_is_valid[key + i]) columns.last = 0;
-              columns.last = std::max(columns.last, Index(0)), columns.first = std::min(columns.first, columns.last);
-              if (is_some_hidden && mask.visible) columns.visible = bytes.data + i * n;
-              rows(scores.data + i * n, weights_gradients.data + i * n, weights + i * n, scores_gradients + i * n, columns,
-                   padded<T>(queries), call.scaling, bias, delta);
-            }
-            const Index inner = padded<T>(queries);
-            multiply(keys, width, inner, weights, n, gradients.data + rows_at, width, value_sums.data, width, true);
-            const T* query_rows = is_half ? packed_queries.data + rows_at : at<T>(call.query, batch, head, begin);
-            multiply(keys, width, inner, scores_gradients, n, query_rows, is_half ? width : call.query.strides[2], key_sums.data, width, true);
-            const T* right = pack(scores_gradients, n, keys, queries, pairs.data, n);
-            multiply(width, queries, padded<T>(keys), transposed_keys.data, m, right, n, query_sums.data + place + column, n, true);
+        const Index first_query = mask.first_query_of(key), last_query = mask.last_query_of(key + tile_keys - 1);
+        for (Index query = first_query / n * n; query < last_query; query += n) {
+          const Range seen(query, n, call.queries, first_query, last_query);
+          const Index queries = seen.size(), keys = std::min(tile_keys, round_up(mask.last_key_of(seen.last - 1) - key));
+          if (keys <= 0) continue;
+          const Hidden hidden = mask.hidden(seen.first, queries, key, keys);
+          if (hidden.all) continue;
+          const bool is_masked = hidden.some && mask.visible;
+          if (is_masked) transpose(mask.visible + seen.first * mask.row + key, mask.row, queries, keys, visible.data, n);
+
+          const Index columns_at = query * width + (seen.first - query) * (is_half ? 2 : 1), rows_at = seen.first * width;
+          const T *query_columns = transposed_queries.data + columns_at, *query_rows = packed_queries.data + rows_at;
+          if (!is_half) query_rows = at<T>(call.query, batch, head, seen.first);
+          const T *gradient_columns = transposed_gradients.data + columns_at, *gradient_rows = gradients.data + rows_at;
+          multiply(keys, queries, width, key_rows, call.key.strides[2], query_columns, n, scores.data, n, false);
+          multiply(
+              keys, queries, width, value_rows, call.value.strides[2], gradient_columns, n, weights_gradients.data, n, false);
+          const Index inner = padded<T>(queries);
+          for (Index i = 0; i < keys; i++) {
+            Columns columns(mask.first_query_of(key + i) - seen.first, mask.last_query_of(key + i) - seen.first, queries);
+            if (mask.key_is_valid && !mask.key_is_valid[key + i]) columns = Columns(0, 0, queries);
+            if (is_masked) columns.visible = visible.data + i * n;
+            const Index row = i * n;
+            differentiate_row(
+                scores.data + row, weights_gradients.data + row, weights + row, scores_gradients + row, columns, inner,
+                call.scaling, at<float>(call.bias, batch, head, seen.first), deltas.data + seen.first);
           }
+          multiply(keys, width, inner, weights, n, gradient_rows, width, value_sums.data, width, true);
+          const Index query_row = is_half ? width : call.query.strides[2];
+          multiply(keys, width, inner, scores_gradients, n, query_rows, query_row, key_sums.data, width, true);
+          const T* right = pack(scores_gradients, n, keys, queries, pairs.data, n);
+          float* sums = query_sums.data + query * width + seen.first - query;
+          multiply(width, queries, padded<T>(keys), transposed_keys.data, m, right, n, sums, n, true);
         }
-        for (Index i = 0; i < tile_keys; i++) {
-          T *key_gradient = at<T>(call.key_gradient, batch, key_value_head, key + i), *value_gradient = at<T>(call.value_gradient, batch, key_value_head, key + i);
-          for (Index column = 0; column < width; column++) {
-            store(key_gradient + column, key_sums.data[i * width + column] * float(call.scaling));
-            store(value_gradient + column, value_sums.data[i * width + column]);
+
+        const Index place = unit * key_size + key * width;
+        for (Index i = 0; i < tile_keys * width; i++) {
+          const Index row = key + i / width, column = i % width;
+          const float key_sum = key_sums.data[i] * float(call.scaling), value_sum = value_sums.data[i];
+          if (group > 1) {
+            shared_key_sums.data[place + i] = key_sum, shared_value_sums.data[place + i] = value_sum;
+          } else {
+            store(at<T>(call.key_gradient, batch, head, row) + column, key_sum);
+            store(at<T>(call.value_gradient, batch, head, row) + column, value_sum);
           }
         }
       }
-      for (Index g = 0; g < group; g++)
-        for (Index query = 0; query < call.queries; query++) {
-          const float* sums = query_sums.data + (g * query_tiles + query / n) * size + query % n;
-          T* query_gradient = at<T>(call.query_gradient, batch, key_value_head * group + g, query);
-          for (Index column = 0; column < width; column++) store(query_gradient + column, sums[column * n] * float(call.scaling));
-        }
+      for (Index query = 0; query < call.queries; query++) {
+        const float* sums = query_sums.data + query / n * size + query % n;
+        T* query_gradient = at<T>(call.query_gradient, batch, head, query);
+        for (Index column = 0; column < width; column++) store(query_gradient + column, sums[column * n] * float(call.scaling));
+      }
     }
     at::native::cpublas::brgemm_release(is_half);
+
+#pragma omp for schedule(static)
+    for (Index unit = 0; unit < (group > 1 ? call.batch * call.key_value_heads : 0); unit++) {
+      const Index batch = unit / call.key_value_heads, head = unit % call.key_value_heads;
+      for (Index i = 0; i < key_size; i++) {
+        float key_sum = 0, value_sum = 0;
+        for (Index place = unit * group * key_size + i; place < (unit + 1) * group * key_size; place += key_size)
+          key_sum += shared_key_sums.data[place], value_sum += shared_value_sums.data[place];
+        store(at<T>(call.key_gradient, batch, head, i / width) + i % width, key_sum);
+        store(at<T>(call.value_gradient, batch, head, i / width) + i % width, value_sum);
+      }
+    }
   }
 }
 
@@ -630,18 +667,22 @@ def _can_multiply(dtype: torch.dtype) -> bool:
     return library is not None and library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
 
 
-def is_compiled(query: torch.Tensor, key: torch.Tensor, activation: AttentionActivation, dropout: float) -> bool:
+def is_compiled(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, activation: AttentionActivation, dropout: float
+) -> bool:
     """Tells whether the C++ code computes this call; compiles it at the first call that it could compute.
 
     Args:
         query: `(batch, heads, query, head_dim)`.
-        key: `(batch, key_value_heads, key, head_dim)`.
+        key, value: `(batch, key_value_heads, key, head_dim)`.
         activation: a row of the table.
         dropout: probability of dropping a weight.
     """
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.bfloat16)
+        and query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
         and activation.name in CPP_BODIES
         and dropout == 0.0
         and query.numel() > 0

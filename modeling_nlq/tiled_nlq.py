@@ -261,7 +261,7 @@ def _tiled_attention(
     """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
     masks = (query_index, key_is_valid, first_key, visible)
     output, remainder, inverse_normalizer = results = _new_results(query, normalization)
-    if is_compiled(query, key, row := get_attention_activation(activation), dropout):
+    if is_compiled(query, key, value, row := get_attention_activation(activation), dropout):
         attend(query, key, value, *results, visible_count, masks, row, normalization, scaling)
         return results
     with torch.autocast(query.device.type, enabled=False):
@@ -316,7 +316,7 @@ def _tiled_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, first_key, visible)
-    if is_compiled(query, key, row := get_attention_activation(activation), dropout):
+    if is_compiled(query, key, value, row := get_attention_activation(activation), dropout):
         results = (output, remainder, inverse_normalizer)
         return attend_backward(gradient, query, key, value, *results, visible_count, masks, row, normalization, scaling)
     with torch.autocast(query.device.type, enabled=False):

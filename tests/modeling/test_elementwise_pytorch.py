@@ -158,8 +158,8 @@ def test_tiled_operators(dropout, name):
     states = [tensor.detach() for tensor in layout.states()]
     rest = operator_inputs(TILED, layout, states, dropout)
     torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))
-    output, scale = tiled_nlq._operators.forward(*states, *rest)
-    torch.library.opcheck(tiled_nlq._operators.backward, (torch.randn_like(output), *states, output, scale, *rest))
+    results = tiled_nlq._operators.forward(*states, *rest)
+    torch.library.opcheck(tiled_nlq._operators.backward, (torch.randn_like(results[0]), *states, *results, *rest))
 
 
 @parametrize_backends(TRITON)

@@ -207,8 +207,8 @@ class TestWork:
                 # The functions behind the operators: a dispatch mode cannot look inside operators
                 masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
                 rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
-                output, scale = tiled_nlq._tiled_attention(query, key, value, *rest)
-                tiled_nlq._tiled_attention_backward(torch.ones_like(output), query, key, value, output, scale, *rest)
+                results = tiled_nlq._tiled_attention(query, key, value, *rest)
+                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), query, key, value, *results, *rest)
             else:
                 eager_attention_forward(layer(activation, normalization), query, key, value, visibility, scaling=SCALING)
         return memory

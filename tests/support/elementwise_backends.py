@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 from support.attention_cases import SCALING, results
 
-from modeling_nlq import tiled_nlq, triton_nlq
+from modeling_nlq import tiled_cpp_nlq, tiled_nlq, triton_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.tiled_nlq import tiled_attention_forward
@@ -108,6 +108,9 @@ def set_tiled_tiles(patch, large, small, many_heads):
     patch.setattr(tiled_nlq, "LARGE_TILE", large)
     patch.setattr(tiled_nlq, "SMALL_TILE", small)
     patch.setattr(tiled_nlq, "MANY_HEADS", many_heads)
+    tile = (large + 1) // 2 * 2  # of an even number of queries or keys
+    patch.setattr(tiled_cpp_nlq, "FORWARD_TILES", (tile, tile + 2))
+    patch.setattr(tiled_cpp_nlq, "BACKWARD_TILES", (tile + 2, tile))
 
 
 def set_triton_tiles(patch, tile, step, least=16):
