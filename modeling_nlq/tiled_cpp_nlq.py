@@ -32,8 +32,8 @@ FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
 
-# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. A comparison with NaN is false, and what is
-# not a number must stay so. If a pass ignores one of the two, the compiler removes its computation.
+# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. If a pass ignores one of the two, the
+# compiler removes its computation. NaN must stay NaN, and a comparison with it is false.
 CPP_BODIES = {
     "identity": "weight = score; slope = 1;",
     "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
@@ -92,7 +92,7 @@ T* at(const Tensor& tensor, Index batch, Index head, Index place = 0) {
   return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
 }
 
-// Columns of tiles begin and end at multiples of this, so that there are few sizes of matrices, each of which has its own kernel
+// Columns of tiles begin and end at multiples of this: there are few sizes of matrices, because each has a kernel of its own
 constexpr Index STEP = 32;
 
 Index round_down(Index size) { return size / STEP * STEP; }
@@ -115,10 +115,12 @@ class Buffer {
 };
 
 // C (+)= A B. In bfloat16, B holds pairs of rows: (k / 2, n, 2)
-void multiply(Index m, Index n, Index k, const float* a, Index row_a, const float* b, Index row_b, float* c, Index row_c, bool add) {
+void multiply(
+    Index m, Index n, Index k, const float* a, Index row_a, const float* b, Index row_b, float* c, Index row_c, bool add) {
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, a, b, c, false);
 }
-void multiply(Index m, Index n, Index k, const Half* a, Index row_a, const Half* b, Index row_b, float* c, Index row_c, bool add) {
+void multiply(
+    Index m, Index n, Index k, const Half* a, Index row_a, const Half* b, Index row_b, float* c, Index row_c, bool add) {
   using Number = const at::BFloat16*;
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
 }
@@ -143,6 +145,12 @@ inline float store(Half* place, float number) {
   bits = number != number ? 0x7fc00000u : (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
   *place = Half(bits >> 16);
   return from_bits(bits);
+}
+
+template <class T>
+void store_all(T* place, const float* numbers, Index size, float factor) {
+#pragma omp simd
+  for (Index i = 0; i < size; i++) store(place + i, numbers[i] * factor);
 }
 
 // exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
@@ -225,8 +233,8 @@ float weigh(const float* scores, T* weights, Columns columns, Index end, float s
 // Computes the weights of one row of a transposed tile, and the gradient of its scores from that of its weights; 0 where hidden
 template <class Phi, class T>
 void differentiate(
-    const float* scores, const float* weights_gradient, T* weights, T* scores_gradient, Columns columns, Index end, float scaling,
-    const float* bias, const float* delta) {
+    const float* scores, const float* weights_gradient, T* weights, T* scores_gradient, Columns columns, Index end,
+    float scaling, const float* bias, const float* delta) {
   for (T* row : {weights, scores_gradient}) {
     std::fill(row, row + columns.first, T(0));
     std::fill(row + columns.last, row + end, T(0));
@@ -268,7 +276,7 @@ void transpose(const T* in, Index row_in, Index rows, Index columns, T* out, Ind
     for (Index row = 0; row < rows; row++)
       for (Index column = first; column < std::min(first + BLOCK, columns); column++)
         out[column * row_out + row] = in[row * row_in + column];
-  for (Index column = 0; column < columns; column++) std::fill(out + column * row_out + rows, out + (column + 1) * row_out, T(0));
+  for (T* row = out; row < out + columns * row_out; row += row_out) std::fill(row + rows, row + row_out, T(0));
 }
 
 // The transpose (columns, row_out) of a matrix (rows, columns), as `multiply` takes B
@@ -320,7 +328,9 @@ struct Mask {
   }
 
   Index first_key_of(Index query) const { return first_key ? std::min(first_key[query], call.keys) : 0; }
-  Index last_key_of(Index query) const { return call.is_causal ? std::min(call.first_query + query + 1, call.keys) : call.keys; }
+  Index last_key_of(Index query) const {
+    return call.is_causal ? std::min(call.first_query + query + 1, call.keys) : call.keys;
+  }
   Index first_query_of(Index key) const {
     return call.is_causal ? std::clamp<Index>(key - call.first_query, 0, call.queries) : 0;
   }
@@ -438,7 +448,7 @@ void backward(const Call& call) {
     Buffer<T> transposed_queries(all), transposed_gradients(all), gradients(all), packed_queries(is_half ? all : 0);
     Buffer<float> query_sums(all), deltas(query_tiles * n);
     // Of a pair of tiles
-    Buffer<float> scores(m * n), weights_gradients(m * n), key_sums(m * width), value_sums(m * width);
+    Buffer<float> scores(std::max(m, width) * n), weights_gradients(m * n), key_sums(m * width), value_sums(m * width);
     Buffer<T> half_weights(is_half ? m * n : 0), half_scores_gradients(is_half ? m * n : 0), pairs(is_half ? m * n : 0);
     Buffer<T> transposed_keys(m * width), half_gradients(is_half ? size : 0);
     Buffer<uint8_t> visible(call.visible.data ? m * n : 0);
@@ -515,22 +525,20 @@ void backward(const Call& call) {
           multiply(width, queries, padded<T>(keys), transposed_keys.data, m, right, n, sums, n, true);
         }
 
-        const Index place = unit * key_size + key * width;
-        for (Index i = 0; i < tile_keys * width; i++) {
-          const Index row = key + i / width, column = i % width;
-          const float key_sum = key_sums.data[i] * float(call.scaling), value_sum = value_sums.data[i];
-          if (group > 1) {
-            shared_key_sums.data[place + i] = key_sum, shared_value_sums.data[place + i] = value_sum;
-          } else {
-            store(at<T>(call.key_gradient, batch, head, row) + column, key_sum);
-            store(at<T>(call.value_gradient, batch, head, row) + column, value_sum);
-          }
+        // Gradients are in one piece, so rows follow each other
+        const Index place = unit * key_size + key * width, count = tile_keys * width;
+        if (group > 1) {
+          std::copy(key_sums.data, key_sums.data + count, shared_key_sums.data + place);
+          std::copy(value_sums.data, value_sums.data + count, shared_value_sums.data + place);
+        } else {
+          store_all(at<T>(call.key_gradient, batch, head, key), key_sums.data, count, call.scaling);
+          store_all(at<T>(call.value_gradient, batch, head, key), value_sums.data, count, 1);
         }
       }
-      for (Index query = 0; query < call.queries; query++) {
-        const float* sums = query_sums.data + query / n * size + query % n;
-        T* query_gradient = at<T>(call.query_gradient, batch, head, query);
-        for (Index column = 0; column < width; column++) store(query_gradient + column, sums[column * n] * float(call.scaling));
+      for (Index query = 0; query < call.queries; query += n) {
+        const Index queries = std::min(n, call.queries - query);
+        transpose(query_sums.data + query * width, n, width, queries, scores.data, width);
+        store_all(at<T>(call.query_gradient, batch, head, query), scores.data, queries * width, call.scaling);
       }
     }
     at::native::cpublas::brgemm_release(is_half);
@@ -538,13 +546,14 @@ void backward(const Call& call) {
 #pragma omp for schedule(static)
     for (Index unit = 0; unit < (group > 1 ? call.batch * call.key_value_heads : 0); unit++) {
       const Index batch = unit / call.key_value_heads, head = unit % call.key_value_heads;
-      for (Index i = 0; i < key_size; i++) {
-        float key_sum = 0, value_sum = 0;
-        for (Index place = unit * group * key_size + i; place < (unit + 1) * group * key_size; place += key_size)
-          key_sum += shared_key_sums.data[place], value_sum += shared_value_sums.data[place];
-        store(at<T>(call.key_gradient, batch, head, i / width) + i % width, key_sum);
-        store(at<T>(call.value_gradient, batch, head, i / width) + i % width, value_sum);
+      const Index place = unit * group * key_size;
+      float *key_sum = shared_key_sums.data + place, *value_sum = shared_value_sums.data + place;
+      for (Index other = key_size; other < group * key_size; other += key_size) {
+#pragma omp simd
+        for (Index i = 0; i < key_size; i++) key_sum[i] += key_sum[other + i], value_sum[i] += value_sum[other + i];
       }
+      store_all(at<T>(call.key_gradient, batch, head), key_sum, key_size, call.scaling);
+      store_all(at<T>(call.value_gradient, batch, head), value_sum, key_size, 1);
     }
   }
 }
@@ -785,9 +794,9 @@ def attend_backward(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes the results of `_tiled_attention_backward` of `tiled_nlq`."""
-    results = {"output": _with_rows(output).transpose(1, 2), "inverse_normalizer": inverse_normalizer.contiguous()}
+    results = {"output": output.transpose(1, 2), "inverse_normalizer": inverse_normalizer}
     if remainder.numel():
-        results["remainder"] = _with_rows(remainder).transpose(1, 2)
+        results["remainder"] = remainder.transpose(1, 2)
     states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
     gradients = {f"{name}_gradient": tensor.new_empty(tensor.shape) for name, tensor in states.items()}
     states["gradient"] = _with_rows(gradient).to(query.dtype).transpose(1, 2)
