@@ -659,11 +659,12 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(_build()))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])[:200]
         logger.warning_once(
-            "nlq_tiled uses PyTorch's operators, which take longer here than C++ code would. That could not be compiled "
-            f"({reason[0] if reason else error!r}): install a C++ compiler (g++ 11 or later), or name it in the environment "
-            "variable CXX; NLQ_CPP=0 turns C++ and this warning off"
+            f"nlq_tiled uses PyTorch's operators, because C++ code, which is faster here, could not be compiled ({reason}). "
+            "Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX. NLQ_CPP=0 turns the C++ code "
+            "and this warning off."
         )
         return None
     library.nlq_can_multiply.restype = ctypes.c_bool

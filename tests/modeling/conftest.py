@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.elementwise_backends import set_tiled_tiles, set_triton_tiles
+from support.elementwise_backends import NO_CPP, has_cpp, set_tiled_tiles, set_triton_tiles
 from support.model_cases import VOCABULARY
 
-from modeling_nlq import linear_nlq, triton_nlq
+from modeling_nlq import linear_nlq, tiled_cpp_nlq, triton_nlq
 from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
 
 
@@ -17,6 +17,31 @@ def small_tiles(monkeypatch):
     """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the batch."""
     set_tiled_tiles(monkeypatch, 4, 3, 4)
     set_triton_tiles(monkeypatch, 8, 4)
+
+
+@pytest.fixture
+def cpp_passes(monkeypatch):
+    """The calls of the C++ code of `nlq_tiled`, one for each pass."""
+    if not has_cpp():
+        pytest.skip(NO_CPP)
+    monkeypatch.delenv("NLQ_CPP", raising=False)
+    calls, function = [], tiled_cpp_nlq._run
+
+    def counted(name, *arguments, **tensors):
+        calls.append(name)
+        function(name, *arguments, **tensors)
+
+    monkeypatch.setattr(tiled_cpp_nlq, "_run", counted)
+    return calls
+
+
+@pytest.fixture(params=["pytorch", "cpp"])
+def each_pass(request, monkeypatch):
+    """Runs a test with the passes of `nlq_tiled` by PyTorch's operators, and again with those in C++."""
+    if request.param == "pytorch":
+        monkeypatch.setenv("NLQ_CPP", "0")
+    else:
+        request.getfixturevalue("cpp_passes")
 
 
 @pytest.fixture

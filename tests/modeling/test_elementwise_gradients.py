@@ -134,6 +134,7 @@ class TestGradients:
 
 
 @parametrize_backends(EAGER, TILED)
+@pytest.mark.usefixtures("each_pass")
 class TestLargeScores:
     @pytest.mark.parametrize("activation", ["relu", "relu_squared", "squared"])
     def test_gradients(self, backend, activation):

@@ -35,7 +35,7 @@ EXTREME_CASES = [
 ]
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_tiles", "each_pass")
 class TestNoNaN:
     """Nothing becomes infinite or NaN, whatever the scores and however little is visible."""
 

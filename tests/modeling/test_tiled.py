@@ -8,6 +8,7 @@ from support.attention_cases import (
     ALL_COMBINATIONS,
     HALF_PRECISION,
     LAYOUTS,
+    LONG_LAYOUTS,
     PRODUCT,
     SCALING,
     THREE,
@@ -45,6 +46,7 @@ from modeling_nlq.tiled_nlq import tiled_attention_forward
 class TestAgreement:
     """Outputs and all gradients of `nlq_tiled` and `eager` are those of the formulas."""
 
+    @pytest.mark.usefixtures("each_pass")
     @parametrize_grid(PRODUCT, allowed=has_sum)
     def test_float32(self, activation, normalization, layout):
         module, states = layer_for(layout, activation, normalization), layout.states()
@@ -56,6 +58,7 @@ class TestAgreement:
         check(eager, expected, 1e-5)
         check(tiled, eager, 1e-5)
 
+    @pytest.mark.usefixtures("each_pass")
     @parametrize_grid({"dtype, activation, normalization": HALF_PRECISION, "layout": LAYOUTS}, strength=1)
     def test_half_precision(self, dtype, activation, normalization, layout):
         module, states = layer_for(layout, activation, normalization), layout.states(dtype)
@@ -75,6 +78,7 @@ class TestAgreement:
             weights = torch.where(layout.visible, module.activation.function(scores), 0.0) / count
             check([tiled[0]], [(weights @ states[2].double()).transpose(1, 2)], 1e-5)
 
+    @pytest.mark.usefixtures("each_pass")
     @pytest.mark.parametrize("query_length, key_length", [(1, 2000), (2000, 1)], ids=["one_query", "one_key"])
     def test_sums_over_many_tiles(self, query_length, key_length):
         """They are taken in float32: in bfloat16, terms of one sign would soon be too small to change the sum."""
@@ -89,16 +93,7 @@ class TestAgreement:
                 assert error(one, other) <= 2 * 2**-7
 
 
-LONG_LAYOUTS = {
-    "causal": chunk(301, 301, 0, batch=1, key_value_heads=1),
-    "padding": padded("0" * 270 + "1" * 43, "1" * 200 + "0" * 113, heads=1, key_value_heads=1),
-    "packed": packed("a" * 100 + "b" * 170 + "c" * 31),
-    "chunk_in_static_cache": chunk(290, 600, torch.tensor(300), batch=1, heads=1, key_value_heads=1),
-    "one_query_long_cache": chunk(1, 600, 599, heads=4),
-    "many_heads": chunk(141, 141, 0, batch=3, heads=11, key_value_heads=1),
-}
-
-
+@pytest.mark.usefixtures("each_pass")
 class TestUsualTiles:
     """The same with tiles as large as they are in use."""
 
@@ -182,6 +177,7 @@ class TestWork:
 
     @parametrize_grid({"activation, normalization": THREE, "mask": ("causal", "padding", "packed", "window")}, strength=1)
     def test_memory_is_linear(self, monkeypatch, activation, normalization, mask):
+        monkeypatch.setenv("NLQ_CPP", "0")  # the C++ code takes its memory elsewhere
         set_tiled_tiles(monkeypatch, 16, 16, 0)
         peaks = {length: self.measure(activation, normalization, mask, length, tiled=True) for length in (128, 256, 512)}
         eager = {length: self.measure(activation, normalization, mask, length, tiled=False) for length in (128, 256)}

@@ -218,6 +218,15 @@ LAYOUTS = {
         random_booleans(2, 1, 7, 7), torch.where(random_booleans(2, 1, 7, 7), 0.0, torch.finfo(torch.float32).min)
     ),
 }
+# As long as several tiles that are as large as they are in use
+LONG_LAYOUTS = {
+    "causal": chunk(301, 301, 0, batch=1, key_value_heads=1),
+    "padding": padded("0" * 270 + "1" * 43, "1" * 200 + "0" * 113, heads=1, key_value_heads=1),
+    "packed": packed("a" * 100 + "b" * 170 + "c" * 31),
+    "chunk_in_static_cache": chunk(290, 600, torch.tensor(300), batch=1, heads=1, key_value_heads=1),
+    "one_query_long_cache": chunk(1, 600, 599, heads=4),
+    "many_heads": chunk(141, 141, 0, batch=3, heads=11, key_value_heads=1),
+}
 all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 # A sum of weights that is too small to divide by
 almost_nothing = pytest.mark.parametrize(

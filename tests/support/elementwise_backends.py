@@ -12,6 +12,7 @@ from packaging.version import Version
 from support.attention_cases import SCALING, results
 
 from modeling_nlq import tiled_cpp_nlq, tiled_nlq, triton_nlq
+from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.tiled_nlq import tiled_attention_forward
@@ -111,6 +112,17 @@ def set_tiled_tiles(patch, large, small, many_heads):
     tile = (large + 1) // 2 * 2  # of an even number of queries or keys
     patch.setattr(tiled_cpp_nlq, "FORWARD_TILES", (tile, tile + 2))
     patch.setattr(tiled_cpp_nlq, "BACKWARD_TILES", (tile + 2, tile))
+
+
+NO_CPP = "needs a CPU with AVX-512 and a C++ compiler"
+
+
+def has_cpp():
+    """Whether the C++ code of `nlq_tiled` can be compiled and run here."""
+    states = torch.empty(1, 1, 2, 2, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NLQ_CPP", raising=False)
+        return tiled_cpp_nlq.is_compiled(states, states, states, get_attention_activation("relu"), 0.0)
 
 
 def set_triton_tiles(patch, tile, step, least=16):

@@ -1,0 +1,250 @@
+"""The C++ code of `nlq_tiled`: widths and strides, its own exponential, threads, and what happens where it cannot be compiled.
+
+`test_tiled.py` and `test_extremes.py` run their tests of all activations, normalisers and masks with it too.
+"""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.attention_cases import (
+    ALL_COMBINATIONS,
+    LAYOUTS,
+    LONG_LAYOUTS,
+    SCALING,
+    check,
+    check_rounding,
+    chunk,
+    dense,
+    drawn_layouts,
+    expected_of,
+    layer,
+    layer_for,
+    packed,
+    padded,
+    random_factors,
+    results,
+    run,
+)
+from support.elementwise_backends import NO_CPP, has_cpp
+from support.grids import parametrize_grid
+from support.properties import examples
+
+from modeling_nlq import tiled_cpp_nlq
+from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.tiled_cpp_nlq import CPP_BODIES
+from modeling_nlq.tiled_nlq import tiled_attention_forward
+
+
+COMBINATIONS = [pair for pair in ALL_COMBINATIONS if pair[0] in CPP_BODIES]
+SOME_LAYOUTS = {
+    name: LAYOUTS[name]
+    for name in ("odd_length", "padded_window_after_cache", "packed_grouped_queries", "mask_per_head", "one_key_value_head")
+}
+
+
+class TestAgreement:
+    """Outputs and all gradients are those of the formulas."""
+
+    @parametrize_grid(
+        {"head_dim": (1, 8, 40, 64, 80, 128), "layout": SOME_LAYOUTS, "dtype": ("float32", "bfloat16")}, strength=1
+    )
+    def test_head_dims(self, cpp_passes, head_dim, layout, dtype):
+        module, states = layer_for(layout, "softplus"), layout.states(getattr(torch, dtype), head_dim)
+        actual, expected = run(tiled_attention_forward, layout, module, states), expected_of(layout, "softplus", "sum", states)
+        if dtype == "float32":
+            check(actual, expected, 1e-5)
+        else:
+            check_rounding(actual, run(eager_attention_forward, layout, module, states), expected)
+        # bfloat16 is multiplied in pairs
+        assert cpp_passes == ([] if (dtype, head_dim) == ("bfloat16", 1) else ["nlq_forward", "nlq_backward"])
+
+    @pytest.mark.parametrize("layout", [LONG_LAYOUTS[name] for name in ("padding", "packed", "many_heads")])
+    def test_long_sequences_in_bfloat16(self, cpp_passes, layout):
+        module, states = layer_for(layout, "relu", "sum"), layout.states(torch.bfloat16, head_dim=16)
+        actual, eager = (
+            run(function, layout, module, states) for function in (tiled_attention_forward, eager_attention_forward)
+        )
+        check_rounding(actual, eager, expected_of(layout, "relu", "sum", states))
+        assert cpp_passes
+
+    @examples(60)
+    @given(drawn_layouts(), st.sampled_from(COMBINATIONS), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+    def test_any_layout(self, layout, combination, query_pairs, key_pairs, head_dim):
+        if not has_cpp():
+            pytest.skip(NO_CPP)
+        states = layout.states(torch.float32, head_dim)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiled_cpp_nlq, "FORWARD_TILES", (2 * query_pairs, 2 * key_pairs))
+            patch.setattr(tiled_cpp_nlq, "BACKWARD_TILES", (2 * key_pairs, 2 * query_pairs))
+            actual = run(tiled_attention_forward, layout, layer_for(layout, *combination), states)
+        check(actual, expected_of(layout, *combination, states), 3e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_strides(self, cpp_passes, dtype):
+        """Rows in pieces, heads and lengths in any order, and gradients that are one number."""
+        layout = LAYOUTS["grouped_queries"]
+        module, states = layer_for(layout, "sigmoid"), layout.states(dtype, head_dim=6)
+
+        def strided(tensor, order):
+            return tensor.detach().permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+
+        def run_with(order, expand):
+            inputs = [strided(tensor, order).requires_grad_() for tensor in states]
+            output, _ = tiled_attention_forward(module, *inputs, None, scaling=SCALING)
+            gradient = torch.ones(()).to(output).expand_as(output) if expand else strided(random_factors(output), order)
+            return [output, *torch.autograd.grad(output, inputs, gradient)]
+
+        for expand in (False, True):
+            expected = run_with([0, 1, 2, 3], expand)
+            for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
+                assert all(torch.equal(one, other) for one, other in zip(run_with(order, expand), expected, strict=True))
+
+
+def values_and_slopes(activation, scores, dtype=torch.float32):
+    """`phi` and `phi'` by attention of one query and one key of width 2 for each score."""
+    query = torch.stack([scores, torch.zeros_like(scores)], dim=-1)[None, None].to(dtype).requires_grad_()
+    key, value = (torch.tensor([[[[1.0, 0.0]]]], dtype=dtype) for _ in range(2))
+    visible = torch.ones(1, 1, len(scores), 1, dtype=torch.bool)
+    output, _ = tiled_attention_forward(layer(activation, "none"), query, key, value, visible, scaling=1.0)
+    (slopes,) = torch.autograd.grad(output[..., 0].sum(), query)
+    return output[0, :, 0, 0].detach(), slopes[0, 0, :, 0]
+
+
+@pytest.mark.parametrize("activation", CPP_BODIES)
+class TestFunctions:
+    def test_exact(self, cpp_passes, activation):
+        """The relative error of weights is that of a few roundings, also near 0 and where they nearly vanish."""
+        magnitudes = torch.cat([torch.logspace(-30, 1.9, 2000), torch.linspace(0.01, 87, 4000)])
+        scores = torch.cat([magnitudes, -magnitudes, torch.zeros(1)])
+        exact = scores.double().requires_grad_()
+        expected = get_attention_activation(activation).function(exact)
+        (expected_slopes,) = torch.autograd.grad(expected.sum(), exact)
+        values, slopes = values_and_slopes(activation, scores)
+        is_normal = expected.abs() > 1e-37
+        torch.testing.assert_close(values[is_normal].double(), expected[is_normal].detach(), rtol=5e-7, atol=0)
+        torch.testing.assert_close(slopes.double()[scores != 0], expected_slopes[scores != 0], rtol=5e-7, atol=2e-7)
+        assert len(cpp_passes) == 2
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_not_finite(self, cpp_passes, monkeypatch, activation, dtype):
+        """Scores that are huge, infinite or not a number give what PyTorch's operators give."""
+        scores = torch.tensor([1e20, -1e20, 3e38, -3e38, 200.0, -200.0, torch.inf, -torch.inf, torch.nan])
+        actual = values_and_slopes(activation, scores, dtype)
+        monkeypatch.setenv("NLQ_CPP", "0")
+        expected = values_and_slopes(activation, scores, dtype)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-2, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_threads_change_nothing(cpp_passes, dtype):
+    layout = LONG_LAYOUTS["many_heads"]
+    module, states, found, threads = layer_for(layout, "softplus"), layout.states(dtype, 8), [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.append(run(tiled_attention_forward, layout, module, states))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for actual in found[1:] for one, other in zip(actual, found[0], strict=True))
+
+
+@pytest.mark.parametrize("activation", ["squared", "relu_squared", "softplus"])
+def test_mean_gradient_cancels(cpp_passes, activation):
+    """Under `sum`, a query of a single key has weight 1 whatever its score, although `phi' / Z` can be large."""
+    size = 40
+    visible = torch.eye(size, dtype=torch.bool)[None, None]
+    query, key, value = (torch.rand(1, 1, size, 64).to(torch.bfloat16) + 0.1 for _ in range(3))
+    states = [(query * 2**-6).requires_grad_(), key.requires_grad_(), value.requires_grad_()]
+    output, _ = tiled_attention_forward(layer(activation, "sum"), *states, visible, scaling=1 / 64)
+    gradients = torch.autograd.grad(output, states, torch.ones_like(output))
+    scores = (states[0].float() * states[1].float()).sum(dim=-1) / 64
+    # `phi' / Z` is at most 2 / s, and the gradient of a weight is the sum of a value
+    largest = 2 / scores * value.float().sum(dim=-1) / 64
+    for gradient, states_of_other in zip(gradients, (key, states[0])):
+        assert (gradient.float().abs() <= 2**-14 * largest[..., None] * states_of_other.float().abs()).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(chunk(16, 16, 0, batch=1), id="causal"),
+        pytest.param(chunk(4, 16, 4, batch=1), id="static_cache"),
+        pytest.param(packed("aaaabbbbccccdddd", "aaaaaaaabbbbbbbb"), id="packed_differently"),
+        pytest.param(padded("0000000011111111", "0000111111111111"), id="left_padding"),
+        pytest.param(dense(torch.eye(16).bool()[None, None]), id="dense_mask"),
+        pytest.param(chunk(16, 16, 0, batch=1, window=4), id="window"),
+    ],
+)
+def test_hidden_tiles_are_skipped(cpp_passes, monkeypatch, layout):
+    """A weight of 0 times NaN would be NaN, so whatever is finite did not visit the tile."""
+    monkeypatch.setattr(tiled_cpp_nlq, "FORWARD_TILES", (4, 4))
+    monkeypatch.setattr(tiled_cpp_nlq, "BACKWARD_TILES", (4, 4))
+    module, mask = layer_for(layout, "tanh"), layout.mask()
+    for start in range(0, layout.key_length, 4):
+        query, key, value = layout.states()
+        with torch.no_grad():
+            value[:, :, start : start + 4] = torch.nan
+        output, gradient, *_ = results(
+            tiled_attention_forward(module, query, key, value, mask, scaling=SCALING)[0], [query, key, value]
+        )
+        seen = layout.visible[..., start : start + 4].any(dim=-1)  # (batch, heads, query)
+        seen = seen.unflatten(-1, (-1, 4)).any(dim=-1).repeat_interleave(4, dim=-1)
+        assert output.transpose(1, 2)[~seen].isfinite().all()
+        assert gradient[~seen].isfinite().all()
+        assert output.transpose(1, 2)[seen].isnan().all()
+
+
+class TestFallback:
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch, tmp_path):
+        """A folder without compiled code."""
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        for function in (tiled_cpp_nlq._library, tiled_cpp_nlq._can_multiply):
+            function.cache_clear()
+        yield
+        for function in (tiled_cpp_nlq._library, tiled_cpp_nlq._can_multiply):
+            function.cache_clear()
+
+    @staticmethod
+    def attend():
+        layout = LAYOUTS["causal"]
+        states = layout.states()
+        check(run(tiled_attention_forward, layout, layer("relu"), states), expected_of(layout, "relu", "length", states), 1e-5)
+
+    @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+    def test_no_compiler(self, monkeypatch, caplog, compiler):
+        """One warning says what to do, and PyTorch's operators compute the result."""
+        monkeypatch.setenv("CXX", compiler)
+        monkeypatch.delenv("NLQ_CPP", raising=False)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                self.attend()
+        assert len(caplog.messages) == 1
+        assert compiler in caplog.messages[0] and "install a C++ compiler" in caplog.messages[0]
+
+    def test_turned_off(self, monkeypatch, caplog, tmp_path):
+        monkeypatch.setenv("NLQ_CPP", "0")
+        self.attend()
+        assert not caplog.messages and not list(tmp_path.iterdir())
+
+    def test_other_processors(self, monkeypatch, caplog, tmp_path):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        self.attend()
+        assert not caplog.messages and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_compile_at_once(cpp_passes, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    code = "from modeling_nlq import tiled_cpp_nlq; assert tiled_cpp_nlq._library() is not None"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(300) for process in processes] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 1
