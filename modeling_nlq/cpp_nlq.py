@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from torch.autograd import forward_ad
 from torch.utils import cpp_extension
 from transformers.utils import logging
 
@@ -69,3 +70,24 @@ def _load_library(name: str, source: str) -> ctypes.CDLL | None:
             "(pip install ninja). NLQ_CPP=0 turns it off, and this warning too."
         )
         return None
+
+
+def is_plain_call(*tensors: torch.Tensor) -> bool:
+    """True if C++ code may compute with these tensors: in float32 on the CPU, where nobody sees or changes what operators do.
+
+    That is, without gradients, tracing, autocast, `torch.func` and dual numbers.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    for tensor in tensors:
+        # Other classes of tensors, such as `DTensor` and `FakeTensor`, have no memory of their own here
+        if type(tensor) not in _PLAIN or tensor.dtype != torch.float32 or not tensor.is_cpu:
+            return False
+    return (
+        not torch.is_autocast_enabled("cpu")
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -9,11 +9,9 @@ import functools
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.utils.import_utils import is_tracing
 
-from .cpp_nlq import load_library
+from .cpp_nlq import is_plain_call, load_library
 
 
 MOST_ROWS = 8
@@ -93,13 +91,19 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     A layer that is not a plain `nn.Linear` in float32 on the CPU, that has hooks, or whose output may be differentiated, is
     just called.
     """
-    if torch.is_grad_enabled() or not _has_few_rows(states) or not _is_plain(module) or _is_transformed(states):
+    # Quantized and adapted layers have other classes, and Accelerate replaces `forward`
+    if torch.is_grad_enabled() or type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return module(states)
-    library = _library()
-    if library is None or states.shape[-1] != module.in_features:
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    tensors = (states, weight) if bias is None else (states, weight, bias)
+    if not is_plain_call(*tensors) or "forward" in module.__dict__ or _has_any_global_hook():
         return module(states)
-    weight, bias = module.weight, module.bias
-    size, width = weight.shape
+    size, width = module.out_features, module.in_features
+    rows = states.numel() // width
+    # DeepSpeed keeps weights elsewhere
+    is_regular = states.shape[-1] == width and weight.shape == (size, width) and weight.is_contiguous()
+    if not 0 < rows <= MOST_ROWS or not is_regular or (library := _library()) is None:
+        return module(states)
     states = states.contiguous()
     output = states.new_empty(*states.shape[:-1], size)
     library.linear(
@@ -107,47 +111,9 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         output.data_ptr(),
-        states.numel() // width,
+        rows,
         size,
         width,
         torch.get_num_threads(),
     )
     return output
-
-
-def _has_few_rows(states: torch.Tensor) -> bool:
-    return (
-        type(states) is torch.Tensor
-        and states.device.type == "cpu"
-        and states.dtype == torch.float32
-        and 0 < states.numel() <= MOST_ROWS * states.shape[-1]
-    )
-
-
-def _is_plain(module: nn.Module) -> bool:
-    # A quantized or adapted layer has another class, a shared or parallel weight has another one than `nn.Parameter`, and
-    # Accelerate replaces `forward`
-    if type(module) is not nn.Linear or "forward" in module.__dict__ or _has_any_global_hook():
-        return False
-    if module._forward_hooks or module._forward_pre_hooks:
-        return False
-    if module.weight.shape != (module.out_features, module.in_features):  # DeepSpeed keeps it elsewhere
-        return False
-    return all(
-        type(parameter) is nn.Parameter
-        and parameter.dtype == torch.float32
-        and parameter.device.type == "cpu"
-        and parameter.is_contiguous()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
-
-
-def _is_transformed(states: torch.Tensor) -> bool:
-    """True where someone else sees, or changes, what operators compute: tracing, autocast, `torch.func`, dual numbers."""
-    return (
-        is_tracing(states)
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
