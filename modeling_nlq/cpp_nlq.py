@@ -1,8 +1,8 @@
 """Small C++ libraries for the CPU, built once per machine by `torch.utils.cpp_extension`.
 
 A library is optional. It replaces PyTorch code that computes the same, and where it cannot be built, that code stays. A build
-takes a few seconds at the first use and is kept in `TORCH_EXTENSIONS_DIR` (by default in `~/.cache/torch_extensions`). It needs a
-C++ compiler and ninja (`pip install ninja`). The environment variable `NLQ_CPP=0` turns all libraries off.
+needs a C++ compiler and ninja (`pip install ninja`). It takes a few seconds at the first use and is kept in
+`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`. The environment variable `NLQ_CPP=0` turns all libraries off.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from torch.autograd import forward_ad
-from torch.utils import cpp_extension
 from transformers.utils import logging
 
 
@@ -48,6 +47,8 @@ def _load_library(name: str, source: str) -> ctypes.CDLL | None:
     version = hashlib.sha256(repr((source, flags, torch.__version__)).encode()).hexdigest()[:16]
     name = f"nlq_{name}_{version}"
     try:
+        from torch.utils import cpp_extension  # here, because it takes long to import
+
         folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()) / name
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "nlq.lock"):
@@ -66,8 +67,8 @@ def _load_library(name: str, source: str) -> ctypes.CDLL | None:
     except Exception as error:  # a missing compiler, ninja or permission must not break what works without
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
-            f"NLQ computes without its C++ code for the CPU, which would be faster: {reason}. It needs a C++ compiler and ninja "
-            "(pip install ninja). NLQ_CPP=0 turns it off, and this warning too."
+            f"NLQ computes without its C++ code for the CPU, which would be faster: {reason}. It needs a C++ compiler and "
+            "ninja (pip install ninja). NLQ_CPP=0 turns it off, and this warning too."
         )
         return None
 

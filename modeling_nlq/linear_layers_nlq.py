@@ -1,7 +1,7 @@
 """Linear layers, and their product with a few rows on the CPU, as in decoding.
 
-A few rows take as long as reading the weights. PyTorch's BLAS reads them by one thread, and on processors that it has no kernels for
-slowly. The C++ code below visits them in order, with all threads.
+The product of a few rows takes as long as reading the weights. PyTorch's BLAS reads them with one thread, and slowly on
+processors that it has no kernels for. The C++ code below reads them in order, with all threads.
 """
 
 import ctypes

@@ -39,8 +39,8 @@ from .backends_nlq import (
 )
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .continuous_batching_nlq import NLQGenerationMixin
-from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .linear_layers_nlq import apply_linear
+from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
 from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs

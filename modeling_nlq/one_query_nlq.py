@@ -72,7 +72,8 @@ static bool attend(const Call& call, int64_t batch, int64_t head) {
   const int64_t seen = call.count ? call.count[batch * call.count_steps[0] + head * call.count_steps[1]] : call.keys;
   const float count = std::max<int64_t>(seen, 1);
   std::vector<float> weights(call.keys);
-  for (int64_t j = 0; j < call.keys; j++) weights[j] = dot(query, key + j * call.key_steps[2], call.width) * float(call.scaling);
+  for (int64_t j = 0; j < call.keys; j++)
+    weights[j] = dot(query, key + j * call.key_steps[2], call.width) * float(call.scaling);
 
   float factor = 1;
   if (call.is_sum && call.is_homogeneous) {
@@ -103,8 +104,9 @@ static bool attend(const Call& call, int64_t batch, int64_t head) {
 
 extern "C" int one_query(const Call* call) {
   int is_right = 1;
-#pragma omp parallel for num_threads(call->threads) reduction(&& : is_right) if (call->keys * call->heads * call->batch > 512)
-  for (int64_t i = 0; i < call->batch * call->heads; i++) is_right = is_right && attend(*call, i / call->heads, i % call->heads);
+  const int64_t rows = call->batch * call->heads;
+#pragma omp parallel for num_threads(call->threads) reduction(&& : is_right) if (rows * call->keys > 512)
+  for (int64_t i = 0; i < rows; i++) is_right = is_right && attend(*call, i / call->heads, i % call->heads);
   return is_right;
 }
 """
