@@ -92,7 +92,9 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     just called.
     """
     # Quantized and adapted layers have other classes, and Accelerate replaces `forward`
-    if torch.is_grad_enabled() or type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+    if torch.is_grad_enabled() or not states.is_cpu or type(module) is not nn.Linear:
+        return module(states)
+    if module._forward_hooks or module._forward_pre_hooks:
         return module(states)
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     tensors = (states, weight) if bias is None else (states, weight, bias)
