@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -36,9 +36,12 @@ from transformers.utils.generic import is_flash_attention_requested
 from .activations_nlq import AttentionActivation
 from .attention_nlq import eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
+from .cpp_nlq import is_plain_call
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .masking_nlq import Sequences, Visibility, boolean_mask
-from .tiled_nlq import tiled_attention_forward
+from .operators_nlq import autocast_dtype
+from .tiled_cpp_nlq import has_kernels
+from .tiled_nlq import softmax_attention_forward, tiled_attention_forward
 from .triton_activations_nlq import triton_body
 from .triton_nlq import triton_attention_forward
 
@@ -250,6 +253,12 @@ ATTENTION_BACKENDS = {
     "nlq_tiled": AttentionBackend(
         tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
     ),
+    "nlq_softmax": AttentionBackend(
+        softmax_attention_forward,
+        lambda activation, sink: activation.name == "softmax" and sink is None,
+        has_dropout=False,
+        is_portable=False,
+    ),
     "nlq_triton": AttentionBackend(
         triton_attention_forward,
         lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
@@ -262,6 +271,8 @@ ATTENTION_BACKENDS = {
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
 # until its tests have passed on a GPU.
 PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "eager")
+# The same for calls whose queries, keys and values the C++ code computes with
+CPP_PREFERENCE = ("nlq_softmax", *PREFERENCE)
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
@@ -347,6 +358,7 @@ def find_backend(
     sink: str | None,
     dropout: float = 0.0,
     needs_weights: bool = False,
+    has_cpp: bool = False,
 ) -> str:
     """Returns the name of the backend that computes layers in one call.
 
@@ -361,6 +373,7 @@ def find_backend(
         sink: the layers' `attention_sink`.
         dropout: their dropout probability in this call.
         needs_weights: whether this call returns the weights.
+        has_cpp: whether the C++ code computes with the call's queries, keys and values.
 
     Raises:
         ValueError: if the implementation cannot do this. The message names those that can.
@@ -370,7 +383,8 @@ def find_backend(
     backend = ATTENTION_BACKENDS.get(name, _other)
     is_exporting = torch.compiler.is_exporting()
     if name == AUTOMATIC:
-        names = [name for name in PREFERENCE if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
+        preference = CPP_PREFERENCE if has_cpp else PREFERENCE
+        names = [name for name in preference if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
         names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
     if backend.can(*asked):
@@ -387,15 +401,31 @@ def find_backend(
     )
 
 
-def backend_request(config: NLQConfig, output_attentions: bool | None = None, **kwargs) -> tuple[str | None, bool]:
-    """Returns what a call of the model asks of the backends: `attn_implementation`, and whether the weights are returned.
+class BackendRequest(NamedTuple):
+    """What a call of the model asks of the backends: arguments of `find_backend`."""
+
+    implementation: str | None
+    needs_weights: bool
+    has_cpp: bool
+
+
+def backend_request(
+    config: NLQConfig, hidden_states: torch.Tensor, output_attentions: bool | None = None, **kwargs
+) -> BackendRequest:
+    """Returns what a call of the model asks of the backends.
 
     Args:
         config: the model's configuration.
+        hidden_states: `(batch, query, hidden)`, the input of the first layer.
         output_attentions: an argument of the call; by default the configuration's value.
         kwargs: other arguments of the call.
     """
-    return config._attn_implementation, config.output_attentions if output_attentions is None else output_attentions
+    needs_weights = config.output_attentions if output_attentions is None else output_attentions
+    implementation = config._attn_implementation
+    # PyTorch's own kernel is as fast for a single query
+    has_cpp = implementation == AUTOMATIC and hidden_states.shape[1] > 1 and is_plain_call(hidden_states)
+    has_cpp = has_cpp and has_kernels(autocast_dtype(hidden_states), config.head_dim)
+    return BackendRequest(implementation, needs_weights, has_cpp)
 
 
 def make_mask(

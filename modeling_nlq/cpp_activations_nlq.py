@@ -82,9 +82,11 @@ inline float tanh(float score) {
 }  // namespace
 """
 
-# One type for each activation, with a function `both(score, weight, slope)`; its number is its place in `CPP_BODIES`
-ACTIVATIONS_SOURCE = _FUNCTIONS + "\n".join(
-    f"struct phi_{name} {{ static inline void both(float score, float& weight, float& slope) {{ {body} }} }};"
-    for name, body in CPP_BODIES.items()
-)
-CPP_NUMBERS = {name: number for number, name in enumerate(CPP_BODIES)}
+
+def activation_types(bodies: dict[str, str]) -> str:
+    """Returns C++ code with a type `Phi_<name>` for each activation, whose function `both` sets a weight and a slope."""
+    types = (
+        f"struct Phi_{name} {{\n  static inline void both(float score, float& weight, float& slope) {{ {body} }}\n}};"
+        for name, body in bodies.items()
+    )
+    return "\n".join((_FUNCTIONS, *types))

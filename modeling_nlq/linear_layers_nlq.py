@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from .cpp_nlq import is_plain_call, load_library
+from .cpp_nlq import is_enabled, is_plain_call, load_library
 
 
 MOST_ROWS = 8
@@ -78,7 +78,7 @@ extern "C" void linear(const float* x, const float* w, const float* bias, float*
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("linear", _SOURCE)
+    library = load_library("linear", _SOURCE) if is_enabled() else None
     if library is not None:
         library.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
         library.linear.restype = None
@@ -98,7 +98,9 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
         return module(states)
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     tensors = (states, weight) if bias is None else (states, weight, bias)
-    if not is_plain_call(*tensors) or "forward" in module.__dict__ or _has_any_global_hook():
+    if not is_plain_call(*tensors) or any(tensor.dtype != torch.float32 for tensor in tensors):
+        return module(states)
+    if "forward" in module.__dict__ or _has_any_global_hook() or torch.is_autocast_enabled("cpu"):
         return module(states)
     size, width = module.out_features, module.in_features
     rows = states.numel() // width

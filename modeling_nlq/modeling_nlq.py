@@ -126,18 +126,20 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False) -> str:
+    def find_backend(self, implementation: str | None, needs_weights: bool = False, has_cpp: bool = False) -> str:
         """Returns the name of the backend that computes this layer in this call.
 
         Args:
             implementation: the model's `attn_implementation`.
             needs_weights: whether this call returns the weights.
+            has_cpp: whether the C++ code computes with the call's queries, keys and values.
 
         Raises:
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        return find_backend(implementation, [self.layer_idx], self.activation, self.attention_sink, dropout, needs_weights)
+        asked = (self.activation, self.attention_sink, dropout, needs_weights, has_cpp)
+        return find_backend(implementation, [self.layer_idx], *asked)
 
     def forward(
         self,
@@ -152,7 +154,7 @@ class NLQAttention(NLQAttentionProjections):
 
         `backend` is a result of `find_backend`, which the model asks once for all layers of a kind.
         """
-        name = backend or self.find_backend(*backend_request(self.config, **kwargs))
+        name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
@@ -202,7 +204,7 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False) -> str:
+    def find_backend(self, implementation: str | None, needs_weights: bool = False, has_cpp: bool = False) -> str:
         """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
 
         Raises:
@@ -226,7 +228,7 @@ class NLQLinearAttention(NLQAttentionProjections):
     ) -> tuple[torch.Tensor, None]:
         """`(batch, query, hidden)` -> the same shape, and no weights; `backend` as in `NLQAttention`."""
         if backend is None:
-            self.find_backend(*backend_request(self.config, **kwargs))
+            self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states)  # rotary positions come after the feature map
         cache = state = None
         if past_key_values is not None:
@@ -490,7 +492,7 @@ class NLQModel(NLQPreTrainedModel):
         hidden_states = self.dropout(hidden_states)
 
         # One mask for each backend and window, made before the first layer advances the cache
-        request = backend_request(self.config, **kwargs)
+        request = backend_request(self.config, inputs_embeds, **kwargs)
         kinds = [(layer.self_attn.find_backend(*request), layer.self_attn.sliding_window) for layer in layers]
         masks = {}
         for layer, kind in zip(layers, kinds):

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from .attention_nlq import LARGE_SCORE, zero_limit
-from .cpp_activations_nlq import ACTIVATIONS_SOURCE, CPP_BODIES, CPP_NUMBERS
-from .cpp_nlq import is_plain_call, load_library
+from .cpp_activations_nlq import CPP_BODIES, activation_types
+from .cpp_nlq import is_enabled, is_plain_call, load_library
 from .masking_nlq import Visibility, read_visible
 
 
 _SOURCE = (
-    ACTIVATIONS_SOURCE
+    activation_types(CPP_BODIES)
     + r"""
 #include <algorithm>
 #include <vector>
@@ -110,14 +110,16 @@ extern "C" int one_query(const Call* call) {
   return is_right;
 }
 """
-).replace("WEIGH_OF_BODIES", ", ".join(f"weigh<phi_{name}>" for name in CPP_BODIES))
+).replace("WEIGH_OF_BODIES", ", ".join(f"weigh<Phi_{name}>" for name in CPP_BODIES))
+_NUMBERS = {name: number for number, name in enumerate(CPP_BODIES)}
+_CALL = struct.Struct("=29qd")
 _CONSTANTS = {"LARGE_SCORE": float(LARGE_SCORE), "ZERO_LIMIT": zero_limit(torch.float32)}
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     source = functools.reduce(lambda text, item: text.replace(item[0], repr(item[1])), _CONSTANTS.items(), _SOURCE)
-    return load_library("one_query", source)
+    return load_library("one_query", source) if is_enabled() else None
 
 
 def one_query_in_cpp(
@@ -134,10 +136,12 @@ def one_query_in_cpp(
     for float32.
     """
     activation, normalization = module.activation, module.normalization
-    number = CPP_NUMBERS.get(activation.name)
-    if number is None or not is_plain_call(query, key, value) or (library := _library()) is None:
+    states = (query, key, value)
+    if activation.name not in CPP_BODIES or torch.is_grad_enabled() or not is_plain_call(*states):
         return None
-    if any(states.stride(-1) != 1 for states in (query, key, value)) or not key.shape[2]:
+    if any(tensor.dtype != torch.float32 or tensor.stride(-1) != 1 for tensor in states) or not key.shape[2]:
+        return None
+    if (library := _library()) is None:
         return None
     visible, count = read_visible(attention_mask, query, key)
     (batch, heads, _, width), (_, key_value_heads, keys, _) = query.shape, key.shape
@@ -155,13 +159,10 @@ def one_query_in_cpp(
         *(query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()),
         *(0 if visible is None else visible.data_ptr(), count.data_ptr() if isinstance(count, torch.Tensor) else 0),
         *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *visible_steps, *count_steps),
-        *(batch, heads, heads // key_value_heads, keys, width, number, torch.get_num_threads()),
+        *(batch, heads, heads // key_value_heads, keys, width, _NUMBERS[activation.name], torch.get_num_threads()),
         *(normalization == "sum", normalization == "length"),
         activation.subtract_log_count and normalization == "none",
         activation.is_homogeneous,
     )
     is_right = library.one_query(_CALL.pack(*numbers, scaling))
     return output if is_right else None
-
-
-_CALL = struct.Struct("=29qd")

@@ -107,9 +107,14 @@ class AttentionOperators:
         return output
 
 
+def autocast_dtype(states: torch.Tensor) -> torch.dtype:
+    """Returns the type that autocast casts a tensor to, if it is on; else that of the tensor."""
+    device_type = states.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises on a meta device
+        return torch.get_autocast_dtype(device_type)
+    return states.dtype
+
+
 def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
     """Casts the tensors as autocast would, if it is on. It does not know our operators."""
-    device_type = states[0].device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises on a meta device
-        return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in states]
-    return list(states)
+    return [tensor.to(autocast_dtype(tensor)) for tensor in states]

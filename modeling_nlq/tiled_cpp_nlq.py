@@ -1,8 +1,11 @@
 """The passes of `nlq_tiled` in C++, for CPUs with AVX-512. One pass over a tile of scores does what takes PyTorch several.
 
-The code is compiled once per machine, at the first call, by the C++ compiler that is there; without one, `nlq_tiled` computes
-the same with PyTorch's operators. The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch
-(`ATen/native/CPUBlas.h`) and use AMX where the CPU has it.
+The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch (`ATen/native/CPUBlas.h`) and use AMX
+where the CPU has it.
+
+It also computes softmax, as FlashAttention does (Dao et al. 2022, arXiv 2205.14135). Forward keeps the largest score of each
+row so far, and scales its sums when a larger one comes. In backward the weights are `exp(s - l)`, where `l` is the logarithm of
+the row's sum of exponentials.
 
 Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
 is `(key, query)`, so that weights and gradients can be multiplied as they are.
@@ -10,21 +13,15 @@ is `(key, query)`, so that weights and gradients can be multiplied as they are.
 
 import ctypes
 import functools
-import hashlib
 import math
-import os
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
 from .activations_nlq import AttentionActivation
 from .attention_nlq import zero_limit
+from .cpp_activations_nlq import CPP_BODIES, activation_types
+from .cpp_nlq import instructions, is_enabled, load_library
 
-
-logger = logging.get_logger(__name__)
 
 # Queries and keys of a tile of forward and of backward; multiples of `STEP` in the C++ code
 FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
@@ -32,30 +29,19 @@ FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
 
-# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. If a pass ignores one of the two, the
-# compiler removes its computation. NaN must stay NaN, and a comparison with it is false.
-CPP_BODIES = {
-    "identity": "weight = score; slope = 1;",
-    "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
-    "relu_squared": "float positive = score < 0 ? 0 : score; weight = positive * positive; slope = 2 * positive;",
-    "sigmoid": "weight = sigmoid(score); slope = weight - weight * weight;",
-    "softplus": """
-        float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
-        weight = positive + x * log1p_ratio(x);
-        slope = (score < 0 ? x : 1) / (1 + x);""",
-    "squared": "weight = score * score; slope = 2 * score;",
-    "tanh": "weight = tanh(score); slope = 1 - weight * weight;",
-}
+# Softmax's exponential is that of the distance to the largest score
+BODIES = {**CPP_BODIES, "softmax": "weight = slope = exp_negative(score);"}
 
 # The arguments of a pass. Tensors have the axes batch, heads, length and, if there is one, head_dim, whose stride is 1.
 SIZES = (
     *("threads", "batch", "heads", "key_value_heads", "queries", "keys", "width", "query_tile", "key_tile", "activation"),
     # first_query: index of the first query among the keys, if the mask is causal
-    *("is_causal", "first_query", "is_sum"),
+    *("is_causal", "first_query", "is_sum", "is_softmax"),
 )
 FLOATS = ("scaling", "zero_limit", "largest_sum")
 TENSORS = (
     *("query", "key", "value", "bias", "key_is_valid", "first_key", "visible"),
+    # For softmax, `inverse_normalizer` is the logarithm of the sum of exponentials
     *("output", "remainder", "inverse_normalizer"),
     *("gradient", "query_gradient", "key_gradient", "value_gradient"),
 )
@@ -125,17 +111,6 @@ void multiply(
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
 }
 
-inline float from_bits(uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, 4);
-  return number;
-}
-inline uint32_t to_bits(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, 4);
-  return bits;
-}
-
 inline float load(const float* place) { return *place; }
 inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
 // Stores a number, rounded to the nearest (to even), and returns what was stored
@@ -152,50 +127,6 @@ void store_all(T* place, const float* numbers, Index size, float factor) {
 #pragma omp simd
   for (Index i = 0; i < size; i++) store(place + i, numbers[i] * factor);
 }
-
-// exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
-inline float exp_negative(float x) {
-  const float shifted = x * 1.442695041f + 12582912.0f;  // 1.5 2^23: the last bits of the sum are those of n
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float series = 1.3981999507e-3f + r * 1.9875691500e-4f;
-  series = 8.3334519073e-3f + r * series;
-  series = 4.1665795894e-2f + r * series;
-  series = 1.6666665459e-1f + r * series;
-  series = 5.0000001201e-1f + r * series;
-  series = 1.0f + (r + r * r * series);
-  const float power = series * from_bits((to_bits(shifted) << 23) + 0x3f800000u);
-  return x < -87.3365f ? 0.0f : power;
-}
-
-// log(1 + x) / x for 0 <= x <= 1; relative error 4.7e-9 (see `triton_activations_nlq.py`)
-inline float log1p_ratio(float x) {
-  float series = 0.01985146236f - x * 0.003244025177f;
-  series = -0.05695953427f + x * series;
-  series = 0.1060365489f + x * series;
-  series = -0.1530559257f + x * series;
-  series = 0.1967593926f + x * series;
-  series = -0.2495413366f + x * series;
-  series = 0.3332996242f + x * series;
-  series = -0.4999990242f + x * series;
-  return 0.9999999953f + x * series;
-}
-
-inline float sigmoid(float score) {
-  const float x = exp_negative(-std::fabs(score));
-  return (score < 0 ? x : 1.0f) / (1.0f + x);
-}
-
-// 2 sigmoid(2 s) - 1, and where that cancels, a polynomial in s^2 (see `triton_activations_nlq.py`)
-inline float tanh(float score) {
-  const float square = score * score;
-  float series = -0.05298607529f + square * 0.01713500663f;
-  series = 0.1332477932f + square * series;
-  series = 0.9999999869f + square * (-0.3333306939f + square * series);
-  return square < 0.25f ? score * series : 2.0f * sigmoid(2.0f * score) - 1.0f;
-}
-
-BODIES
 
 // The visible columns of a row of a tile: a range, and in it, if there are bytes, those that are not 0
 struct Columns {
@@ -228,6 +159,25 @@ float weigh(const float* scores, T* weights, Columns columns, Index end, float s
     }
   }
   return total;
+}
+
+// The largest visible score of one row of a tile, or -infinity
+float largest_of(const float* scores, Columns columns, float scaling) {
+  float largest = -INFINITY;
+  if (columns.visible == nullptr) {
+#pragma omp simd reduction(max : largest)
+    for (Index i = columns.first; i < columns.last; i++) {
+      const float score = scores[i] * scaling;
+      largest = largest < score ? score : largest;
+    }
+  } else {
+#pragma omp simd reduction(max : largest)
+    for (Index i = columns.first; i < columns.last; i++) {
+      const float score = columns.visible[i] ? scores[i] * scaling : -INFINITY;
+      largest = largest < score ? score : largest;
+    }
+  }
+  return largest;
 }
 
 // Computes the weights of one row of a transposed tile, and the gradient of its scores from that of its weights; 0 where hidden
@@ -379,7 +329,7 @@ void forward(const Call& call) {
       pack(value_rows, call.value.strides[2], keys, width, packed_values.data + unit * size, width);
     }
 
-    Buffer<float> scores(m * n), sums(m * width), totals(m);
+    Buffer<float> scores(m * n), sums(m * width), totals(m), biases(m);
     Buffer<T> half_weights(is_half ? m * n : 0);
     T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
     // The last queries see the most keys. They come first, so that no thread is left with much work in the end
@@ -391,6 +341,8 @@ void forward(const Call& call) {
       const Mask mask(call, batch, head);
       const T* query_rows = at<T>(call.query, batch, head, query);
       const float* bias = at<float>(call.bias, batch, head, query);
+      // Of softmax, the largest score so far
+      for (Index i = 0; i < queries; i++) biases.data[i] = call.is_softmax ? -INFINITY : bias[i];
       std::fill(sums.data, sums.data + queries * width, 0.0f);
       std::fill(totals.data, totals.data + queries, 0.0f);
 
@@ -406,7 +358,16 @@ void forward(const Call& call) {
           Columns columns(mask.first_key_of(query + i) - seen.first, mask.last_key_of(query + i) - seen.first, keys);
           if (hidden.some && mask.visible) columns.visible = mask.visible + (query + i) * mask.row + seen.first;
           if (hidden.some && mask.key_is_valid) columns.visible = mask.key_is_valid + seen.first;
-          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, inner, call.scaling, bias[i]);
+          if (call.is_softmax) {
+            const float largest = std::max(biases.data[i], largest_of(scores.data + i * n, columns, call.scaling));
+            if (largest > biases.data[i]) {
+              const float factor = exp_negative(biases.data[i] - largest);
+              totals.data[i] *= factor;
+              for (Index column = 0; column < width; column++) sums.data[i * width + column] *= factor;
+              biases.data[i] = largest;
+            }
+          }
+          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, inner, call.scaling, biases.data[i]);
         }
         const T* value_rows = is_half ? packed_values.data + packed + seen.first * width
                                       : at<T>(call.value, batch, head / group, seen.first);
@@ -416,15 +377,15 @@ void forward(const Call& call) {
 
       float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
       for (Index i = 0; i < queries; i++) {
-        if (call.is_sum) {
-          // A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
-          const float total = totals.data[i];
-          inverse[i] = total < float(call.zero_limit) ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
-        }
+        const float total = totals.data[i];
+        // A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
+        if (call.is_sum) inverse[i] = total < float(call.zero_limit) ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
+        const float scale = inverse[i];
+        if (call.is_softmax) inverse[i] = scale == 0 ? INFINITY : biases.data[i] + std::log(total);
         T* output = at<T>(call.output, batch, head, query + i);
         T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
         for (Index column = 0; column < width; column++) {
-          const float exact = sums.data[i * width + column] * inverse[i], stored = store(output + column, exact);
+          const float exact = sums.data[i * width + column] * scale, stored = store(output + column, exact);
           if (remainder) store(remainder + column, exact - stored);
         }
       }
@@ -470,10 +431,11 @@ void backward(const Call& call) {
           const T* gradient = at<T>(call.gradient, batch, head, query + i);
           const T* output = at<T>(call.output, batch, head, query + i);
           const T* remainder = call.remainder.data ? at<T>(call.remainder, batch, head, query + i) : nullptr;
+          const float scale = call.is_softmax ? 1 : inverse[i];
           float delta = 0;
 #pragma omp simd reduction(+ : delta)
           for (Index column = 0; column < width; column++) {
-            const float stored = store(scaled + i * width + column, load(gradient + column) * inverse[i]);
+            const float stored = store(scaled + i * width + column, load(gradient + column) * scale);
             delta += stored * (load(output + column) + (remainder ? load(remainder + column) : 0));
           }
           deltas.data[query + i] = call.is_sum ? delta : 0;
@@ -586,13 +548,6 @@ bool nlq_can_multiply(bool is_half) {
 }
 """
 
-FLAGS = (
-    *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
-    # Not -march=native, because several machines may share the folder, and not -ffast-math, because NaN and infinity have a
-    # meaning here
-    *("-march=x86-64-v4", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-)
-
 
 def _source() -> str:
     """Returns the source with the declarations that the tables above imply."""
@@ -600,13 +555,9 @@ def _source() -> str:
         "Index SIZES": f"Index {', '.join(SIZES)}",
         "double FLOATS": f"double {', '.join(FLOATS)}",
         "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
-        "BODIES\n": "".join(
-            f"struct Phi_{name} {{\n  static void both(float score, float& weight, float& slope) {{ {body} }}\n}};\n"
-            for name, body in CPP_BODIES.items()
-        ),
-        "ROWS_OF_BODIES": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in CPP_BODIES),
+        "ROWS_OF_BODIES": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in BODIES),
     }
-    source = SOURCE
+    source = activation_types(BODIES) + SOURCE
     for place, text in declarations.items():
         source = source.replace(place, text)
     return source
@@ -628,46 +579,11 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _build() -> Path:
-    """Compiles the code, unless that was done before, and returns the library.
-
-    Raises:
-        OSError: if there is no compiler, or the folder cannot be written.
-        subprocess.CalledProcessError: if the compiler fails.
-    """
-    source, compiler = _source(), os.environ.get("CXX", "c++")
-    torch_folder = Path(torch.__file__).parent
-    key = hashlib.sha256("\n".join((source, *FLAGS, compiler, torch.__version__, str(torch_folder))).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = folder / f"nlq_tiled_{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Processes that compile at the same time each write a file of their own; the last one to finish stays
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            file, result = Path(scratch, "nlq_tiled.cpp"), Path(scratch, "nlq_tiled.so")
-            file.write_text(source)
-            libraries = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
-            command = [compiler, *FLAGS, str(file), "-o", str(result), *libraries]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            result.replace(library)
-    return library
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Returns the compiled code, or `None`, with a warning, if it cannot be compiled or run here."""
-    try:
-        library = ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0])[:200]
-        logger.warning_once(
-            f"nlq_tiled uses PyTorch's operators, because C++ code, which is faster here, could not be compiled ({reason}). "
-            "Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX. NLQ_CPP=0 turns the C++ code "
-            "and this warning off."
-        )
-        return None
-    library.nlq_can_multiply.restype = ctypes.c_bool
+    library = load_library("tiled", _source())
+    if library is not None:
+        library.nlq_can_multiply.restype = ctypes.c_bool
     return library
 
 
@@ -677,10 +593,20 @@ def _can_multiply(dtype: torch.dtype) -> bool:
     return library is not None and library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
 
 
+def has_kernels(dtype: torch.dtype, head_dim: int) -> bool:
+    """Tells whether the C++ code computes with numbers of this type, in heads of this size. The first time, it compiles it."""
+    return (
+        (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0))  # bfloat16 is multiplied in pairs
+        and is_enabled()
+        and instructions() == "AVX512"
+        and _can_multiply(dtype)
+    )
+
+
 def is_compiled(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, activation: AttentionActivation, dropout: float
 ) -> bool:
-    """Tells whether the C++ code computes this call; compiles it at the first call that it could compute.
+    """Tells whether the C++ code computes this call.
 
     Args:
         query: `(batch, heads, query, head_dim)`.
@@ -689,18 +615,14 @@ def is_compiled(
         dropout: probability of dropping a weight.
     """
     return (
-        query.device.type == "cpu"
-        and query.dtype in (torch.float32, torch.bfloat16)
+        activation.name in BODIES
+        and dropout == 0.0
         and query.dtype == key.dtype == value.dtype
         and key.shape == value.shape
-        and activation.name in CPP_BODIES
-        and dropout == 0.0
         and query.numel() > 0
         and key.numel() > 0
-        and (query.dtype == torch.float32 or query.shape[-1] % 2 == 0)  # bfloat16 is multiplied in pairs
-        and os.environ.get("NLQ_CPP") != "0"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _can_multiply(query.dtype)
+        and query.is_cpu
+        and has_kernels(query.dtype, query.shape[-1])
     )
 
 
@@ -722,9 +644,10 @@ def _run(
     query_index, key_is_valid, first_key, visible = masks
     query, key = tensors["query"], tensors["key"]
     (batch, heads, queries, width), (key_value_heads, keys) = query.shape, key.shape[1:3]
-    has_bias = activation.subtract_log_count and normalization == "none"
-    bias = visible_count.clamp(min=1).float().log() if has_bias else torch.zeros(1, 1, queries)
-    tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
+    if "bias" not in tensors:
+        has_bias = activation.subtract_log_count and normalization == "none"
+        bias = visible_count.clamp(min=1).float().log() if has_bias else torch.zeros(1, 1, queries)
+        tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
     if key_is_valid is not None:
         tensors["key_is_valid"] = key_is_valid.contiguous().expand(batch, keys)
     if first_key is not None:
@@ -742,10 +665,11 @@ def _run(
         width=width,
         query_tile=query_tile,
         key_tile=key_tile,
-        activation=list(CPP_BODIES).index(activation.name),
+        activation=list(BODIES).index(activation.name),
         is_causal=query_index is not None,
         first_query=0 if query_index is None else int(query_index[0]),
         is_sum=normalization == "sum",
+        is_softmax=activation.name == "softmax",
         scaling=scaling,
         zero_limit=zero_limit(torch.float32),
         largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
@@ -801,6 +725,8 @@ def attend_backward(
     states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
     gradients = {f"{name}_gradient": tensor.new_empty(tensor.shape) for name, tensor in states.items()}
     states["gradient"] = _with_rows(gradient).to(query.dtype).transpose(1, 2)
+    if activation.name == "softmax":
+        states["bias"] = inverse_normalizer
     options = (activation, normalization, scaling, visible_count, masks)
     _run("nlq_backward", BACKWARD_TILES, *options, **states, **results, **gradients)
     return tuple(gradients.values())

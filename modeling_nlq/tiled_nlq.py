@@ -25,6 +25,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import get_attention_activation
 from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
+from .cpp_nlq import is_plain_call
 from .masking_nlq import Visibility
 from .one_query_nlq import one_query_in_cpp
 from .operators_nlq import AttentionOperators, in_autocast_precision
@@ -414,3 +415,26 @@ def tiled_attention_forward(
     # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
     output = attend(module, query, *inputs)
     return output if output.isfinite().all() else attend(module, rescaled(), *inputs), None
+
+
+def softmax_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Softmax attention by the C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
+
+    Raises:
+        ValueError: where there is no such code.
+    """
+    query, key, value = in_autocast_precision(query, key, value)
+    if not is_plain_call(query, key, value) or not is_compiled(query, key, value, module.activation, dropout=0.0):
+        raise ValueError(
+            "attn_implementation='nlq_softmax' computes float32 and bfloat16, uncompiled, on a CPU with AVX-512 where a C++ "
+            "compiler is installed; use 'nlq' or 'sdpa'"
+        )
+    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout=0.0), None
