@@ -228,7 +228,7 @@ class TestFallback:
             for _ in range(3):
                 self.attend()
         assert len(caplog.messages) == 1
-        assert compiler in caplog.messages[0] and "install a C++ compiler" in caplog.messages[0]
+        assert compiler in caplog.messages[0] and "Install a C++ compiler" in caplog.messages[0]
 
     def test_turned_off(self, monkeypatch, caplog, tmp_path):
         monkeypatch.setenv("NLQ_CPP", "0")
