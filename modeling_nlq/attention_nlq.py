@@ -24,7 +24,7 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
 
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
-_LARGE_SCORE = 40
+LARGE_SCORE = 40
 
 
 def keep_from_overflow(
@@ -59,8 +59,8 @@ def _largest_exponent(states: torch.Tensor, dim: tuple[int, ...]) -> torch.Tenso
 
 
 def _exponent_above(largest: torch.Tensor) -> torch.Tensor:
-    """Returns the excess of logarithms over `_LARGE_SCORE`, rounded up; 0 if there is none or they are not finite."""
-    return (largest - _LARGE_SCORE).clamp(min=0.0).ceil().nan_to_num(nan=0.0, posinf=0.0)
+    """Returns the excess of logarithms over `LARGE_SCORE`, rounded up; 0 if there is none or they are not finite."""
+    return (largest - LARGE_SCORE).clamp(min=0.0).ceil().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _at_least_float32(states: torch.Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
 
-SLICE_ELEMENTS = 2**20  # 4 MiB of float32
+SLICE_ELEMENTS = 2**18  # 1 MiB of float32
 
 
 def _slices(logits: torch.Tensor) -> list[slice]:

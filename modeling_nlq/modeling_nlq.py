@@ -39,6 +39,7 @@ from .backends_nlq import (
 )
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .continuous_batching_nlq import NLQGenerationMixin
+from .linear_layers_nlq import apply_linear
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
@@ -64,7 +65,7 @@ class NLQMLP(nn.Module):
         self.fc2.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+        return apply_linear(self.fc2, self.act_fn(apply_linear(self.fc1, hidden_states)))
 
 
 class NLQGatedMLP(nn.Module):
@@ -79,7 +80,8 @@ class NLQGatedMLP(nn.Module):
         self.down_proj.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate = self.act_fn(apply_linear(self.gate_proj, hidden_states))
+        return apply_linear(self.down_proj, gate * apply_linear(self.up_proj, hidden_states))
 
 
 MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
@@ -608,7 +610,7 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = apply_linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

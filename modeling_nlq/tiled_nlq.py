@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_tracing
 from .activations_nlq import get_attention_activation
 from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
 from .masking_nlq import Visibility
+from .one_query_nlq import one_query_in_cpp
 from .operators_nlq import AttentionOperators, in_autocast_precision
 from .tiled_cpp_nlq import LARGEST_SUM, attend, attend_backward, is_compiled
 
@@ -399,6 +400,8 @@ def tiled_attention_forward(
     activation, normalization = module.activation, module.normalization
     if query.shape[2] == 1 and not (dropout and module.training):
         # A single query needs no tiles, and hardly any memory
+        if (output := one_query_in_cpp(module, query, key, value, attention_mask, scaling)) is not None:
+            return output, None
         attend, inputs = one_query_attention, (key, value, attention_mask, scaling)
     else:
         attend, inputs = _operators.attend, (key, value, attention_mask, scaling, dropout)

@@ -1,0 +1,90 @@
+"""The elementwise attention activations in C++, for the libraries of `cpp_nlq` that compute scores.
+
+The functions are scalar code without branches, which the compiler vectorises. A comparison with NaN is false, and what is not a
+number must stay so. The polynomials are those of `triton_activations_nlq.py`, which gives their intervals and errors.
+"""
+
+# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. If a caller ignores one of the two, the
+# compiler removes its computation.
+CPP_BODIES = {
+    "identity": "weight = score; slope = 1;",
+    "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
+    "relu_squared": "float positive = score < 0 ? 0 : score; weight = positive * positive; slope = 2 * positive;",
+    "sigmoid": "weight = sigmoid(score); slope = weight - weight * weight;",
+    "softplus": """
+        float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
+        weight = positive + x * log1p_ratio(x);
+        slope = (score < 0 ? x : 1) / (1 + x);""",
+    "squared": "weight = score * score; slope = 2 * score;",
+    "tanh": "weight = tanh(score); slope = 1 - weight * weight;",
+}
+
+_FUNCTIONS = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline float from_bits(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+inline uint32_t to_bits(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  return bits;
+}
+
+// exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
+inline float exp_negative(float x) {
+  const float shifted = x * 1.442695041f + 12582912.0f;  // 1.5 2^23: the last bits of the sum are those of n
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float series = 1.3981999507e-3f + r * 1.9875691500e-4f;
+  series = 8.3334519073e-3f + r * series;
+  series = 4.1665795894e-2f + r * series;
+  series = 1.6666665459e-1f + r * series;
+  series = 5.0000001201e-1f + r * series;
+  series = 1.0f + (r + r * r * series);
+  const float power = series * from_bits((to_bits(shifted) << 23) + 0x3f800000u);
+  return x < -87.3365f ? 0.0f : power;
+}
+
+// log(1 + x) / x for 0 <= x <= 1
+inline float log1p_ratio(float x) {
+  float series = 0.01985146236f - x * 0.003244025177f;
+  series = -0.05695953427f + x * series;
+  series = 0.1060365489f + x * series;
+  series = -0.1530559257f + x * series;
+  series = 0.1967593926f + x * series;
+  series = -0.2495413366f + x * series;
+  series = 0.3332996242f + x * series;
+  series = -0.4999990242f + x * series;
+  return 0.9999999953f + x * series;
+}
+
+inline float sigmoid(float score) {
+  const float x = exp_negative(-std::fabs(score));
+  return (score < 0 ? x : 1.0f) / (1.0f + x);
+}
+
+// 2 sigmoid(2 s) - 1, and where that cancels, a polynomial in s^2
+inline float tanh(float score) {
+  const float square = score * score;
+  float series = -0.05298607529f + square * 0.01713500663f;
+  series = 0.1332477932f + square * series;
+  series = 0.9999999869f + square * (-0.3333306939f + square * series);
+  return square < 0.25f ? score * series : 2.0f * sigmoid(2.0f * score) - 1.0f;
+}
+
+}  // namespace
+"""
+
+# One type for each activation, with a function `both(score, weight, slope)`; its number is its place in `CPP_BODIES`
+ACTIVATIONS_SOURCE = _FUNCTIONS + "\n".join(
+    f"struct phi_{name} {{ static inline void both(float score, float& weight, float& slope) {{ {body} }} }};"
+    for name, body in CPP_BODIES.items()
+)
+CPP_NUMBERS = {name: number for number, name in enumerate(CPP_BODIES)}
