@@ -1,7 +1,7 @@
 """The passes of `nlq_tiled` in C++, for CPUs with AVX-512. One pass over a tile of scores does what takes PyTorch several.
 
-The code is compiled once per machine, at the first call, by the C++ compiler that is there; without one, `nlq_tiled` computes
-the same with PyTorch's operators. The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch
+The code is built at its first call, in about 7 seconds (`cpp_nlq`); where it cannot be, `nlq_tiled` computes the same with
+PyTorch's operators. The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch
 (`ATen/native/CPUBlas.h`) and use AMX where the CPU has it.
 
 Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
@@ -10,47 +10,21 @@ is `(key, query)`, so that weights and gradients can be multiplied as they are.
 
 import ctypes
 import functools
-import hashlib
 import math
-import os
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
 from .activations_nlq import AttentionActivation
 from .attention_nlq import zero_limit
+from .cpp_activations_nlq import ACTIVATIONS_SOURCE, CPP_BODIES, CPP_NUMBERS
+from .cpp_nlq import instructions, load_library
 
-
-logger = logging.get_logger(__name__)
 
 # Queries and keys of a tile of forward and of backward; multiples of `STEP` in the C++ code
 FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
 
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
-
-# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. If a pass ignores one of the two, the
-# compiler removes its computation. NaN must stay NaN, and a comparison with it is false.
-CPP_BODIES = {
-    "identity": "weight = score; slope = 1;",
-    "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
-    "relu_squared": "float positive = score < 0 ? 0 : score; weight = positive * positive; slope = 2 * positive;",
-    "sigmoid": "weight = sigmoid(score); slope = weight - weight * weight;",
-    "softplus": """
-        float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
-        weight = positive + x * log1p_ratio(x);
-        slope = (score < 0 ? x : 1) / (1 + x);""",
-    "squared": "weight = score * score; slope = 2 * score;",
-    # By x = exp(-2 |s|), and near 0, where 1 - x cancels, by a polynomial in s^2
-    "tanh": """
-        float x = exp_negative(-2 * std::fabs(score)), reciprocal = 1 / (1 + x), square = score * score;
-        float far = std::copysign((1 - x) * reciprocal, score);
-        weight = square < 0.25f ? score * tanh_ratio(square) : far;
-        slope = 4 * x * reciprocal * reciprocal;""",
-}
 
 # The arguments of a pass. Tensors have the axes batch, heads, length and, if there is one, head_dim, whose stride is 1.
 SIZES = (
@@ -65,7 +39,7 @@ TENSORS = (
     *("gradient", "query_gradient", "key_gradient", "value_gradient"),
 )
 
-SOURCE = r"""
+_PASSES = r"""
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
@@ -80,6 +54,7 @@ namespace {
 
 using Index = int64_t;
 using Half = uint16_t;  // the bits of a bfloat16
+typedef uint32_t __attribute__((may_alias)) Pair;
 
 struct Tensor {
   char* data;
@@ -130,17 +105,6 @@ void multiply(
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
 }
 
-inline float from_bits(uint32_t bits) {
-  float number;
-  std::memcpy(&number, &bits, 4);
-  return number;
-}
-inline uint32_t to_bits(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, 4);
-  return bits;
-}
-
 inline float load(const float* place) { return *place; }
 inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
 // Stores a number, rounded to the nearest (to even), and returns what was stored
@@ -157,48 +121,6 @@ void store_all(T* place, const float* numbers, Index size, float factor) {
 #pragma omp simd
   for (Index i = 0; i < size; i++) store(place + i, numbers[i] * factor);
 }
-
-// exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
-inline float exp_negative(float x) {
-  const float shifted = x * 1.442695041f + 12582912.0f;  // 1.5 2^23: the last bits of the sum are those of n
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float series = 1.3981999507e-3f + r * 1.9875691500e-4f;
-  series = 8.3334519073e-3f + r * series;
-  series = 4.1665795894e-2f + r * series;
-  series = 1.6666665459e-1f + r * series;
-  series = 5.0000001201e-1f + r * series;
-  series = 1.0f + (r + r * r * series);
-  const float power = series * from_bits((to_bits(shifted) << 23) + 0x3f800000u);
-  return x < -87.3365f ? 0.0f : power;
-}
-
-// log(1 + x) / x for 0 <= x <= 1; relative error 4.7e-9 (see `triton_activations_nlq.py`)
-inline float log1p_ratio(float x) {
-  float series = 0.01985146236f - x * 0.003244025177f;
-  series = -0.05695953427f + x * series;
-  series = 0.1060365489f + x * series;
-  series = -0.1530559257f + x * series;
-  series = 0.1967593926f + x * series;
-  series = -0.2495413366f + x * series;
-  series = 0.3332996242f + x * series;
-  series = -0.4999990242f + x * series;
-  return 0.9999999953f + x * series;
-}
-
-inline float sigmoid(float score) {
-  const float x = exp_negative(-std::fabs(score));
-  return (score < 0 ? x : 1.0f) / (1.0f + x);
-}
-
-// tanh(s) / s for s^2 < 1/4; relative error 1.3e-8 (see `triton_activations_nlq.py`)
-inline float tanh_ratio(float square) {
-  float series = -0.05298607529f + square * 0.01713500663f;
-  series = 0.1332477932f + square * series;
-  return 0.9999999869f + square * (-0.3333306939f + square * series);
-}
-
-BODIES
 
 // The visible columns of a row of a tile: a range, and in it, if there are bytes, those that are not 0
 struct Columns {
@@ -269,7 +191,7 @@ struct Rows {
   void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
 };
 template <class T>
-const Rows<T> ROWS[] = {ROWS_OF_BODIES};
+const Rows<T> ROWS[] = {ROWS_OF_ACTIVATIONS};
 
 // (rows, columns) -> (columns, row_out), with 0 after the rows
 template <class T>
@@ -300,7 +222,7 @@ const float* pack(const float* in, Index, Index, Index, float*, Index) { return 
 const Half* pack(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index row_out) {
   for (Index row = 0; row < rows; row += 2) {
     const Half *one = in + row * row_in, *other = one + row_in;
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(out + row * row_out);
+    Pair* pairs = reinterpret_cast<Pair*>(out + row * row_out);
     if (row + 1 < rows) {
 #pragma omp simd
       for (Index column = 0; column < columns; column++) pairs[column] = one[column] | uint32_t(other[column]) << 16;
@@ -589,30 +511,14 @@ bool nlq_can_multiply(bool is_half) {
 }
 """
 
-FLAGS = (
-    *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
-    # Not -march=native, because several machines may share the folder, and not -ffast-math, because NaN and infinity have a
-    # meaning here
-    *("-march=x86-64-v4", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
-)
-
-
-def _source() -> str:
-    """Returns the source with the declarations that the tables above imply."""
-    declarations = {
-        "Index SIZES": f"Index {', '.join(SIZES)}",
-        "double FLOATS": f"double {', '.join(FLOATS)}",
-        "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
-        "BODIES\n": "".join(
-            f"struct Phi_{name} {{\n  static void both(float score, float& weight, float& slope) {{ {body} }}\n}};\n"
-            for name, body in CPP_BODIES.items()
-        ),
-        "ROWS_OF_BODIES": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in CPP_BODIES),
-    }
-    source = SOURCE
-    for place, text in declarations.items():
-        source = source.replace(place, text)
-    return source
+# The source with the declarations that the tables imply
+_DECLARATIONS = {
+    "Index SIZES": f"Index {', '.join(SIZES)}",
+    "double FLOATS": f"double {', '.join(FLOATS)}",
+    "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
+    "ROWS_OF_ACTIVATIONS": ", ".join(f"{{weigh<phi_{name}, T>, differentiate<phi_{name}, T>}}" for name in CPP_NUMBERS),
+}
+SOURCE = functools.reduce(lambda text, place: text.replace(*place), _DECLARATIONS.items(), ACTIVATIONS_SOURCE + _PASSES)
 
 
 class _Tensor(ctypes.Structure):
@@ -631,59 +537,16 @@ class _Call(ctypes.Structure):
     ]
 
 
-def _build() -> Path:
-    """Compiles the code, unless that was done before, and returns the library.
-
-    Raises:
-        OSError: if there is no compiler, or the folder cannot be written.
-        subprocess.CalledProcessError: if the compiler fails.
-    """
-    source, compiler = _source(), os.environ.get("CXX", "c++")
-    torch_folder = Path(torch.__file__).parent
-    key = hashlib.sha256("\n".join((source, *FLAGS, compiler, torch.__version__, str(torch_folder))).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = folder / f"nlq_tiled_{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Processes that compile at the same time each write a file of their own; the last one to finish stays
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            file, result = Path(scratch, "nlq_tiled.cpp"), Path(scratch, "nlq_tiled.so")
-            file.write_text(source)
-            libraries = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
-            command = [compiler, *FLAGS, str(file), "-o", str(result), *libraries]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            result.replace(library)
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Returns the compiled code, or `None`, with a warning, if it cannot be compiled or run here."""
-    try:
-        library = ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0])[:200]
-        logger.warning_once(
-            f"nlq_tiled uses PyTorch's operators, because C++ code, which is faster here, could not be compiled ({reason}). "
-            "Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX. NLQ_CPP=0 turns the C++ "
-            "code and this warning off."
-        )
-        return None
+def _can_multiply(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     library.nlq_can_multiply.restype = ctypes.c_bool
-    return library
-
-
-@functools.cache
-def _can_multiply(dtype: torch.dtype) -> bool:
-    library = _library()
-    return library is not None and library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
+    return library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
 
 
 def is_compiled(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, activation: AttentionActivation, dropout: float
 ) -> bool:
-    """Tells whether the C++ code computes this call; compiles it at the first call that it could compute.
+    """Tells whether the C++ code computes this call; builds it at the first call that it could compute.
 
     Args:
         query: `(batch, heads, query, head_dim)`.
@@ -701,9 +564,9 @@ def is_compiled(
         and query.numel() > 0
         and key.numel() > 0
         and (query.dtype == torch.float32 or query.shape[-1] % 2 == 0)  # bfloat16 is multiplied in pairs
-        and os.environ.get("NLQ_CPP") != "0"
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _can_multiply(query.dtype)
+        and instructions() == "AVX512"
+        and (library := load_library("tiled", SOURCE)) is not None
+        and _can_multiply(library, query.dtype)
     )
 
 
@@ -745,7 +608,7 @@ def _run(
         width=width,
         query_tile=query_tile,
         key_tile=key_tile,
-        activation=list(CPP_BODIES).index(activation.name),
+        activation=CPP_NUMBERS[activation.name],
         is_causal=query_index is not None,
         first_query=0 if query_index is None else int(query_index[0]),
         is_sum=normalization == "sum",
@@ -754,7 +617,7 @@ def _run(
         largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
         **{name: _Tensor(tensor) for name, tensor in tensors.items()},
     )
-    getattr(_library(), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
+    getattr(load_library("tiled", SOURCE), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
 
 
 def attend(

@@ -21,7 +21,7 @@ MODEL_ROWS = (
     ("backends_nlq",),
     ("triton_nlq",),
     ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),
-    ("one_query_nlq",),
+    ("one_query_nlq", "tiled_cpp_nlq"),
     ("attention_nlq", "attention_projections_nlq", "operators_nlq", "triton_kernels_nlq"),
     ("configuration_nlq", "triton_activations_nlq"),
     ("activations_nlq", "cache_nlq", "loss_nlq", "masking_nlq", "parallel_nlq", "projections_nlq", "rotary_nlq"),
