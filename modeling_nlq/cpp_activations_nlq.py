@@ -16,7 +16,12 @@ CPP_BODIES = {
         weight = positive + x * log1p_ratio(x);
         slope = (score < 0 ? x : 1) / (1 + x);""",
     "squared": "weight = score * score; slope = 2 * score;",
-    "tanh": "weight = tanh(score); slope = 1 - weight * weight;",
+    # By x = exp(-2 |s|), and near 0, where 1 - x cancels, by a polynomial in s^2
+    "tanh": """
+        float x = exp_negative(-2 * std::fabs(score)), reciprocal = 1 / (1 + x), square = score * score;
+        float far = std::copysign((1 - x) * reciprocal, score);
+        weight = square < 0.25f ? score * tanh_ratio(square) : far;
+        slope = 4 * x * reciprocal * reciprocal;""",
 }
 
 _FUNCTIONS = r"""
@@ -70,13 +75,11 @@ inline float sigmoid(float score) {
   return (score < 0 ? x : 1.0f) / (1.0f + x);
 }
 
-// 2 sigmoid(2 s) - 1, and where that cancels, a polynomial in s^2
-inline float tanh(float score) {
-  const float square = score * score;
+// tanh(s) / s for s^2 < 1/4
+inline float tanh_ratio(float square) {
   float series = -0.05298607529f + square * 0.01713500663f;
   series = 0.1332477932f + square * series;
-  series = 0.9999999869f + square * (-0.3333306939f + square * series);
-  return square < 0.25f ? score * series : 2.0f * sigmoid(2.0f * score) - 1.0f;
+  return 0.9999999869f + square * (-0.3333306939f + square * series);
 }
 
 }  // namespace

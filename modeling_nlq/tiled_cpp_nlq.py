@@ -46,7 +46,7 @@ TENSORS = (
     *("gradient", "query_gradient", "key_gradient", "value_gradient"),
 )
 
-SOURCE = r"""
+_PASSES = r"""
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
@@ -61,6 +61,7 @@ namespace {
 
 using Index = int64_t;
 using Half = uint16_t;  // the bits of a bfloat16
+typedef uint32_t __attribute__((may_alias)) Pair;
 
 struct Tensor {
   char* data;
@@ -216,7 +217,7 @@ struct Rows {
   void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
 };
 template <class T>
-const Rows<T> ROWS[] = {ROWS_OF_BODIES};
+const Rows<T> ROWS[] = {ROWS_OF_ACTIVATIONS};
 
 // (rows, columns) -> (columns, row_out), with 0 after the rows
 template <class T>
@@ -247,7 +248,7 @@ const float* pack(const float* in, Index, Index, Index, float*, Index) { return 
 const Half* pack(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index row_out) {
   for (Index row = 0; row < rows; row += 2) {
     const Half *one = in + row * row_in, *other = one + row_in;
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(out + row * row_out);
+    Pair* pairs = reinterpret_cast<Pair*>(out + row * row_out);
     if (row + 1 < rows) {
 #pragma omp simd
       for (Index column = 0; column < columns; column++) pairs[column] = one[column] | uint32_t(other[column]) << 16;
@@ -675,7 +676,7 @@ def _run(
         largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
         **{name: _Tensor(tensor) for name, tensor in tensors.items()},
     )
-    getattr(_library(), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
+    getattr(load_library("tiled", SOURCE), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
 
 
 def attend(

@@ -1,11 +1,7 @@
-"""The C++ code of `nlq_tiled`: widths and strides, its own exponential, threads, and what happens where it cannot be compiled.
+"""The C++ code of `nlq_tiled`: widths and strides, its own exponential, threads, and what happens without it.
 
 `test_tiled.py` and `test_extremes.py` run their tests of all activations, normalisers and masks with it too.
 """
-
-import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,7 +33,7 @@ from support.properties import examples
 from modeling_nlq import tiled_cpp_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.tiled_cpp_nlq import CPP_BODIES
+from modeling_nlq.cpp_activations_nlq import CPP_BODIES
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -201,50 +197,13 @@ def test_hidden_tiles_are_skipped(cpp_passes, monkeypatch, layout):
         assert output.transpose(1, 2)[seen].isnan().all()
 
 
-class TestFallback:
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch, tmp_path):
-        """A folder without compiled code."""
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        for function in (tiled_cpp_nlq._library, tiled_cpp_nlq._can_multiply):
-            function.cache_clear()
-        yield
-        for function in (tiled_cpp_nlq._library, tiled_cpp_nlq._can_multiply):
-            function.cache_clear()
-
-    @staticmethod
-    def attend():
-        layout = LAYOUTS["causal"]
-        states = layout.states()
-        check(run(tiled_attention_forward, layout, layer("relu"), states), expected_of(layout, "relu", "length", states), 1e-5)
-
-    @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-    def test_no_compiler(self, monkeypatch, caplog, compiler):
-        """One warning says what to do, and PyTorch's operators compute the result."""
-        monkeypatch.setenv("CXX", compiler)
-        monkeypatch.delenv("NLQ_CPP", raising=False)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                self.attend()
-        assert len(caplog.messages) == 1
-        assert compiler in caplog.messages[0] and "install a C++ compiler" in caplog.messages[0]
-
-    def test_turned_off(self, monkeypatch, caplog, tmp_path):
+@pytest.mark.parametrize("without", ["instructions", "load_library", "_can_multiply", None])
+def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
+    if without is None:
         monkeypatch.setenv("NLQ_CPP", "0")
-        self.attend()
-        assert not caplog.messages and not list(tmp_path.iterdir())
-
-    def test_other_processors(self, monkeypatch, caplog, tmp_path):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-        self.attend()
-        assert not caplog.messages and not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_two_processes_compile_at_once(cpp_passes, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    code = "from modeling_nlq import tiled_cpp_nlq; assert tiled_cpp_nlq._library() is not None"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [process.wait(300) for process in processes] == [0, 0]
-    assert len(list(tmp_path.iterdir())) == 1
+    else:
+        monkeypatch.setattr(tiled_cpp_nlq, without, lambda *_: None)
+    layout = LAYOUTS["causal"]
+    states = layout.states()
+    check(run(tiled_attention_forward, layout, layer("relu"), states), expected_of(layout, "relu", "length", states), 1e-5)
+    assert not cpp_passes
