@@ -78,7 +78,7 @@ extern "C" void linear(const float* x, const float* w, const float* bias, float*
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("linear", _SOURCE) if is_enabled() else None
+    library = load_library("linear", _SOURCE)
     if library is not None:
         library.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
         library.linear.restype = None
@@ -106,7 +106,7 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     rows = states.numel() // width
     # DeepSpeed keeps weights elsewhere
     is_regular = states.shape[-1] == width and weight.shape == (size, width) and weight.is_contiguous()
-    if not 0 < rows <= MOST_ROWS or not is_regular or (library := _library()) is None:
+    if not 0 < rows <= MOST_ROWS or not is_regular or not is_enabled() or (library := _library()) is None:
         return module(states)
     states = states.contiguous()
     output = states.new_empty(*states.shape[:-1], size)

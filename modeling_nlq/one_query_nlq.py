@@ -119,7 +119,7 @@ _CONSTANTS = {"LARGE_SCORE": float(LARGE_SCORE), "ZERO_LIMIT": zero_limit(torch.
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     source = functools.reduce(lambda text, item: text.replace(item[0], repr(item[1])), _CONSTANTS.items(), _SOURCE)
-    return load_library("one_query", source) if is_enabled() else None
+    return load_library("one_query", source)
 
 
 def one_query_in_cpp(
@@ -141,7 +141,7 @@ def one_query_in_cpp(
         return None
     if any(tensor.dtype != torch.float32 or tensor.stride(-1) != 1 for tensor in states) or not key.shape[2]:
         return None
-    if (library := _library()) is None:
+    if not is_enabled() or (library := _library()) is None:
         return None
     visible, count = read_visible(attention_mask, query, key)
     (batch, heads, _, width), (_, key_value_heads, keys, _) = query.shape, key.shape

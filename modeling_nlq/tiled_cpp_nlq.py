@@ -550,18 +550,13 @@ bool nlq_can_multiply(bool is_half) {
 """
 
 
-def _source() -> str:
-    """Returns the source with the declarations that the tables above imply."""
-    declarations = {
-        "Index SIZES": f"Index {', '.join(SIZES)}",
-        "double FLOATS": f"double {', '.join(FLOATS)}",
-        "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
-        "ROWS_OF_BODIES": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in BODIES),
-    }
-    source = activation_types(BODIES) + SOURCE
-    for place, text in declarations.items():
-        source = source.replace(place, text)
-    return source
+_DECLARATIONS = {
+    "Index SIZES": f"Index {', '.join(SIZES)}",
+    "double FLOATS": f"double {', '.join(FLOATS)}",
+    "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
+    "ROWS_OF_ACTIVATIONS": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in BODIES),
+}
+_SOURCE = functools.reduce(lambda text, place: text.replace(*place), _DECLARATIONS.items(), activation_types(BODIES) + _PASSES)
 
 
 class _Tensor(ctypes.Structure):
@@ -582,7 +577,7 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("tiled", _source())
+    library = load_library("tiled", _SOURCE)
     if library is not None:
         library.nlq_can_multiply.restype = ctypes.c_bool
     return library
@@ -676,7 +671,7 @@ def _run(
         largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
         **{name: _Tensor(tensor) for name, tensor in tensors.items()},
     )
-    getattr(load_library("tiled", SOURCE), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
+    getattr(_library(), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
 
 
 def attend(

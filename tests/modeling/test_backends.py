@@ -14,7 +14,9 @@ class TestChoice:
 
     # By activation, "zero" being softmax with a sink
     CAN = {
-        "softmax": {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"},
+        "softmax": {
+            *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "nlq_softmax")
+        },
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "nlq_triton", "flex_attention"} for name in NON_NEGATIVE},
         **{name: {"eager", "nlq_tiled", "nlq_triton"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
@@ -55,6 +57,9 @@ class TestChoice:
         assert find_backend(None, [0], *self.asked(name)) == "eager"
         assert find_backend("nlq", [0], *self.asked(name), dropout=0.1) == automatic
         assert find_backend("nlq", [0], *self.asked(name), needs_weights=True) == "eager"
+        in_cpp = "nlq_softmax" if name == "softmax" else automatic
+        assert find_backend("nlq", [0], *self.asked(name), has_cpp=True) == in_cpp
+        assert find_backend("nlq", [0], *self.asked(name), dropout=0.1, has_cpp=True) == automatic
 
     def test_flex_attention_refuses_dropout(self):
         with pytest.raises(ValueError) as error:

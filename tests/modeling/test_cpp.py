@@ -1,5 +1,8 @@
 """The C++ code for the CPU: linear layers of a few rows, attention of a single query, and where it cannot be built."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
@@ -35,14 +38,6 @@ def calls(monkeypatch):
 def no_grad():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def capture_warnings(monkeypatch):
-    """The warnings of `cpp_nlq`."""
-    messages = []
-    monkeypatch.setattr(cpp_nlq.logger, "warning", messages.append)
-    return messages
 
 
 @needs_library
@@ -155,30 +150,43 @@ class TestBuild:
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):
+        """A folder without libraries."""
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-        cpp_nlq._load_library.cache_clear()
-        yield
-        cpp_nlq._load_library.cache_clear()
+        cpp_nlq.load_library.cache_clear()
+        yield tmp_path
+        cpp_nlq.load_library.cache_clear()
 
     @needs_library
-    def test_load(self, tmp_path):
-        """A lock that a killed build left behind stops nobody."""
+    def test_built_once(self, folder, monkeypatch):
         assert cpp_nlq.load_library("test", self.SOURCE).seven() == 7
-        cpp_nlq._load_library.cache_clear()
-        (built,) = tmp_path.iterdir()
-        (built / "lock").touch()
+        (library,) = folder.iterdir()
+        cpp_nlq.load_library.cache_clear()
+        monkeypatch.setattr(cpp_nlq.subprocess, "run", None)
         assert cpp_nlq.load_library("test", self.SOURCE).seven() == 7
+        assert list(folder.iterdir()) == [library]
 
-    @pytest.mark.parametrize("missing", ["compiler", "code"])
-    def test_cannot_be_built(self, monkeypatch, capture_warnings, missing):
-        if missing == "compiler":
-            monkeypatch.setenv("CXX", "no-such-compiler")
-        source = self.SOURCE if missing == "compiler" else "nonsense"
+    @pytest.mark.parametrize("compiler, source", [("no-such-compiler", SOURCE), ("false", SOURCE), ("c++", "nonsense")])
+    def test_cannot_be_built(self, monkeypatch, folder, compiler, source):
+        """One warning says what to do, and nothing half-built stays."""
+        messages = []
+        monkeypatch.setattr(cpp_nlq.logger, "warning_once", messages.append)
+        monkeypatch.setenv("CXX", compiler)
         assert [cpp_nlq.load_library("test", source) for _ in range(2)] == [None, None]
-        (message,) = capture_warnings
-        assert "C++ compiler" in message and "NLQ_CPP=0" in message
+        assert len(messages) == 1
+        assert "Install a C++ compiler" in messages[0] and "NLQ_CPP=0" in messages[0]
+        assert list(folder.iterdir()) == []
 
-    def test_off(self, monkeypatch, capture_warnings):
+    @needs_library
+    def test_turned_off(self, monkeypatch, calls, no_grad):
         monkeypatch.setenv("NLQ_CPP", "0")
-        assert cpp_nlq.load_library("test", "nonsense") is None
-        assert capture_warnings == []
+        apply_linear(nn.Linear(3, 2), torch.ones(1, 3))
+        assert one_query_in_cpp(layer("relu"), *one_query(1, 1, 1, 2, 4), None, 1.0) is None
+        assert calls == []
+
+    @needs_library
+    @pytest.mark.slow
+    def test_two_processes(self, folder):
+        code = "from modeling_nlq import linear_layers_nlq; assert linear_layers_nlq._library() is not None"
+        processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+        assert [process.wait(300) for process in processes] == [0, 0]
+        assert len(list(folder.iterdir())) == 1

@@ -26,15 +26,16 @@ from support.attention_cases import (
     results,
     run,
 )
-from support.elementwise_backends import NO_CPP, has_cpp
+from support.elementwise_backends import NO_CPP, has_cpp, set_tiled_tiles
 from support.grids import parametrize_grid
 from support.properties import examples
+from support.remote_code import tiny_config
 
-from modeling_nlq import tiled_cpp_nlq
+from modeling_nlq import NLQForCausalLM, tiled_cpp_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.cpp_activations_nlq import CPP_BODIES
-from modeling_nlq.tiled_nlq import tiled_attention_forward
+from modeling_nlq.tiled_nlq import softmax_attention_forward, tiled_attention_forward
 
 
 COMBINATIONS = [pair for pair in ALL_COMBINATIONS if pair[0] in CPP_BODIES]
@@ -100,6 +101,77 @@ class TestAgreement:
             expected = run_with([0, 1, 2, 3], expand)
             for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
                 assert all(torch.equal(one, other) for one, other in zip(run_with(order, expand), expected, strict=True))
+
+
+class TestSoftmax:
+    """The same for softmax, which `nlq` hands to these kernels where they are."""
+
+    @pytest.fixture
+    def small(self, cpp_passes, monkeypatch):
+        """Rows that are spread over several tiles, so that a larger score may come later."""
+        set_tiled_tiles(monkeypatch, 4, 3, 4)
+
+    @pytest.mark.usefixtures("small")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+    def test_formulas(self, cpp_passes, layout, dtype):
+        module, states = layer_for(layout, "softmax"), layout.states(dtype, head_dim=8)
+        states[0].data.mul_(4)  # so that the largest score of a row matters
+        actual, expected = run(softmax_attention_forward, layout, module, states), expected_of(layout, "softmax", "sum", states)
+        if dtype == torch.float32:
+            check(actual, expected, 1e-5)
+        else:
+            check_rounding(actual, run(eager_attention_forward, layout, module, states), expected)
+        assert cpp_passes == ["nlq_forward", "nlq_backward"]
+
+    @pytest.mark.parametrize("layout", LONG_LAYOUTS.values(), ids=LONG_LAYOUTS)
+    def test_usual_tiles(self, cpp_passes, layout):
+        module, states = layer_for(layout, "softmax"), layout.states(torch.float32, head_dim=16)
+        check(run(softmax_attention_forward, layout, module, states), expected_of(layout, "softmax", "sum", states), 1e-5)
+
+    def test_extreme_scores(self, cpp_passes):
+        """Scores that float32 barely holds give weights of 0 and 1; what is not a number stays so."""
+        query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+        one = softmax_attention_forward(layer("softmax"), query * 1e37, key, value, None, scaling=1.0)[0]
+        torch.testing.assert_close(
+            one, eager_attention_forward(layer("softmax"), query * 1e37, key, value, None, scaling=1.0)[0]
+        )
+        query[0, 0, 3] = torch.nan
+        one = softmax_attention_forward(layer("softmax"), query, key, value, None, scaling=1.0)[0]
+        assert one[0, 3, 0].isnan().all() and one.isnan().sum() == 4
+
+    def test_refused(self, monkeypatch):
+        states = [torch.randn(1, 1, 3, 4) for _ in range(3)]
+        for call in (lambda: [tensor.double() for tensor in states], lambda: monkeypatch.setenv("NLQ_CPP", "0") or states):
+            with pytest.raises(ValueError, match="'nlq_softmax' computes float32 and bfloat16"):
+                softmax_attention_forward(layer("softmax"), *call(), None, scaling=1.0)
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+    def test_model(self, cpp_passes, precision):
+        """`nlq` trains softmax by these kernels, and decodes by PyTorch's."""
+        torch.manual_seed(0)
+        model = NLQForCausalLM._from_config(tiny_config(), attn_implementation="nlq")
+        model.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+        tokens = torch.randint(tiny_config().vocab_size, (2, 12))
+        losses = {}
+        for name in ("nlq", "sdpa"):
+            model.set_attn_implementation(name)
+            with torch.autocast("cpu", enabled=precision == "autocast"):
+                losses[name] = model(tokens, labels=tokens).loss
+            losses[name].backward()
+        torch.testing.assert_close(losses["nlq"], losses["sdpa"], rtol=1e-5 if precision == "float32" else 1e-2, atol=0)
+        assert cpp_passes == ["nlq_forward"] * 2 + ["nlq_backward"] * 2
+        cpp_passes.clear()
+        model.set_attn_implementation("nlq")
+        model.eval().generate(tokens, max_new_tokens=3, do_sample=False)
+        assert cpp_passes == ["nlq_forward"] * 2
+
+    def test_dropout_and_tracing_take_sdpa(self, cpp_passes):
+        model = NLQForCausalLM._from_config(tiny_config(attention_dropout=0.1), attn_implementation="nlq").train()
+        tokens = torch.randint(tiny_config().vocab_size, (1, 6))
+        model(tokens, labels=tokens).loss.backward()
+        torch.func.vmap(lambda row: model.eval()(row[None], use_cache=False).logits)(tokens)
+        assert not cpp_passes
 
 
 def values_and_slopes(activation, scores, dtype=torch.float32):
@@ -197,7 +269,7 @@ def test_hidden_tiles_are_skipped(cpp_passes, monkeypatch, layout):
         assert output.transpose(1, 2)[seen].isnan().all()
 
 
-@pytest.mark.parametrize("without", ["instructions", "load_library", "_can_multiply", None])
+@pytest.mark.parametrize("without", ["instructions", "_can_multiply", None])
 def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
     if without is None:
         monkeypatch.setenv("NLQ_CPP", "0")
