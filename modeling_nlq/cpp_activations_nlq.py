@@ -1,6 +1,6 @@
-"""The elementwise attention activations in C++, for the libraries of `cpp_nlq` that compute scores.
+"""The elementwise attention activations in C++, and the functions that they and the other C++ code are made of.
 
-The functions are scalar code without branches, which the compiler vectorises. A comparison with NaN is false, and what is not a
+They are scalar code without branches, which the compiler vectorises. A comparison with NaN is false, and what is not a
 number must stay so. The polynomials are those of `triton_activations_nlq.py`, which gives their intervals and errors.
 """
 
@@ -24,7 +24,7 @@ CPP_BODIES = {
         slope = 4 * x * reciprocal * reciprocal;""",
 }
 
-_FUNCTIONS = r"""
+FUNCTIONS = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -40,6 +40,19 @@ inline uint32_t to_bits(float number) {
   uint32_t bits;
   std::memcpy(&bits, &number, 4);
   return bits;
+}
+
+using Half = uint16_t;  // the bits of a bfloat16
+
+inline float load(const float* place) { return *place; }
+inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
+// Stores a number, rounded to the nearest (to even), and returns what was stored
+inline float store(float* place, float number) { return *place = number; }
+inline float store(Half* place, float number) {
+  uint32_t bits = to_bits(number);
+  bits = number != number ? 0x7fc00000u : (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  *place = Half(bits >> 16);
+  return from_bits(bits);
 }
 
 // exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
@@ -92,4 +105,4 @@ def activation_types(bodies: dict[str, str]) -> str:
         f"struct Phi_{name} {{\n  static inline void both(float score, float& weight, float& slope) {{ {body} }}\n}};"
         for name, body in bodies.items()
     )
-    return "\n".join((_FUNCTIONS, *types))
+    return "\n".join((FUNCTIONS, *types))

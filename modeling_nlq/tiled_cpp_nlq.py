@@ -47,8 +47,6 @@ TENSORS = (
 )
 
 _PASSES = r"""
-#include <ATen/native/CPUBlas.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -60,7 +58,6 @@ _PASSES = r"""
 namespace {
 
 using Index = int64_t;
-using Half = uint16_t;  // the bits of a bfloat16
 typedef uint32_t __attribute__((may_alias)) Pair;
 
 struct Tensor {
@@ -110,17 +107,6 @@ void multiply(
     Index m, Index n, Index k, const Half* a, Index row_a, const Half* b, Index row_b, float* c, Index row_c, bool add) {
   using Number = const at::BFloat16*;
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
-}
-
-inline float load(const float* place) { return *place; }
-inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
-// Stores a number, rounded to the nearest (to even), and returns what was stored
-inline float store(float* place, float number) { return *place = number; }
-inline float store(Half* place, float number) {
-  uint32_t bits = to_bits(number);
-  bits = number != number ? 0x7fc00000u : (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-  *place = Half(bits >> 16);
-  return from_bits(bits);
 }
 
 template <class T>
@@ -556,7 +542,11 @@ _DECLARATIONS = {
     "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
     "ROWS_OF_ACTIVATIONS": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in BODIES),
 }
-_SOURCE = functools.reduce(lambda text, place: text.replace(*place), _DECLARATIONS.items(), activation_types(BODIES) + _PASSES)
+_SOURCE = functools.reduce(
+    lambda text, place: text.replace(*place),
+    _DECLARATIONS.items(),
+    "#include <ATen/native/CPUBlas.h>\n" + activation_types(BODIES) + _PASSES,
+)
 
 
 class _Tensor(ctypes.Structure):
