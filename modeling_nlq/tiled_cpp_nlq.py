@@ -446,7 +446,9 @@ void backward(const Call& call) {
                 scores.data + row, weights_gradients.data + row, weights + row, scores_gradients + row, columns, seen.size,
                 call.scaling, at<float>(call.bias, batch, head, seen.first), deltas.data + seen.first);
           }
-          for (Index i = keys; i < rows; i++) std::fill(scores_gradients + i * n, scores_gradients + i * n + seen.size, T(0));
+          for (T* row : {weights, scores_gradients}) {
+            std::fill(row + keys * n, row + rows * n, T(0));
+          }
           multiply(rows, width, seen.size, weights, n, gradient_rows, width, value_sums.data, width, true);
           multiply(rows, width, seen.size, scores_gradients, n, query_rows, width, key_sums.data, width, true);
           const T* right = scores_gradients;
