@@ -597,7 +597,7 @@ def _run(
     query, key = tensors["query"], tensors["key"]
     (batch, heads, queries, width), (key_value_heads, keys) = query.shape, key.shape[1:3]
     has_bias = activation.subtract_log_count and normalization == "none"
-    bias = visible_count.clamp(min=1).float().log() if has_bias else torch.zeros(1, 1, queries)
+    bias = visible_count.clamp(min=1).float().log() if has_bias else query.new_zeros(1, 1, queries, dtype=torch.float32)
     tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
     if key_is_valid is not None:
         tensors["key_is_valid"] = key_is_valid.contiguous().expand(batch, keys)
