@@ -424,7 +424,7 @@ def backend_request(
     implementation = config._attn_implementation
     # PyTorch's own kernel is as fast for a single query
     has_cpp = implementation == AUTOMATIC and hidden_states.shape[1] > 1 and is_plain_call(hidden_states)
-    has_cpp = has_cpp and has_kernels(autocast_dtype(hidden_states), config.head_dim)
+    has_cpp = has_cpp and hidden_states.numel() > 0 and has_kernels(autocast_dtype(hidden_states), config.head_dim)
     return BackendRequest(implementation, needs_weights, has_cpp)
 
 

@@ -23,8 +23,9 @@ from .cpp_activations_nlq import CPP_BODIES, activation_types
 from .cpp_nlq import instructions, is_enabled, load_library
 
 
-# Queries and keys of a tile of forward and of backward; multiples of `STEP` in the C++ code
+# Queries and keys of a tile of forward and of backward, multiples of `STEP`
 FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
+STEP = 64
 
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
@@ -58,6 +59,7 @@ _PASSES = r"""
 namespace {
 
 using Index = int64_t;
+constexpr Index STEP = STEP_SIZE;
 typedef uint32_t __attribute__((may_alias)) Pair;
 
 struct Tensor {
@@ -76,15 +78,11 @@ T* at(const Tensor& tensor, Index batch, Index head, Index place = 0) {
   return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
 }
 
-// Columns of tiles begin and end at multiples of this: there are few sizes of matrices, because each has a kernel of its own
-constexpr Index STEP = 32;
-
+// Each size of matrices has a kernel of its own, up to 200 KiB of code, which is kept. So tiles begin and end at multiples of
+// STEP, and have rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only
 Index round_down(Index size) { return size / STEP * STEP; }
-Index round_up(Index size) { return (size + STEP - 1) / STEP * STEP; }
+Index round_up(Index size, Index tile) { return std::min((size + STEP - 1) / STEP * STEP, tile); }
 Index tiles(Index length, Index tile) { return (length + tile - 1) / tile; }
-// Pairs of numbers in bfloat16 lie next to each other; the odd one out has a 0 beside it
-template <class T>
-Index padded(Index size) { return sizeof(T) == 2 ? (size + 1) / 2 * 2 : size; }
 
 // Memory that is not initialised
 template <class T>
@@ -228,21 +226,30 @@ void pack_transposed(const Half* in, Index row_in, Index rows, Index columns, Ha
     }
 }
 
-// A matrix (rows, columns) as `multiply` takes B. In float32 that is the matrix itself. In bfloat16 it is packed: pairs of rows
-// next to each other, `row_out` pairs in a row, and 0 beside the last of an odd number of rows. Returns the matrix
-const float* pack(const float* in, Index, Index, Index, float*, Index) { return in; }
-const Half* pack(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index row_out) {
+// A copy (rows_out, columns) of a matrix (rows, columns), with rows of 0 in the end
+template <class T>
+void copy(const T* in, Index row_in, Index rows, Index columns, T* out, Index rows_out) {
+  for (Index row = 0; row < rows; row++) std::copy(in + row * row_in, in + row * row_in + columns, out + row * columns);
+  std::fill(out + rows * columns, out + rows_out * columns, T(0));
+}
+
+// The same as `multiply` takes B: in bfloat16, pairs of rows lie next to each other
+void pack(const float* in, Index row_in, Index rows, Index columns, float* out, Index rows_out) {
+  copy(in, row_in, rows, columns, out, rows_out);
+}
+void pack(const Half* in, Index row_in, Index rows, Index columns, Half* out, Index rows_out) {
   for (Index row = 0; row < rows; row += 2) {
-    const Half *one = in + row * row_in, *other = one + row_in;
-    Pair* pairs = reinterpret_cast<Pair*>(out + row * row_out);
+    const Half* one = in + row * row_in;
+    Pair* pairs = reinterpret_cast<Pair*>(out + row * columns);
     if (row + 1 < rows) {
 #pragma omp simd
-      for (Index column = 0; column < columns; column++) pairs[column] = one[column] | uint32_t(other[column]) << 16;
+      for (Index column = 0; column < columns; column++) pairs[column] = one[column] | uint32_t(one[row_in + column]) << 16;
     } else {
-      for (Index column = 0; column < columns; column++) pairs[column] = one[column];
+      std::copy(one, one + columns, pairs);
     }
   }
-  return out;
+  const Index packed = (rows + 1) / 2 * 2;
+  std::fill(out + packed * columns, out + std::max(packed, rows_out) * columns, Half(0));
 }
 
 // Whether bytes hide some keys of a pair of tiles, and whether all
@@ -287,13 +294,12 @@ struct Mask {
   }
 };
 
-// The tile of keys or queries that begins at `first`, as far as `[first_seen, last_seen)` reaches
-struct Range {
-  Index first, last;
-  Range(Index tile_first, Index tile, Index length, Index first_seen, Index last_seen)
+// The part of a tile that queries see, or that sees keys: it begins and ends at multiples of STEP, also after the last of all
+struct Part {
+  Index first, size;
+  Part(Index tile_first, Index tile, Index first_seen, Index last_seen)
       : first(tile_first + round_down(std::max(first_seen - tile_first, Index(0)))),
-        last(std::min({tile_first + tile, tile_first + round_up(last_seen - tile_first), length})) {}
-  Index size() const { return last - first; }
+        size(tile_first + round_up(last_seen - tile_first, tile) - first) {}
 };
 
 template <class T>
@@ -304,7 +310,7 @@ void forward(const Call& call) {
   const bool is_half = sizeof(T) == 2;
   const auto weigh_row = ROWS<T>[call.activation].weigh;
   // (batch, key_value_heads, key_tiles, ...): (width, n) of the keys, and (n, width) of the values
-  Buffer<T> packed_keys(key_heads * key_tiles * size), packed_values(is_half ? key_heads * key_tiles * size : 0);
+  Buffer<T> packed_keys(key_heads * key_tiles * size), packed_values(key_heads * key_tiles * size);
 #pragma omp parallel num_threads(call.threads)
   {
 #pragma omp for schedule(static)
@@ -313,11 +319,11 @@ void forward(const Call& call) {
       const Index key = unit % key_tiles * n, keys = std::min(n, call.keys - key);
       const T *key_rows = at<T>(call.key, batch, head, key), *value_rows = at<T>(call.value, batch, head, key);
       pack_transposed(key_rows, call.key.strides[2], keys, width, packed_keys.data + unit * size, n);
-      pack(value_rows, call.value.strides[2], keys, width, packed_values.data + unit * size, width);
+      pack(value_rows, call.value.strides[2], keys, width, packed_values.data + unit * size, n);
     }
 
     Buffer<float> scores(m * n), sums(m * width), totals(m), biases(m);
-    Buffer<T> half_weights(is_half ? m * n : 0);
+    Buffer<T> query_rows(m * width), half_weights(is_half ? m * n : 0);
     T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
     // The last queries see the most keys. They come first, so that no thread is left with much work in the end
 #pragma omp for schedule(dynamic)
@@ -326,21 +332,22 @@ void forward(const Call& call) {
       const Index query = (query_tiles - 1 - unit / heads) * m, queries = std::min(m, call.queries - query);
       const Index packed = (batch * call.key_value_heads + head / group) * key_tiles * size;
       const Mask mask(call, batch, head);
-      const T* query_rows = at<T>(call.query, batch, head, query);
+      const Index rows = round_up(queries, m);
       const float* bias = at<float>(call.bias, batch, head, query);
       // Of softmax, the largest score so far
       for (Index i = 0; i < queries; i++) biases.data[i] = call.is_softmax ? -INFINITY : bias[i];
-      std::fill(sums.data, sums.data + queries * width, 0.0f);
+      copy(at<T>(call.query, batch, head, query), call.query.strides[2], queries, width, query_rows.data, rows);
+      std::fill(sums.data, sums.data + rows * width, 0.0f);
       std::fill(totals.data, totals.data + queries, 0.0f);
 
       const Index first_key = mask.first_key_of(query), last_key = mask.last_key_of(query + queries - 1);
       for (Index key = first_key / n * n; key < last_key; key += n) {
-        const Range seen(key, n, call.keys, first_key, last_key);
-        const Index keys = seen.size(), inner = padded<T>(keys);
+        const Part seen(key, n, first_key, last_key);
+        const Index keys = std::min(seen.size, call.keys - seen.first);
         const Hidden hidden = mask.hidden(query, queries, seen.first, keys);
         if (hidden.all) continue;
         const T* key_columns = packed_keys.data + packed + key * width + (seen.first - key) * (is_half ? 2 : 1);
-        multiply(queries, keys, width, query_rows, call.query.strides[2], key_columns, n, scores.data, n, false);
+        multiply(rows, seen.size, width, query_rows.data, width, key_columns, n, scores.data, n, false);
         for (Index i = 0; i < queries; i++) {
           Columns columns(mask.first_key_of(query + i) - seen.first, mask.last_key_of(query + i) - seen.first, keys);
           if (hidden.some && mask.visible) columns.visible = mask.visible + (query + i) * mask.row + seen.first;
@@ -354,12 +361,10 @@ void forward(const Call& call) {
               biases.data[i] = largest;
             }
           }
-          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, inner, call.scaling, biases.data[i]);
+          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, seen.size, call.scaling, biases.data[i]);
         }
-        const T* value_rows = is_half ? packed_values.data + packed + seen.first * width
-                                      : at<T>(call.value, batch, head / group, seen.first);
-        const Index value_row = is_half ? width : call.value.strides[2];
-        multiply(queries, width, inner, weights, n, value_rows, value_row, sums.data, width, true);
+        const T* value_rows = packed_values.data + packed + seen.first * width;
+        multiply(rows, width, seen.size, weights, n, value_rows, width, sums.data, width, true);
       }
 
       float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
@@ -393,12 +398,12 @@ void backward(const Call& call) {
 #pragma omp parallel num_threads(call.threads)
   {
     // Of all queries of a head, (query_tiles, ...): (width, n) where transposed, else (n, width)
-    Buffer<T> transposed_queries(all), transposed_gradients(all), gradients(all), packed_queries(is_half ? all : 0);
+    Buffer<T> transposed_queries(all), transposed_gradients(all), gradients(all), packed_queries(all);
     Buffer<float> query_sums(all), deltas(query_tiles * n);
     // Of a pair of tiles
     Buffer<float> scores(std::max(m, width) * n), weights_gradients(m * n), key_sums(m * width), value_sums(m * width);
     Buffer<T> half_weights(is_half ? m * n : 0), half_scores_gradients(is_half ? m * n : 0), pairs(is_half ? m * n : 0);
-    Buffer<T> transposed_keys(m * width), half_gradients(is_half ? size : 0);
+    Buffer<T> key_rows(m * width), value_rows(m * width), transposed_keys(m * width), scaled_gradients(size);
     Buffer<uint8_t> visible(call.visible.data ? m * n : 0);
     T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
     T* scores_gradients = is_half ? half_scores_gradients.data : reinterpret_cast<T*>(weights_gradients.data);
@@ -411,8 +416,8 @@ void backward(const Call& call) {
         const Index queries = std::min(n, call.queries - query), place = query * width;
         const T* query_rows = at<T>(call.query, batch, head, query);
         pack_transposed(query_rows, call.query.strides[2], queries, width, transposed_queries.data + place, n);
-        pack(query_rows, call.query.strides[2], queries, width, packed_queries.data + place, width);
-        T* scaled = is_half ? half_gradients.data : gradients.data + place;
+        pack(query_rows, call.query.strides[2], queries, width, packed_queries.data + place, n);
+        T* scaled = scaled_gradients.data;
         const float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
         for (Index i = 0; i < queries; i++) {
           const T* gradient = at<T>(call.gradient, batch, head, query + i);
@@ -428,21 +433,23 @@ void backward(const Call& call) {
           deltas.data[query + i] = call.is_sum ? delta : 0;
         }
         pack_transposed(scaled, width, queries, width, transposed_gradients.data + place, n);
-        pack(scaled, width, queries, width, gradients.data + place, width);
+        pack(scaled, width, queries, width, gradients.data + place, n);
       }
 
       for (Index key = 0; key < call.keys; key += m) {
         const Index tile_keys = std::min(m, call.keys - key);
-        const T *key_rows = at<T>(call.key, batch, key_value_head, key);
-        const T *value_rows = at<T>(call.value, batch, key_value_head, key);
-        transpose(key_rows, call.key.strides[2], tile_keys, width, transposed_keys.data, m);
-        std::fill(key_sums.data, key_sums.data + tile_keys * width, 0.0f);
-        std::fill(value_sums.data, value_sums.data + tile_keys * width, 0.0f);
+        const T* keys_of_tile = at<T>(call.key, batch, key_value_head, key);
+        transpose(keys_of_tile, call.key.strides[2], tile_keys, width, transposed_keys.data, m);
+        copy(keys_of_tile, call.key.strides[2], tile_keys, width, key_rows.data, m);
+        copy(at<T>(call.value, batch, key_value_head, key), call.value.strides[2], tile_keys, width, value_rows.data, m);
+        std::fill(key_sums.data, key_sums.data + m * width, 0.0f);
+        std::fill(value_sums.data, value_sums.data + m * width, 0.0f);
 
         const Index first_query = mask.first_query_of(key), last_query = mask.last_query_of(key + tile_keys - 1);
         for (Index query = first_query / n * n; query < last_query; query += n) {
-          const Range seen(query, n, call.queries, first_query, last_query);
-          const Index queries = seen.size(), keys = std::min(tile_keys, round_up(mask.last_key_of(seen.last - 1) - key));
+          const Part seen(query, n, first_query, last_query);
+          const Index queries = std::min(seen.size, call.queries - seen.first);
+          const Index keys = std::min(tile_keys, mask.last_key_of(seen.first + queries - 1) - key), rows = round_up(keys, m);
           if (keys <= 0) continue;
           const Hidden hidden = mask.hidden(seen.first, queries, key, keys);
           if (hidden.all) continue;
@@ -451,27 +458,27 @@ void backward(const Call& call) {
 
           const Index columns_at = query * width + (seen.first - query) * (is_half ? 2 : 1), rows_at = seen.first * width;
           const T *query_columns = transposed_queries.data + columns_at, *query_rows = packed_queries.data + rows_at;
-          if (!is_half) query_rows = at<T>(call.query, batch, head, seen.first);
           const T *gradient_columns = transposed_gradients.data + columns_at, *gradient_rows = gradients.data + rows_at;
-          multiply(keys, queries, width, key_rows, call.key.strides[2], query_columns, n, scores.data, n, false);
-          multiply(
-              keys, queries, width, value_rows, call.value.strides[2], gradient_columns, n, weights_gradients.data, n, false);
-          const Index inner = padded<T>(queries);
+          multiply(rows, seen.size, width, key_rows.data, width, query_columns, n, scores.data, n, false);
+          multiply(rows, seen.size, width, value_rows.data, width, gradient_columns, n, weights_gradients.data, n, false);
           for (Index i = 0; i < keys; i++) {
             Columns columns(mask.first_query_of(key + i) - seen.first, mask.last_query_of(key + i) - seen.first, queries);
             if (mask.key_is_valid && !mask.key_is_valid[key + i]) columns = Columns(0, 0, queries);
             if (is_masked) columns.visible = visible.data + i * n;
             const Index row = i * n;
             differentiate_row(
-                scores.data + row, weights_gradients.data + row, weights + row, scores_gradients + row, columns, inner,
+                scores.data + row, weights_gradients.data + row, weights + row, scores_gradients + row, columns, seen.size,
                 call.scaling, at<float>(call.bias, batch, head, seen.first), deltas.data + seen.first);
           }
-          multiply(keys, width, inner, weights, n, gradient_rows, width, value_sums.data, width, true);
-          const Index query_row = is_half ? width : call.query.strides[2];
-          multiply(keys, width, inner, scores_gradients, n, query_rows, query_row, key_sums.data, width, true);
-          const T* right = pack(scores_gradients, n, keys, queries, pairs.data, n);
+          for (T* row : {weights, scores_gradients}) {
+            std::fill(row + keys * n, row + rows * n, T(0));
+          }
+          multiply(rows, width, seen.size, weights, n, gradient_rows, width, value_sums.data, width, true);
+          multiply(rows, width, seen.size, scores_gradients, n, query_rows, width, key_sums.data, width, true);
+          const T* right = scores_gradients;
+          if (is_half) pack(right, n, rows, n, pairs.data, rows), right = pairs.data;
           float* sums = query_sums.data + query * width + seen.first - query;
-          multiply(width, queries, padded<T>(keys), transposed_keys.data, m, right, n, sums, n, true);
+          multiply(width, seen.size, rows, transposed_keys.data, m, right, n, sums, n, true);
         }
 
         // Gradients are in one piece, so rows follow each other
@@ -537,6 +544,7 @@ bool nlq_can_multiply(bool is_half) {
 
 
 _DECLARATIONS = {
+    "STEP_SIZE": str(STEP),
     "Index SIZES": f"Index {', '.join(SIZES)}",
     "double FLOATS": f"double {', '.join(FLOATS)}",
     "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
@@ -632,7 +640,7 @@ def _run(
     (batch, heads, queries, width), (key_value_heads, keys) = query.shape, key.shape[1:3]
     if "bias" not in tensors:
         has_bias = activation.subtract_log_count and normalization == "none"
-        bias = visible_count.clamp(min=1).float().log() if has_bias else torch.zeros(1, 1, queries)
+        bias = visible_count.clamp(min=1).float().log() if has_bias else query.new_zeros(1, 1, queries, dtype=torch.float32)
         tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
     if key_is_valid is not None:
         tensors["key_is_valid"] = key_is_valid.contiguous().expand(batch, keys)
@@ -640,7 +648,7 @@ def _run(
         tensors["first_key"] = first_key.long().contiguous().expand(batch, queries)
     if visible is not None:
         tensors["visible"] = _with_rows(visible).expand(batch, heads, queries, keys)
-    query_tile, key_tile = (min(tile, (length + 31) // 32 * 32) for tile, length in zip(tiles, (queries, keys)))
+    query_tile, key_tile = (min(tile, (length + STEP - 1) // STEP * STEP) for tile, length in zip(tiles, (queries, keys)))
     call = _Call(
         threads=torch.get_num_threads(),
         batch=batch,

@@ -1,4 +1,6 @@
-"""`nlq_tiled`: attention for every elementwise activation in memory linear in the length, in plain PyTorch.
+"""`nlq_tiled`: attention for every elementwise activation in memory linear in the length, by PyTorch's operators.
+
+Where a CPU can run the same in C++, `tiled_cpp_nlq` does.
 
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
 over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
@@ -262,12 +264,14 @@ def _tiled_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
     masks = (query_index, key_is_valid, first_key, visible)
-    output, remainder, inverse_normalizer = results = _new_results(query, normalization)
+    options = (activation, normalization, scaling, dropout)
+    results = _new_results(query, key, value, visible_count, *masks, seed, *options)
+    output, remainder, inverse_normalizer = results
     if is_compiled(query, key, value, row := get_attention_activation(activation), dropout):
         attend(query, key, value, *results, visible_count, masks, row, normalization, scaling)
         return results
     with torch.autocast(query.device.type, enabled=False):
-        call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
+        call = _TiledCall(query, key, value, visible_count, masks, seed, *options)
         for i, (start, end) in enumerate(call.query_tiles):
             weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
@@ -352,7 +356,21 @@ def _tiled_attention_backward(
     return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
 
 
-def _new_results(query: torch.Tensor, normalization: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _new_results(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Makes the results, empty: the output `(batch, query, heads, head_dim)`; the remainder that rounding removes from it, of
     the same shape, or `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
     """
@@ -367,7 +385,7 @@ _operators = AttentionOperators(
     "tiled_attention",
     _tiled_attention,
     _tiled_attention_backward,
-    new_results=lambda query, *inputs: _new_results(query, inputs[10]),
+    new_results=_new_results,
     new_gradient=lambda states: states.new_empty(states.shape),
     tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
     seed_device="cpu",

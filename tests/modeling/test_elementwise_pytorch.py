@@ -151,11 +151,16 @@ def operator_inputs(backend, layout, states, dropout):
 
 
 @parametrize_grid(
-    {"name": ("causal", "one_key_value_head", "packed", "mask_per_head"), "dropout": {"": 0.0, "dropout": 0.3}}, strength=1
+    {
+        "name": ("causal", "one_key_value_head", "packed", "mask_per_head"),
+        "dropout": {"": 0.0, "dropout": 0.3},
+        "dtype": ("float32", "bfloat16"),
+    },
+    strength=1,
 )
-def test_tiled_operators(dropout, name):
+def test_tiled_operators(name, dropout, dtype):
     layout = LAYOUTS[name]
-    states = [tensor.detach() for tensor in layout.states()]
+    states = [tensor.detach() for tensor in layout.states(getattr(torch, dtype))]
     rest = operator_inputs(TILED, layout, states, dropout)
     torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))
     results = tiled_nlq._operators.forward(*states, *rest)
