@@ -326,7 +326,8 @@ def main(words: list[str] | None = None) -> int:
         peak, source = matmul_rate(arguments.device, getattr(torch, arguments.dtype)), "a product of matrices, measured now"
 
     candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
-    candidates |= {name: NLQForCausalLM(nlq_config(shape, **switches)) for name, switches in SWITCHES.items()}
+    for name, switches in SWITCHES.items():
+        candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
     flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
     if (litgpt := litgpt_candidate(shape)) is not None:
