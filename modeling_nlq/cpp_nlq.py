@@ -1,7 +1,7 @@
 """C++ code for the CPU, compiled once per machine.
 
-It is optional. It replaces PyTorch code that computes the same, and where it cannot be compiled, that code stays. Compiling
-needs a C++ compiler and takes seconds at the first use. The libraries are kept in `TORCH_EXTENSIONS_DIR`, by default
+It is optional and for Linux. It replaces PyTorch code that computes the same, and where it cannot be compiled, that code stays.
+Compiling needs a C++ compiler and takes seconds at the first use. The libraries are kept in `TORCH_EXTENSIONS_DIR`, by default
 `~/.cache/torch_extensions`. The environment variable `NLQ_CPP=0` turns all of them off.
 """
 
@@ -11,6 +11,7 @@ import hashlib
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def instructions() -> str:
 
 
 def is_enabled() -> bool:
-    """True unless the environment turns the C++ code off."""
-    return os.environ.get("NLQ_CPP") != "0"
+    """True on Linux, unless the environment turns the C++ code off."""
+    return sys.platform == "linux" and os.environ.get("NLQ_CPP") != "0"
 
 
 @functools.cache
