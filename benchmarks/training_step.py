@@ -328,6 +328,8 @@ def main(words: list[str] | None = None) -> int:
     candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
     for name, switches in SWITCHES.items():
         candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
+    softmax = nlq_config(shape, **SWITCHES[LIKE_LITGPT])
+    candidates[f"{LIKE_LITGPT}, sdpa"] = NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")
     flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
     if (litgpt := litgpt_candidate(shape)) is not None:
