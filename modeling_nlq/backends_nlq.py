@@ -269,10 +269,8 @@ ATTENTION_BACKENDS = {
     ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
-# until its tests have passed on a GPU.
+# until its tests have passed on a GPU. `nlq_softmax` comes first where C++ code can compute.
 PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "eager")
-# The same for calls whose queries, keys and values the C++ code computes with
-CPP_PREFERENCE = ("nlq_softmax", *PREFERENCE)
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
@@ -358,7 +356,7 @@ def find_backend(
     sink: str | None,
     dropout: float = 0.0,
     needs_weights: bool = False,
-    has_cpp: bool = False,
+    cpp_heads: tuple[torch.dtype, int] | None = None,
 ) -> str:
     """Returns the name of the backend that computes layers in one call.
 
@@ -373,7 +371,7 @@ def find_backend(
         sink: the layers' `attention_sink`.
         dropout: their dropout probability in this call.
         needs_weights: whether this call returns the weights.
-        has_cpp: whether the C++ code computes with the call's queries, keys and values.
+        cpp_heads: the type and size of the call's heads if C++ code may compute with them.
 
     Raises:
         ValueError: if the implementation cannot do this. The message names those that can.
@@ -383,7 +381,10 @@ def find_backend(
     backend = ATTENTION_BACKENDS.get(name, _other)
     is_exporting = torch.compiler.is_exporting()
     if name == AUTOMATIC:
-        preference = CPP_PREFERENCE if has_cpp else PREFERENCE
+        preference = PREFERENCE
+        # In this order, because only what is used is to be compiled
+        if cpp_heads is not None and ATTENTION_BACKENDS["nlq_softmax"].can(*asked) and has_kernels(*cpp_heads):
+            preference = ("nlq_softmax", *PREFERENCE)
         names = [name for name in preference if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
         names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
         return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
@@ -406,7 +407,7 @@ class BackendRequest(NamedTuple):
 
     implementation: str | None
     needs_weights: bool
-    has_cpp: bool
+    cpp_heads: tuple[torch.dtype, int] | None
 
 
 def backend_request(
@@ -421,11 +422,10 @@ def backend_request(
         kwargs: other arguments of the call.
     """
     needs_weights = config.output_attentions if output_attentions is None else output_attentions
-    implementation = config._attn_implementation
     # PyTorch's own kernel is as fast for a single query
-    has_cpp = implementation == AUTOMATIC and hidden_states.shape[1] > 1 and is_plain_call(hidden_states)
-    has_cpp = has_cpp and hidden_states.numel() > 0 and has_kernels(autocast_dtype(hidden_states), config.head_dim)
-    return BackendRequest(implementation, needs_weights, has_cpp)
+    may_use_cpp = hidden_states.shape[1] > 1 and hidden_states.numel() > 0 and is_plain_call(hidden_states)
+    cpp_heads = (autocast_dtype(hidden_states), config.head_dim) if may_use_cpp else None
+    return BackendRequest(config._attn_implementation, needs_weights, cpp_heads)
 
 
 def make_mask(

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -51,13 +52,13 @@ def load_library(name: str, source: str) -> ctypes.CDLL | None:
     """
     try:
         return ctypes.CDLL(str(_build(name, source)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # `Path.home` raises `RuntimeError`
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])[:200]
         logger.warning_once(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
-            f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX. NLQ_CPP=0 "
-            "turns the C++ code and this warning off."
+            f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the "
+            "folder TORCH_EXTENSIONS_DIR must be writable. NLQ_CPP=0 turns the C++ code and this warning off."
         )
         return None
 
@@ -67,14 +68,18 @@ def _build(name: str, source: str) -> Path:
 
     Raises:
         OSError: if there is no compiler, or the folder cannot be written.
+        RuntimeError: if there is no home directory.
         subprocess.CalledProcessError: if the compiler fails.
     """
-    compiler, torch_folder = os.environ.get("CXX", "c++"), Path(torch.__file__).parent
+    compiler, torch_folder = os.environ.get("CXX", "g++"), Path(torch.__file__).parent
     flags = (*_FLAGS, *_TARGETS.get(instructions(), ()))
-    key = hashlib.sha256(repr((source, flags, compiler, torch.__version__, str(torch_folder))).encode()).hexdigest()[:16]
+    # What tells builds apart, also those of other machines that share the folder
+    parts = (source, flags, compiler, torch.__version__, str(torch_folder), platform.machine())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     library = folder / f"nlq_{name}_{key}.so"
     if not library.exists():
+        logger.info(f"Compiling {library}, which takes seconds")
         folder.mkdir(parents=True, exist_ok=True)
         # Processes that compile at the same time each write a file of their own; the last one to finish stays
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -93,6 +98,8 @@ def is_plain_call(*tensors: torch.Tensor) -> bool:
         return False
     for tensor in tensors:
         # Other classes of tensors, such as `DTensor` and `FakeTensor`, have no memory of their own here
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.is_neg():
             return False
-    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    # Dispatch modes, such as that of `make_fx`, see operators only
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    return not has_modes and torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0

@@ -103,9 +103,11 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     if "forward" in module.__dict__ or _has_any_global_hook() or torch.is_autocast_enabled("cpu"):
         return module(states)
     size, width = module.out_features, module.in_features
-    rows = states.numel() // width
     # DeepSpeed keeps weights elsewhere
     is_regular = states.shape[-1] == width and weight.shape == (size, width) and weight.is_contiguous()
+    if bias is not None:
+        is_regular = is_regular and bias.shape == (size,) and bias.is_contiguous()
+    rows = states.numel() // max(width, 1)
     if not 0 < rows <= MOST_ROWS or not is_regular or not is_enabled() or (library := _library()) is None:
         return module(states)
     states = states.contiguous()

@@ -40,7 +40,7 @@ void forward(const Call& call) {
     for (int64_t j = 0; j < call.vocabulary; j++) largest = largest < load(row + j) ? load(row + j) : largest;
 #pragma omp simd reduction(+ : total)
     for (int64_t j = 0; j < call.vocabulary; j++) total += exp_negative(load(row + j) - largest);
-    call.log_normalizers[i] = largest + std::log(total);
+    call.log_normalizers[i] = std::isinf(largest) ? largest : largest + std::log(total);
   }
 }
 

@@ -126,19 +126,19 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False, has_cpp: bool = False) -> str:
+    def find_backend(self, implementation: str | None, needs_weights: bool = False, cpp_heads: tuple | None = None) -> str:
         """Returns the name of the backend that computes this layer in this call.
 
         Args:
             implementation: the model's `attn_implementation`.
             needs_weights: whether this call returns the weights.
-            has_cpp: whether the C++ code computes with the call's queries, keys and values.
+            cpp_heads: the type and size of the call's heads if C++ code may compute with them.
 
         Raises:
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        asked = (self.activation, self.attention_sink, dropout, needs_weights, has_cpp)
+        asked = (self.activation, self.attention_sink, dropout, needs_weights, cpp_heads)
         return find_backend(implementation, [self.layer_idx], *asked)
 
     def forward(
@@ -204,7 +204,7 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False, has_cpp: bool = False) -> str:
+    def find_backend(self, implementation: str | None, needs_weights: bool = False, cpp_heads: tuple | None = None) -> str:
         """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
 
         Raises:

@@ -141,6 +141,8 @@ def one_query_in_cpp(
         return None
     if any(tensor.dtype != torch.float32 or tensor.stride(-1) != 1 for tensor in states) or not key.shape[2]:
         return None
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        return None
     if not is_enabled() or (library := _library()) is None:
         return None
     visible, count = read_visible(attention_mask, query, key)

@@ -286,7 +286,10 @@ struct Mask {
     Hidden hidden{false, key_is_valid || visible};
     const auto look = [&](const uint8_t* bytes) {
       if (std::memchr(bytes, 0, keys)) hidden.some = true;
-      if (std::memchr(bytes, 1, keys)) hidden.all = false;
+      // Any byte but 0 is true, as in PyTorch
+      uint8_t any = 0;
+      for (Index i = 0; i < keys; i++) any |= bytes[i];
+      if (any) hidden.all = false;
     };
     if (key_is_valid) look(key_is_valid + key);
     for (Index i = 0; visible && i < queries && !(hidden.some && !hidden.all); i++) look(visible + (query + i) * row + key);
@@ -713,14 +716,14 @@ def attend_backward(
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes the results of `_tiled_attention_backward` of `tiled_nlq`."""
-    results = {"output": output.transpose(1, 2), "inverse_normalizer": inverse_normalizer}
+    results = {"output": _with_rows(output).transpose(1, 2), "inverse_normalizer": inverse_normalizer.contiguous()}
     if remainder.numel():
-        results["remainder"] = remainder.transpose(1, 2)
+        results["remainder"] = _with_rows(remainder).transpose(1, 2)
     states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
     gradients = {f"{name}_gradient": tensor.new_empty(tensor.shape) for name, tensor in states.items()}
     states["gradient"] = _with_rows(gradient).to(query.dtype).transpose(1, 2)
     if activation.name == "softmax":
-        states["bias"] = inverse_normalizer
+        states["bias"] = results["inverse_normalizer"]
     options = (activation, normalization, scaling, visible_count, masks)
     _run("nlq_backward", BACKWARD_TILES, *options, **states, **results, **gradients)
     return tuple(gradients.values())

@@ -377,7 +377,9 @@ def _new_results(
     batch, heads, query_length, head_dim = query.shape
     inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
     output = query.new_empty(batch, query_length, heads, head_dim)
-    has_remainder = normalization == "sum" and inverse_normalizer.dtype != output.dtype
+    # Only the C++ code reads it
+    has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
+    has_remainder = has_remainder and is_compiled(query, key, value, get_attention_activation(activation), dropout)
     return output, torch.empty_like(output) if has_remainder else output.new_empty(0), inverse_normalizer
 
 
@@ -452,7 +454,7 @@ def softmax_attention_forward(
     query, key, value = in_autocast_precision(query, key, value)
     if not is_plain_call(query, key, value) or not is_compiled(query, key, value, module.activation, dropout=0.0):
         raise ValueError(
-            "attn_implementation='nlq_softmax' computes float32 and bfloat16, uncompiled, on a CPU with AVX-512 where a C++ "
-            "compiler is installed; use 'nlq' or 'sdpa'"
+            "attn_implementation='nlq_softmax' computes float32 and bfloat16 on a CPU with AVX-512 where a C++ compiler is "
+            "installed; no empty batch, and nothing under torch.compile or torch.func; use 'nlq' or 'sdpa'"
         )
     return _operators.attend(module, query, key, value, attention_mask, scaling, dropout=0.0), None

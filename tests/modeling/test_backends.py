@@ -1,9 +1,9 @@
 """The choice of a backend for each activation, and the errors of backends that cannot compute it."""
 
 import pytest
-from support.attention_cases import (
-    NON_NEGATIVE,
-)
+import torch
+from support.attention_cases import NON_NEGATIVE
+from support.elementwise_backends import has_cpp
 
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, find_backend
@@ -57,9 +57,10 @@ class TestChoice:
         assert find_backend(None, [0], *self.asked(name)) == "eager"
         assert find_backend("nlq", [0], *self.asked(name), dropout=0.1) == automatic
         assert find_backend("nlq", [0], *self.asked(name), needs_weights=True) == "eager"
-        in_cpp = "nlq_softmax" if name == "softmax" else automatic
-        assert find_backend("nlq", [0], *self.asked(name), has_cpp=True) == in_cpp
-        assert find_backend("nlq", [0], *self.asked(name), dropout=0.1, has_cpp=True) == automatic
+        heads = (torch.float32, 8)
+        in_cpp = "nlq_softmax" if has_cpp() and name == "softmax" else automatic
+        assert find_backend("nlq", [0], *self.asked(name), cpp_heads=heads) == in_cpp
+        assert find_backend("nlq", [0], *self.asked(name), dropout=0.1, cpp_heads=heads) == automatic
 
     def test_flex_attention_refuses_dropout(self):
         with pytest.raises(ValueError) as error:

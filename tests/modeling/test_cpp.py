@@ -8,6 +8,7 @@ import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from modeling_nlq import cpp_nlq, linear_layers_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -16,7 +17,9 @@ from modeling_nlq.linear_layers_nlq import MOST_ROWS, apply_linear
 from modeling_nlq.one_query_nlq import one_query_in_cpp
 
 
-needs_library = pytest.mark.skipif(linear_layers_nlq._library() is None, reason="the C++ code cannot be built here")
+needs_library = pytest.mark.skipif(
+    not cpp_nlq.is_enabled() or linear_layers_nlq._library() is None, reason="the C++ code cannot be built here"
+)
 
 
 @pytest.fixture
@@ -82,6 +85,15 @@ class TestLinearLayers:
         torch.testing.assert_close(torch.func.vmap(lambda row: apply_linear(layer, row))(states), layer(states))
         with forward_ad.dual_level():
             assert forward_ad.unpack_dual(apply_linear(layer, forward_ad.make_dual(states, states))).tangent is not None
+        recorded = make_fx(lambda row: apply_linear(layer, row))(states)
+        torch.testing.assert_close(recorded(2 * states), layer(2 * states))
+        for bias in (torch.randn(8)[::2], torch.randn(1).expand(4)):
+            odd = nn.Linear(6, 4)
+            odd.bias = nn.Parameter(bias)
+            torch.testing.assert_close(apply_linear(odd, states), odd(states))
+        negative = torch._neg_view(states)
+        torch.testing.assert_close(apply_linear(layer, negative), layer(negative))
+        assert apply_linear(nn.Linear(0, 4), torch.empty(2, 0)).shape == (2, 4)
         seen = []
         layer.register_forward_hook(lambda *arguments: seen.append(arguments))
         apply_linear(layer, states)
@@ -141,6 +153,7 @@ class TestOneQuery:
         states, module = one_query(1, 2, 2, 9, 16), layer("relu", "length")
         assert one_query_in_cpp(layer("gelu", "length"), *states, None, 1.0) is None
         assert one_query_in_cpp(module, *(tensor.double() for tensor in states), None, 1.0) is None
+        assert one_query_in_cpp(module, *states[:2], states[2][..., :4], None, 1.0) is None
         with torch.enable_grad():
             assert one_query_in_cpp(module, *states, None, 1.0) is None
 
@@ -164,6 +177,14 @@ class TestBuild:
         monkeypatch.setattr(cpp_nlq.subprocess, "run", None)
         assert cpp_nlq.load_library("test", self.SOURCE).seven() == 7
         assert list(folder.iterdir()) == [library]
+
+    def test_no_home(self, monkeypatch):
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        monkeypatch.setattr(cpp_nlq.Path, "home", no_home)
+        assert cpp_nlq.load_library("test", self.SOURCE) is None
 
     @pytest.mark.parametrize("compiler, source", [("no-such-compiler", SOURCE), ("false", SOURCE), ("c++", "nonsense")])
     def test_cannot_be_built(self, monkeypatch, folder, compiler, source):

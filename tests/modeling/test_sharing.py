@@ -343,7 +343,7 @@ def test_revisions_have_caches_of_their_own(tmp_path):
 )
 def test_revisions_have_operators_of_their_own(implementation, file, ours, others, tmp_path, monkeypatch):
     """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
-    monkeypatch.setenv("NLQ_CPP", "0")  # whose functions are in another file
+    monkeypatch.setenv("NLQ_CPP", "0")  # the C++ code does not read the file that this test changes
     options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": implementation}
     model = NLQForCausalLM(tiny_config(**options)).eval()
     model.save_pretrained(tmp_path)
