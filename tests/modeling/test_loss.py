@@ -1,4 +1,4 @@
-"""The sliced loss is Transformers' loss."""
+"""The loss, in slices and in C++, is Transformers' loss."""
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_equals_transformers_loss_and_gradient(case, dtype, monkeypatch):
+@pytest.mark.parametrize("cpp", ["0", "1"], ids=["slices", "cpp"])
+def test_equals_transformers_loss_and_gradient(case, dtype, cpp, monkeypatch):
+    monkeypatch.setenv("NLQ_CPP", cpp)
     monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 100)  # slices of five rows, the last one shorter
     labels = torch.randint(17, (3, 11))
     labels[1, 4:] = CASES[case].get("ignore_index", -100)
@@ -68,3 +70,15 @@ def test_vocabulary_larger_than_a_slice(monkeypatch):
     monkeypatch.setattr(loss_nlq, "SLICE_ELEMENTS", 3)
     logits, labels = torch.randn(1, 5, 7), torch.randint(7, (1, 5))
     assert torch.allclose(causal_lm_loss(logits, labels, 7), ForCausalLMLoss(logits, labels, 7))
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_logits_that_are_not_finite(number, monkeypatch):
+    """The loss of each row is what PyTorch's log-sum-exp makes of it, with and without C++ code."""
+    logits = torch.randn(3, 9)
+    logits[0, 2], logits[1] = number, number
+    losses = {}
+    for cpp in ("0", "1"):
+        monkeypatch.setenv("NLQ_CPP", cpp)
+        losses[cpp] = loss_nlq._NegativeLogLikelihood.apply(logits, torch.tensor([1, 1, 1]))[0]
+    torch.testing.assert_close(losses["1"], losses["0"], equal_nan=True)

@@ -269,6 +269,14 @@ def test_hidden_tiles_are_skipped(cpp_passes, monkeypatch, layout):
         assert output.transpose(1, 2)[seen].isnan().all()
 
 
+def test_true_is_any_byte_but_0(cpp_passes):
+    query, key, value = (torch.randn(1, 1, 9, 4) for _ in range(3))
+    visible = torch.rand(1, 1, 9, 9) > 0.4
+    expected, _ = tiled_attention_forward(layer("relu"), query, key, value, visible, scaling=1.0)
+    visible = (255 * visible.to(torch.uint8)).view(torch.bool)
+    assert torch.equal(tiled_attention_forward(layer("relu"), query, key, value, visible, scaling=1.0)[0], expected)
+
+
 @pytest.mark.parametrize("without", ["instructions", "_can_multiply", None])
 def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
     if without is None:
