@@ -52,7 +52,8 @@ def load_library(name: str, source: str) -> ctypes.CDLL | None:
     """
     try:
         return ctypes.CDLL(str(_build(name, source)))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # `Path.home` raises `RuntimeError`
+    # `Path.home` raises `RuntimeError`, and `shlex.split` `ValueError`
+    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])[:200]
         logger.warning_once(
@@ -69,9 +70,10 @@ def _build(name: str, source: str) -> Path:
     Raises:
         OSError: if there is no compiler, or the folder cannot be written.
         RuntimeError: if there is no home directory.
+        ValueError: if CXX is not a command.
         subprocess.CalledProcessError: if the compiler fails.
     """
-    compiler, torch_folder = os.environ.get("CXX", "g++"), Path(torch.__file__).parent
+    compiler, torch_folder = os.environ.get("CXX") or "g++", Path(torch.__file__).parent
     flags = (*_FLAGS, *_TARGETS.get(instructions(), ()))
     # What tells builds apart, also those of other machines that share the folder
     parts = (source, flags, compiler, torch.__version__, str(torch_folder), platform.machine())
@@ -87,7 +89,7 @@ def _build(name: str, source: str) -> Path:
             file.write_text(source)
             libraries = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
             command = [*shlex.split(compiler), *flags, str(file), "-o", str(result), *libraries]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             result.replace(library)
     return library
 

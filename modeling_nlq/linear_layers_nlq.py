@@ -96,7 +96,7 @@ def apply_linear(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
         return module(states)
     if module._forward_hooks or module._forward_pre_hooks:
         return module(states)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight, bias = module.weight, module.bias
     tensors = (states, weight) if bias is None else (states, weight, bias)
     if not is_plain_call(*tensors) or any(tensor.dtype != torch.float32 for tensor in tensors):
         return module(states)

@@ -126,7 +126,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
             return result.scatter_add(1, targets[:, None], -gradient[:, None]).to(logits.dtype), None
         result = torch.empty_like(logits)
         if _is_compiled(logits):
-            given = {"targets": targets.contiguous(), "gradient": gradient.to(log_normalizers.dtype).contiguous()}
+            given = {"targets": targets.long().contiguous(), "gradient": gradient.to(log_normalizers.dtype).contiguous()}
             _run("nlq_backward", logits, log_normalizers=log_normalizers, result=result, **given)
             return result, None
         for part in _slices(logits):

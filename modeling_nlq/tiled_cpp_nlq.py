@@ -146,19 +146,21 @@ float weigh(const float* scores, T* weights, Columns columns, Index end, float s
   return total;
 }
 
-// The largest visible score of one row of a tile, or -infinity
-float largest_of(const float* scores, Columns columns, float scaling) {
+// Scales the scores of one row of a tile, and returns the largest that is visible, or -infinity. The scaled scores are stored,
+// so that the largest is later subtracted from itself, not from a product that is rounded in another way
+float scale_and_find_largest(float* scores, Columns columns, float scaling) {
   float largest = -INFINITY;
   if (columns.visible == nullptr) {
 #pragma omp simd reduction(max : largest)
     for (Index i = columns.first; i < columns.last; i++) {
-      const float score = scores[i] * scaling;
-      largest = largest < score ? score : largest;
+      scores[i] *= scaling;
+      largest = largest < scores[i] ? scores[i] : largest;
     }
   } else {
 #pragma omp simd reduction(max : largest)
     for (Index i = columns.first; i < columns.last; i++) {
-      const float score = columns.visible[i] ? scores[i] * scaling : -INFINITY;
+      scores[i] *= scaling;
+      const float score = columns.visible[i] ? scores[i] : -INFINITY;
       largest = largest < score ? score : largest;
     }
   }
@@ -337,6 +339,7 @@ void forward(const Call& call) {
       const Mask mask(call, batch, head);
       const Index rows = round_up(queries, m);
       const float* bias = at<float>(call.bias, batch, head, query);
+      const float scaling = call.is_softmax ? 1 : call.scaling;
       // Of softmax, the largest score so far
       for (Index i = 0; i < queries; i++) biases.data[i] = call.is_softmax ? -INFINITY : bias[i];
       copy(at<T>(call.query, batch, head, query), call.query.strides[2], queries, width, query_rows.data, rows);
@@ -356,7 +359,8 @@ void forward(const Call& call) {
           if (hidden.some && mask.visible) columns.visible = mask.visible + (query + i) * mask.row + seen.first;
           if (hidden.some && mask.key_is_valid) columns.visible = mask.key_is_valid + seen.first;
           if (call.is_softmax) {
-            const float largest = std::max(biases.data[i], largest_of(scores.data + i * n, columns, call.scaling));
+            const float of_tile = scale_and_find_largest(scores.data + i * n, columns, call.scaling);
+            const float largest = std::max(biases.data[i], of_tile);
             if (largest > biases.data[i]) {
               const float factor = exp_negative(biases.data[i] - largest);
               totals.data[i] *= factor;
@@ -364,7 +368,7 @@ void forward(const Call& call) {
               biases.data[i] = largest;
             }
           }
-          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, seen.size, call.scaling, biases.data[i]);
+          totals.data[i] += weigh_row(scores.data + i * n, weights + i * n, columns, seen.size, scaling, biases.data[i]);
         }
         const T* value_rows = packed_values.data + packed + seen.first * width;
         multiply(rows, width, seen.size, weights, n, value_rows, width, sums.data, width, true);

@@ -102,6 +102,12 @@ class TestLinearLayers:
             apply_linear(nn.Linear(6, 4), torch.randn(2, 3))
         assert calls == []
 
+    def test_bias_that_is_no_parameter(self):
+        layer, states = nn.Linear(6, 4), torch.randn(2, 6)
+        del layer.bias
+        layer.register_buffer("bias", torch.randn(4))
+        torch.testing.assert_close(apply_linear(layer, states), layer(states))
+
 
 # batch, heads, key-value heads, keys, head_dim
 SIZES = ((2, 4, 4, 33, 64), (2, 4, 2, 100, 40), (1, 3, 1, 1, 7), (3, 2, 2, 700, 128))
@@ -186,7 +192,7 @@ class TestBuild:
         monkeypatch.setattr(cpp_nlq.Path, "home", no_home)
         assert cpp_nlq.load_library("test", self.SOURCE) is None
 
-    @pytest.mark.parametrize("compiler, source", [("no-such-compiler", SOURCE), ("false", SOURCE), ("c++", "nonsense")])
+    @pytest.mark.parametrize("compiler, source", [("no-such-compiler", SOURCE), ("false '", SOURCE), ("c++", "nonsense")])
     def test_cannot_be_built(self, monkeypatch, folder, compiler, source):
         """One warning says what to do, and nothing half-built stays."""
         messages = []

@@ -82,3 +82,12 @@ def test_logits_that_are_not_finite(number, monkeypatch):
         monkeypatch.setenv("NLQ_CPP", cpp)
         losses[cpp] = loss_nlq._NegativeLogLikelihood.apply(logits, torch.tensor([1, 1, 1]))[0]
     torch.testing.assert_close(losses["1"], losses["0"], equal_nan=True)
+
+
+def test_labels_of_other_integers():
+    logits = torch.randn(1, 4, 9, requires_grad=True)
+    labels = torch.tensor([[1, 2, 3, 8]])
+    gradients = [
+        torch.autograd.grad(causal_lm_loss(logits, labels.to(dtype), 9), logits) for dtype in (torch.int32, torch.int64)
+    ]
+    assert torch.equal(*(gradient for (gradient,) in gradients))

@@ -136,6 +136,9 @@ class TestSoftmax:
         torch.testing.assert_close(
             one, eager_attention_forward(layer("softmax"), query * 1e37, key, value, None, scaling=1.0)[0]
         )
+        # A query that sees one key gets its value, however the score is rounded
+        one = softmax_attention_forward(layer("softmax"), query * 1e10, key, value, None, scaling=0.3)[0]
+        assert torch.equal(one[:, 0], value[:, :, 0])
         query[0, 0, 3] = torch.nan
         one = softmax_attention_forward(layer("softmax"), query, key, value, None, scaling=1.0)[0]
         assert one[0, 3, 0].isnan().all() and one.isnan().sum() == 4
