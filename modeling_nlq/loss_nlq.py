@@ -16,6 +16,8 @@ from .cpp_activations_nlq import FUNCTIONS
 from .cpp_nlq import is_enabled, is_plain_call, load_library
 
 
+SLICE_ELEMENTS = 2**18  # 1 MiB of float32
+
 _SOURCE = (
     FUNCTIONS
     + r"""
@@ -79,7 +81,7 @@ def _run(function: str, logits: torch.Tensor, **tensors: torch.Tensor) -> None:
     getattr(load_library("loss", _SOURCE), function)(ctypes.byref(call), ctypes.c_bool(logits.dtype == torch.bfloat16))
 
 
-def _is_compiled(logits: torch.Tensor) -> bool:
+def _runs_in_cpp(logits: torch.Tensor) -> bool:
     return (
         logits.dtype in (torch.float32, torch.bfloat16)
         and logits.numel() > 0
@@ -88,9 +90,6 @@ def _is_compiled(logits: torch.Tensor) -> bool:
         and is_enabled()
         and load_library("loss", _SOURCE) is not None
     )
-
-
-SLICE_ELEMENTS = 2**18  # 1 MiB of float32
 
 
 def _slices(logits: torch.Tensor) -> list[slice]:
@@ -107,7 +106,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
     def forward(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(tokens, vocabulary)` and `(tokens,)` -> twice `(tokens,)`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        if _is_compiled(logits):
+        if _runs_in_cpp(logits):
             _run("nlq_forward", logits, log_normalizers=(log_normalizers := logits.new_empty(logits.shape[0], dtype=dtype)))
         else:
             log_normalizers = torch.cat([torch.logsumexp(logits[part].to(dtype), dim=-1) for part in _slices(logits)])
@@ -125,7 +124,7 @@ class _NegativeLogLikelihood(torch.autograd.Function):
             result = torch.softmax(logits.to(log_normalizers.dtype), dim=-1) * gradient[:, None]
             return result.scatter_add(1, targets[:, None], -gradient[:, None]).to(logits.dtype), None
         result = torch.empty_like(logits)
-        if _is_compiled(logits):
+        if _runs_in_cpp(logits):
             given = {"targets": targets.long().contiguous(), "gradient": gradient.to(log_normalizers.dtype).contiguous()}
             _run("nlq_backward", logits, log_normalizers=log_normalizers, result=result, **given)
             return result, None

@@ -604,7 +604,7 @@ def has_kernels(dtype: torch.dtype, head_dim: int) -> bool:
     )
 
 
-def is_compiled(
+def runs_in_cpp(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, activation: AttentionActivation, dropout: float
 ) -> bool:
     """Tells whether the C++ code computes this call.

@@ -31,7 +31,7 @@ from .cpp_nlq import is_plain_call
 from .masking_nlq import Visibility
 from .one_query_nlq import one_query_in_cpp
 from .operators_nlq import AttentionOperators, in_autocast_precision
-from .tiled_cpp_nlq import LARGEST_SUM, attend, attend_backward, is_compiled
+from .tiled_cpp_nlq import LARGEST_SUM, attend, attend_backward, runs_in_cpp
 
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
@@ -267,7 +267,7 @@ def _tiled_attention(
     options = (activation, normalization, scaling, dropout)
     results = _new_results(query, key, value, visible_count, *masks, seed, *options)
     output, remainder, inverse_normalizer = results
-    if is_compiled(query, key, value, row := get_attention_activation(activation), dropout):
+    if runs_in_cpp(query, key, value, row := get_attention_activation(activation), dropout):
         attend(query, key, value, *results, visible_count, masks, row, normalization, scaling)
         return results
     with torch.autocast(query.device.type, enabled=False):
@@ -322,7 +322,7 @@ def _tiled_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, first_key, visible)
-    if is_compiled(query, key, value, row := get_attention_activation(activation), dropout):
+    if runs_in_cpp(query, key, value, row := get_attention_activation(activation), dropout):
         results = (output, remainder, inverse_normalizer)
         return attend_backward(gradient, query, key, value, *results, visible_count, masks, row, normalization, scaling)
     with torch.autocast(query.device.type, enabled=False):
@@ -379,7 +379,7 @@ def _new_results(
     output = query.new_empty(batch, query_length, heads, head_dim)
     # Only the C++ code reads it
     has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
-    has_remainder = has_remainder and is_compiled(query, key, value, get_attention_activation(activation), dropout)
+    has_remainder = has_remainder and runs_in_cpp(query, key, value, get_attention_activation(activation), dropout)
     return output, torch.empty_like(output) if has_remainder else output.new_empty(0), inverse_normalizer
 
 
@@ -452,7 +452,7 @@ def softmax_attention_forward(
         ValueError: where there is no such code.
     """
     query, key, value = in_autocast_precision(query, key, value)
-    if not is_plain_call(query, key, value) or not is_compiled(query, key, value, module.activation, dropout=0.0):
+    if not is_plain_call(query, key, value) or not runs_in_cpp(query, key, value, module.activation, dropout=0.0):
         raise ValueError(
             "attn_implementation='nlq_softmax' computes float32 and bfloat16 on a CPU with AVX-512 where a C++ compiler is "
             "installed; no empty batch, and nothing under torch.compile or torch.func; use 'nlq' or 'sdpa'"

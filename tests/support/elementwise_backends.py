@@ -122,7 +122,7 @@ def has_cpp():
     states = torch.empty(1, 1, 2, 2, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NLQ_CPP", raising=False)
-        return tiled_cpp_nlq.is_compiled(states, states, states, get_attention_activation("relu"), 0.0)
+        return tiled_cpp_nlq.runs_in_cpp(states, states, states, get_attention_activation("relu"), 0.0)
 
 
 def set_triton_tiles(patch, tile, step, least=16):
