@@ -90,6 +90,11 @@ gpu-tune: .venv/installed-test
 	$(subst .venv,.venv-oldest,$(PIP)) install --quiet -c constraints-oldest.txt -e ".[test]"
 	touch $@
 
+.venv-ray/installed: pyproject.toml constraints.txt
+	$(call new_environment,.venv-ray,constraints.txt)
+	$(subst .venv,.venv-ray,$(PIP)) install --quiet -c constraints.txt -e ".[test,ray,test-ray]"
+	touch $@
+
 .venv-clients/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-clients,constraints.txt)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"

@@ -36,7 +36,9 @@ TRAINING_ROWS = (
     ("run",),
     ("card",),
     ("models",),
-    ("files", "parameters", "text", "traces"),
+    ("files", "parameters", "traces"),
+    ("storage",),
+    ("text",),
 )
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from modeling_nlq.training.comparison.local import compare
+    from modeling_nlq.training.comparison.comparing import compare
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.evaluation import evaluate
     from modeling_nlq.training.run.trainer import train
     from modeling_nlq.training.sharing.publishing import publish
 
 _MODULES = {
-    "compare": "comparison.local",
+    "compare": "comparison.comparing",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
     "publish": "sharing.publishing",

@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 import textwrap
-from pathlib import Path
 
 from modeling_nlq.configuration import descriptions
 
@@ -45,7 +44,34 @@ def make_parser() -> argparse.ArgumentParser:
         kind="comparisons",
     )
     command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
-    command.add_argument("--output_dir", default=None, help="results folder; by default runs/compare-NAME")
+    command.add_argument(
+        "--output_dir",
+        default=None,
+        help="results folder; by default runs/compare-NAME. With --engine ray also an address, such as s3://bucket/results",
+    )
+    command.add_argument(
+        "--engine", default="local", help="local: one run after another on this machine; ray: on the cluster that Ray finds"
+    )
+    command.add_argument(
+        "--cpus-per-run",
+        "--cpus_per_run",
+        type=int,
+        help="threads of a run; with --engine ray, the CPUs it reserves. By default as many as PyTorch takes here",
+    )
+    command.add_argument("--gpus-per-run", "--gpus_per_run", type=float, help="with --engine ray; by default 0")
+    command.add_argument(
+        "--workers-per-run",
+        "--workers_per_run",
+        type=int,
+        help="with --engine ray: processes that train a run together, and share its CPUs and GPUs; by default 1",
+    )
+    command.add_argument(
+        "--max-retries",
+        "--max_retries",
+        type=int,
+        help="with --engine ray: how often a run is begun again that lost its node or its memory; by default 3",
+    )
+    command.add_argument("--status", action="store_true", help="print what is finished, running and waiting, and stop")
     command.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and its cost, and stop")
     command.set_defaults(run=_compare)
 
@@ -156,18 +182,26 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
-    from modeling_nlq.training.comparison.local import is_main_process, run_and_report
+    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.comparison.plan import load_comparison
     from modeling_nlq.training.comparison.report import describe
     from modeling_nlq.training.run.recipe import read_overrides
+    from modeling_nlq.training.storage import open_folder
 
+    options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
+    engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     comparison = load_comparison(arguments.comparison, read_overrides(words))
+    folder = open_folder(arguments.output_dir or comparison.default_folder)
+    if arguments.status:
+        from modeling_nlq.training.comparison.status import describe_status
+
+        print("\n".join(describe_status(comparison, folder)))
+        return
     if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
     if arguments.dry_run:
         return
-    folder = Path(arguments.output_dir or comparison.default_folder)
-    results = run_and_report(comparison, folder)
+    results = run_and_report(comparison, folder, engine)
     if is_main_process():
         print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
 

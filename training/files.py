@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_nlq.configuration import suggestion
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.storage import copy_files
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files with the builder of `datasets` that
@@ -62,14 +63,19 @@ def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
     """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
 
     Args:
-        folder: made if it does not exist.
+        folder: made if it does not exist; also one at an address (see `storage`).
         last: the file that moves after all others, so that its presence shows that they are complete.
     """
-    place = folder if folder.is_dir() else folder.parent
-    place.mkdir(parents=True, exist_ok=True)
+    place = None
+    if isinstance(folder, Path):
+        place = folder if folder.is_dir() else folder.parent
+        place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place) as name:
         unfinished = Path(name)
         yield unfinished
+        if place is None:
+            copy_files(unfinished, folder, last)
+            return
         files = sorted(path.relative_to(unfinished) for path in unfinished.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path.name == last):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,9 @@
-"""Text for a terminal: tables, and errors in one line."""
+"""Text for a terminal: tables, progress bars, and errors in one line."""
 
+import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
@@ -18,6 +21,11 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
         )
         lines.append("  ".join(cells) if right else "  ".join(cells).rstrip())
     return lines
+
+
+def bar_options() -> dict[str, Any]:
+    """Options of a progress bar over many runs: a terminal shows it every second, a log file at its end."""
+    return {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
 
 
 def one_line(error: BaseException) -> str:

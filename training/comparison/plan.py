@@ -79,6 +79,7 @@ class Variant:
         learning_rates: the rates to choose among.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
+        steps: number of optimizer steps of each run.
         tokens: number of training tokens of each run, if every batch is full.
         tokenizer: the tokenizer of its recipe.
         given: its entry in the comparison's file.
@@ -88,6 +89,7 @@ class Variant:
     learning_rates: list[float]
     size: Size
     intermediate_size: int | None
+    steps: int
     tokens: int
     tokenizer: str
     given: dict[str, Any]
@@ -135,12 +137,22 @@ class Comparison:
         """The number of runs of a model."""
         return len(self.sweep(model)) + len(self.seeds)
 
+    @property
+    def steps_per_run(self) -> int:
+        """The number of optimizer steps of a run, which all models share."""
+        return self.variants[self.baseline].steps
+
+    def in_order(self, runs: list[Run]) -> list[Run]:
+        """Sorts runs: all sweeps first, then seed by seed, so that early results cover all models."""
+        order = {seed: index for index, seed in enumerate(self.seeds)}
+        return sorted(runs, key=lambda run: -1 if run.is_sweep else order[run.seed])
+
     @_without_gpu_advice()
     def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
         """The recipe of a run."""
         content = copy.deepcopy(self.variants[run.model].content)
         content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
-        return resolve_recipe(content, {"output_dir": folder}, f"model {run.model!r}")
+        return resolve_recipe(content, {"output_dir": str(folder)}, f"model {run.model!r}")
 
     def power_warning(self) -> str | None:
         """A warning if there are too few seeds for a verdict."""
@@ -328,5 +340,5 @@ def _read_model(
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
     size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
-    tokens = arguments.max_steps * tokens_per_step
-    return Variant(content, learning_rates, size, getattr(config, "intermediate_size", None), tokens, recipe.tokenizer, entry)
+    steps, width = arguments.max_steps, getattr(config, "intermediate_size", None)
+    return Variant(content, learning_rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry)

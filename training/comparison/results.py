@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerState
-
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
 from modeling_nlq.training.files import METRICS_FILE, STATE_FILE, read_json
@@ -19,23 +17,47 @@ def run_folder(folder: Path, run: Run) -> Path:
     return folder / "runs" / run.name
 
 
-def read_metrics(folder: Path, run: Run) -> dict[str, Any] | None:
-    """The metrics of a finished run; `None` if it is not finished."""
-    file = run_folder(folder, run) / METRICS_FILE
-    return read_json(file) if file.is_file() else None
+class FinishedRuns:
+    """The metrics of the finished runs in the folder of a comparison. Those of a run are read once.
+
+    Attributes:
+        folder: the folder of the comparison, or an address (see `storage`).
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._metrics: dict[Run, dict[str, Any]] = {}
+
+    def metrics(self, run: Run) -> dict[str, Any] | None:
+        """The metrics of a run; `None` if it is not finished."""
+        if run not in self._metrics:
+            file = run_folder(self.folder, run) / METRICS_FILE
+            if not file.is_file():
+                return None
+            self._metrics[run] = read_json(file)
+        return self._metrics[run]
+
+    def best_learning_rate(self, comparison: Comparison, model: str) -> float | None:
+        """The rate with the lowest validation loss in the finished sweep; `None` if all its runs diverged."""
+        runs = comparison.sweep(model)
+        if not runs:
+            return comparison.variants[model].learning_rates[0]
+        measured = [(self.metrics(run), run.learning_rate) for run in runs]
+        losses = [(metrics["eval_loss"], rate) for metrics, rate in measured if not metrics["diverged"]]
+        return min(losses)[1] if losses else None
+
+    def unfinished(self, comparison: Comparison, model: str) -> tuple[list[Run], int]:
+        """The runs of a model that can begin now, and the number of its runs that are not finished."""
+        sweep = [run for run in comparison.sweep(model) if self.metrics(run) is None]
+        if sweep:
+            return sweep, len(sweep) + len(comparison.seeds)
+        rate = self.best_learning_rate(comparison, model)
+        reported = [] if rate is None else comparison.reported(model, rate)
+        reported = [run for run in reported if self.metrics(run) is None]
+        return reported, len(reported)
 
 
-def best_learning_rate(comparison: Comparison, folder: Path, model: str) -> float | None:
-    """The rate with the lowest validation loss in the finished sweep; `None` if all its runs diverged."""
-    runs = comparison.sweep(model)
-    if not runs:
-        return comparison.variants[model].learning_rates[0]
-    measured = [(read_metrics(folder, run), run.learning_rate) for run in runs]
-    losses = [(metrics["eval_loss"], rate) for metrics, rate in measured if not metrics["diverged"]]
-    return min(losses)[1] if losses else None
-
-
-def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
+def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the chosen `learning_rate` (`None` if
@@ -52,10 +74,10 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
     """
     models = {}
     for name, variant in comparison.variants.items():
-        rate = best_learning_rate(comparison, folder, name)
+        rate = finished.best_learning_rate(comparison, name)
         rates = variant.learning_rates
-        sweep = [_read_run(folder, run) for run in comparison.sweep(name)]
-        runs = [] if rate is None else [_read_run(folder, run) for run in comparison.reported(name, rate)]
+        sweep = [_read_run(finished, run) for run in comparison.sweep(name)]
+        runs = [] if rate is None else [_read_run(finished, run) for run in comparison.reported(name, rate)]
         models[name] = {
             "given": without_folders(variant.given),
             "parameters": variant.size.total,
@@ -80,9 +102,9 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
         for name, model in models.items()
     }
-    runs = [run for name in models for run in _all_runs(comparison, folder, name)]
-    fingerprints = {read_metrics(folder, run)["dataset_fingerprint"] for run in runs}
-    sample = read_metrics(folder, runs[0])
+    runs = [run for name in models for run in _all_runs(comparison, finished, name)]
+    fingerprints = {finished.metrics(run)["dataset_fingerprint"] for run in runs}
+    sample = finished.metrics(runs[0])
     return {
         "name": comparison.name,
         "baseline": comparison.baseline,
@@ -102,21 +124,20 @@ def gather(comparison: Comparison, folder: Path) -> dict[str, Any]:
     }
 
 
-def _all_runs(comparison: Comparison, folder: Path, model: str) -> list[Run]:
-    rate = best_learning_rate(comparison, folder, model)
+def _all_runs(comparison: Comparison, finished: FinishedRuns, model: str) -> list[Run]:
+    rate = finished.best_learning_rate(comparison, model)
     return [*comparison.sweep(model), *([] if rate is None else comparison.reported(model, rate))]
 
 
-def _read_run(folder: Path, run: Run) -> dict[str, Any]:
-    path = run_folder(folder, run)
-    metrics = read_metrics(folder, run)
-    history = TrainerState.load_from_json(str(path / STATE_FILE)).log_history
+def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
+    metrics = finished.metrics(run)
+    history = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
     curves = {
         name: [(entry["step"], entry[key]) for entry in history if key in entry]
         for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
     }
     return {
-        "folder": path.relative_to(folder).as_posix(),
+        "folder": f"runs/{run.name}",
         "seed": run.seed,
         "learning_rate": run.learning_rate,
         "diverged": metrics["diverged"],

@@ -1,5 +1,6 @@
 """Documents to blocks of tokens, through `datasets`: encoding, packing, batches, and the unigram baseline."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from modeling_nlq.training.files import written_whole
+from modeling_nlq.training.files import read_json, write_text, written_whole
 from modeling_nlq.training.run.documents import check_text, load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.tokenization import make_tokenizer
 
 
+# Says that the blocks beside it are complete
+BLOCKS_FILE = "blocks.json"
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 
 
@@ -119,9 +122,12 @@ def prepare_data(
 
     Args:
         recipe: names the data.
-        tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run.
+        tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run. If
+            `save_blocks` saved the blocks there too, nothing is prepared.
         seed: for the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
+    if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
+        return AutoTokenizer.from_pretrained(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
     documents = load_documents(recipe)
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
@@ -135,6 +141,29 @@ def prepare_data(
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
     return tokenizer, blocks, documents.fingerprint
+
+
+def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
+    """Saves the result of `prepare_data` beside its tokenizer, for other machines.
+
+    Args:
+        blocks: not of a stream.
+        fingerprint: of the documents.
+        folder: holds the tokenizer; `BLOCKS_FILE` is written last.
+    """
+    for split, part in blocks.items():
+        part.dataset.save_to_disk(str(folder / split))
+    sizes = {split: {"tokens": part.tokens, "bytes_per_token": part.bytes_per_token} for split, part in blocks.items()}
+    write_text(folder / BLOCKS_FILE, json.dumps({"fingerprint": fingerprint, "splits": sizes}) + "\n")
+
+
+def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
+    content = read_json(folder / BLOCKS_FILE)
+    blocks = {
+        split: Blocks(Dataset.load_from_disk(str(folder / split)).with_format("numpy"), **sizes)
+        for split, sizes in content["splits"].items()
+    }
+    return blocks, content["fingerprint"]
 
 
 def _count_tokens(blocks: Dataset, vocab_size: int, max_tokens: int) -> np.ndarray:

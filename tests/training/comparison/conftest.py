@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.files import read_yaml
 

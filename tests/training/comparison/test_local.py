@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.cli import main
-from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.files import read_yaml
 

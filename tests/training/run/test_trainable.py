@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.cli import main
-from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.conversion.converting import convert

@@ -21,7 +21,7 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
-from modeling_nlq.training.comparison.local import run_comparison
+from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 

@@ -1,0 +1,175 @@
+"""`nlq compare`: makes every run of a comparison once, on an engine, and then the results and the report."""
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from datasets import disable_progress_bars
+
+from modeling_nlq.training.comparison.local import LocalEngine
+from modeling_nlq.training.comparison.plan import Comparison, load_comparison
+from modeling_nlq.training.comparison.report import write_report
+from modeling_nlq.training.comparison.results import FinishedRuns, gather
+from modeling_nlq.training.files import (
+    COMPARISON_FILE,
+    RESULTS_FILE,
+    differences,
+    is_taken,
+    read_yaml,
+    write_text,
+    write_yaml,
+    written_whole,
+)
+from modeling_nlq.training.storage import open_folder, remove_folder
+
+
+FINGERPRINT_FILE = "dataset_fingerprint.txt"
+
+
+class Engine(Protocol):
+    """Where and how the runs of a comparison are made."""
+
+    def connected(self, folder: Path) -> AbstractContextManager[None]:
+        """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more then."""
+
+    def alone_in(self, folder: Path) -> AbstractContextManager[None]:
+        """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows it."""
+
+    def prepare_data(self, comparison: Comparison, folder: Path) -> str | None:
+        """Makes tokenizer and data once for all runs, and returns the fingerprint of the documents."""
+
+    def make_runs(self, comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+        """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
+
+
+ENGINES = ("local", "ray")
+
+
+def make_engine(name: str = "local", **options: Any) -> Engine:
+    """Makes an engine.
+
+    Args:
+        name: one of `ENGINES`.
+        options: those of `LocalEngine` or `RayEngine`; `None` stands for the default.
+
+    Raises:
+        ValueError: for an unknown name, or an option that the engine does not have or whose value is not allowed.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
+    if name not in ENGINES:
+        raise ValueError(f"engine={name!r} must be one of {', '.join(ENGINES)}")
+    if name == "ray":
+        from modeling_nlq.training.comparison.on_ray import RayEngine
+
+        return RayEngine(**given)
+    if others := sorted(given.keys() - {"cpus_per_run"}):
+        raise ValueError(f"{', '.join(others)}: only the engine 'ray' has that; set --engine ray")
+    return LocalEngine(**given)
+
+
+def compare(
+    comparison: str | Path,
+    output_dir: str | Path | None = None,
+    *,
+    engine: str = "local",
+    cpus_per_run: int | None = None,
+    gpus_per_run: float | None = None,
+    workers_per_run: int | None = None,
+    max_retries: int | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
+
+    Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
+
+    Args:
+        comparison: name of a shipped comparison, or a YAML file.
+        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray` also an address, such as
+            `s3://bucket/results`.
+        engine: `local`, one run after another on this machine, or `ray`, on the cluster that Ray finds.
+        cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
+        gpus_per_run, workers_per_run, max_retries: of the engine `ray`, see `RayEngine`.
+        overrides: fields of the recipe that all models share, as for `train`.
+
+    Returns:
+        The content of `results.json` in the results folder (see `gather`).
+
+    Raises:
+        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot be written
+            or holds another comparison or something else.
+        ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
+    """
+    options = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run}
+    options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
+    made = make_engine(engine, **options)
+    loaded = load_comparison(comparison, overrides)
+    return run_and_report(loaded, open_folder(output_dir or loaded.default_folder), made)
+
+
+def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+    """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
+    results = run_comparison(comparison, folder, engine)
+    if is_main_process():
+        if isinstance(folder, Path):
+            write_report(results, folder)
+        else:
+            with written_whole(folder) as unfinished:
+                write_report(results, unfinished)
+    return results
+
+
+def is_main_process() -> bool:
+    """Tells whether this is the first of the processes that a launcher started on this machine, or the only one."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+    """Makes all runs that are not finished, and returns the results without a report.
+
+    Args:
+        comparison: the runs to make.
+        folder: folder of the runs, or an address (see `storage`) if the engine takes one.
+        engine: by default `LocalEngine()`.
+
+    Raises:
+        ValueError: if the folder holds another comparison or something else; nothing in it is touched.
+        ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
+    """
+    engine = engine or LocalEngine()
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # a log file does not need those of the data
+    finished = FinishedRuns(folder)
+    with engine.connected(folder):
+        _claim_folder(folder, comparison)
+        with engine.alone_in(folder):
+            _check_same_dataset(folder / FINGERPRINT_FILE, engine.prepare_data(comparison, folder))
+            engine.make_runs(comparison, folder, finished)
+            for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
+                remove_folder(checkpoint)  # of a run that was killed after its last step
+            text = json.dumps(gather(comparison, finished), allow_nan=False)
+            write_text(folder / RESULTS_FILE, text + "\n")
+    return json.loads(text)
+
+
+def _claim_folder(folder: Path, comparison: Comparison) -> None:
+    file = folder / COMPARISON_FILE
+    if file.is_file():
+        if changes := differences(read_yaml(file), comparison.given):
+            raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
+    elif is_taken(folder):
+        raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
+    else:
+        write_yaml(file, comparison.given)
+
+
+def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
+    """Raises `ValueError` if the dataset differs from that of earlier runs."""
+    if file.is_file() and (before := file.read_text(encoding="utf-8").strip()) != str(fingerprint):
+        raise ValueError(
+            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now); put the "
+            "old one back, or choose another --output_dir"
+        )
+    write_text(file, f"{fingerprint}\n")

@@ -1,0 +1,335 @@
+"""Runs on Ray: a task for each run, or a job of Ray Train if a run takes several workers.
+
+Ray knows the nodes, reserves CPUs and GPUs, and tells which runs were lost with their node or for want of memory. A lost run is
+begun again, and goes on from its last checkpoint.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from modeling_nlq.training.files import read_section
+from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, log_file, train_unattended
+from modeling_nlq.training.storage import open_folder
+from modeling_nlq.training.text import first_line
+
+
+try:
+    import ray
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]") from error
+
+
+_SECONDS_TO_ANSWER = 5.0
+# Seconds between two reports of a run: to a folder, and to an address, where each costs a request
+_PACE, _PACE_AT_ADDRESS = 2.0, 15.0
+
+# In the errors of workers whose neighbour died
+_LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "DistBackendError",
+    "DistNetworkError",
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run takes.
+
+    Attributes:
+        cpus: reserved CPUs of a run, which are the threads of its workers.
+        gpus: reserved GPUs of a run; a fraction if several runs share one.
+        workers: processes that train the run together. Each takes its share of CPUs and GPUs, on any node.
+    """
+
+    cpus: int = 1
+    gpus: float = 0
+    workers: int = 1
+
+    def __post_init__(self):
+        for name, lowest in (("cpus", 1), ("gpus", 0), ("workers", 1)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} of a run: {getattr(self, name)} must be at least {lowest}")
+        if self.cpus % self.workers:
+            raise ValueError(f"{self.cpus} CPUs of a run must be a multiple of its {self.workers} workers")
+        if self.gpus and self.workers > 1 and self.gpus % self.workers:
+            raise ValueError(f"{self.gpus:g} GPUs of a run must be a multiple of its {self.workers} workers")
+
+    def of_a_worker(self) -> dict[str, float]:
+        """What a worker takes, as Ray names it."""
+        needs = {"CPU": self.cpus / self.workers, "GPU": self.gpus / self.workers}
+        return {name: amount for name, amount in needs.items() if amount}
+
+    def check(self) -> None:
+        """Raises `ValueError` if no node, or the cluster as a whole, has as much."""
+        needs = self.of_a_worker()
+        for name, amount in needs.items():
+            largest = max(node.get(name, 0) for node in _nodes())
+            if amount > largest:
+                each = "a run" if self.workers == 1 else "a worker"
+                raise ValueError(f"{each} takes {amount:g} {name}s, and the largest node has {largest:g}")
+        if self.capacity() < 1:
+            raise ValueError(f"a run takes {self.workers} workers, and the nodes have room for {self._workers_that_fit()}")
+
+    def capacity(self) -> int:
+        """The number of runs that fit the cluster at once."""
+        return self._workers_that_fit() // self.workers
+
+    def _workers_that_fit(self) -> int:
+        needs = self.of_a_worker()
+        return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
+
+
+def _nodes() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+@contextmanager
+def connected_to_ray() -> Iterator[None]:
+    """Connects to the cluster of `RAY_ADDRESS`, else to the one that runs on this machine, else starts one and stops it.
+
+    Raises:
+        ValueError: if the cluster does not answer.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    _check_answers(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What runs print is in their logs
+    options = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(f"Ray at {address or 'this machine'} does not answer: {first_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str | None) -> None:
+    """Raises `ValueError` if nobody listens at the address; Ray itself would wait for a minute."""
+    host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not separator:  # none, `auto` or `local`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"RAY_ADDRESS={address} does not answer: {error}") from error
+
+
+def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> Order:
+    """The order of a run on Ray, at the global batch size of its recipe; see `Order`."""
+    return Order(
+        name=name,
+        content=_share_batch(content, resources.workers),
+        folder=str(folder),
+        data=str(data),
+        threads=resources.cpus // resources.workers,
+        pace=_PACE if isinstance(folder, Path) else _PACE_AT_ADDRESS,
+        patience=120.0,  # the processes of a lost run may live for a moment
+        **fields,
+    )
+
+
+def _share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size."""
+    if workers == 1:
+        return content
+    training = read_section(content.get("training"), "training")
+    for name, default in (("gradient_accumulation_steps", 1), ("per_device_train_batch_size", 8)):
+        if (value := training.get(name, default)) % workers == 0:
+            return {**content, "training": {**training, name: value // workers}}
+    raise ValueError(
+        f"{workers} workers cannot share the batches of this recipe: neither gradient_accumulation_steps nor "
+        "per_device_train_batch_size is a multiple of their number"
+    )
+
+
+class RayJobs:
+    """Makes runs, as many at once as the cluster has room for, and begins those again that were lost.
+
+    Args:
+        resources: of each run.
+        max_retries: how often a run is begun again at most.
+        progress: a bar over the steps of all runs; its present count is that of the runs that were finished before.
+        steps: the number of steps of each run.
+    """
+
+    def __init__(self, resources: Resources, max_retries: int, progress: tqdm, steps: int):
+        self._resources, self._max_retries = resources, max_retries
+        self._progress, self._steps, self._finished = progress, steps, progress.n
+        self._waiting: list[Order] = []
+        self._running: dict[ray.ObjectRef, Order] = {}
+        self._losses: Counter[str] = Counter()
+        self.failures: list[str] = []
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
+
+    def submit(self, order: Order) -> None:
+        """Makes a run as soon as there is room for it, after those that were submitted before."""
+        self._waiting.append(order)
+        self._begin_waiting()
+
+    def finished(self) -> Iterator[Order]:
+        """Yields each run as it is finished, until none is left; meanwhile more may be submitted.
+
+        A run that failed, or was lost too often, is not yielded: `failures` says why, in a line for each.
+        """
+        while self._running:
+            done, _ = ray.wait(list(self._running), num_returns=1, timeout=1.0)
+            for reference in done:
+                order = self._running.pop(reference)
+                self._board.remove.remote(order.name)
+                if (outcome := _outcome(reference)) is None:
+                    self._finished += self._steps
+                    self._begin_waiting()
+                    yield order
+                else:
+                    self._handle(order, *outcome)
+                    self._begin_waiting()
+            self._show()
+
+    def _begin_waiting(self) -> None:
+        # Ray queues tasks by itself. Jobs of Ray Train would all take a process at once, so only one of them waits
+        most = len(self._waiting) if self._resources.workers == 1 else self._resources.capacity() + 1 - len(self._running)
+        begun, self._waiting = self._waiting[: max(0, most)], self._waiting[max(0, most) :]
+        for order in begun:
+            task = ray.remote(max_calls=1, max_retries=0)(_make_run)  # `max_calls`: each run has a fresh process
+            if self._resources.workers == 1:
+                task = task.options(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus)
+            else:
+                task = task.options(num_cpus=0)
+            self._running[task.remote(order, self._resources, self._board)] = order
+
+    def _handle(self, order: Order, is_lost: bool, reason: str) -> None:
+        log = log_file(open_folder(order.folder))
+        if not is_lost:
+            self.failures.append(f"run {order.name} {reason}; see {log}")
+        elif self._losses[order.name] >= self._max_retries:
+            times = f"{self._losses[order.name] + 1} times, " if self._max_retries else ""
+            self.failures.append(f"run {order.name} was lost {times}because {reason}; see {log}")
+        else:
+            self._losses[order.name] += 1
+            count = f"retry {self._losses[order.name]} of {self._max_retries}"
+            self._say(f"run {order.name} was lost because {reason}; it goes on from its last checkpoint ({count})")
+            self._waiting.append(order)
+            return
+        self._say(self.failures[-1])
+
+    def _say(self, text: str) -> None:
+        self._progress.write(text, file=sys.stderr)
+
+    def _show(self) -> None:
+        running = ray.get(self._board.read.remote())
+        done = self._finished + sum(content["step"] for content in running.values())
+        self._progress.set_postfix_str(f"{len(_nodes())} nodes, {len(running)} runs at work", refresh=False)
+        self._progress.update(done - self._progress.n)
+
+
+class _Board:
+    """An actor that knows how far each run is: runs write, the driver reads."""
+
+    def __init__(self):
+        self._progress: dict[str, dict[str, Any]] = {}
+
+    def write(self, name: str, progress: dict[str, Any]) -> None:
+        self._progress[name] = progress
+
+    def remove(self, name: str) -> None:
+        self._progress.pop(name, None)
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        return self._progress
+
+
+def _outcome(reference) -> tuple[bool, str] | None:
+    """`None` for a finished run, else whether it was lost, and why."""
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        return True, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    """Why a process was lost, in a few words: the messages of Ray have paragraphs."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError) or "out of memory" in text or "memory pressure" in text:
+        return "its node ran out of memory"
+    if isinstance(error, NodeDiedError) or ("node" in text.casefold() and "died" in text.casefold()):
+        return "its node died"
+    if isinstance(error, WorkerCrashedError | RayActorError):
+        return "its process or its node died"
+    return f"Ray says: {first_line(error)}"
+
+
+def _make_run(order: Order, resources: Resources, board) -> tuple[bool, str] | None:
+    """The task of a run; returns what `_outcome` does."""
+    if resources.workers > 1:
+        return _train_with_workers(order, resources, board)
+    try:
+        train_unattended(order, lambda progress: board.write.remote(order.name, progress))
+    except (RunFailed, RunIsLocked) as error:
+        return _failure(error)
+    return None
+
+
+def _failure(error: Exception) -> tuple[bool, str]:
+    return False, "is made by another process" if isinstance(error, RunIsLocked) else str(error)
+
+
+def _train_with_workers(order: Order, resources: Resources, board) -> tuple[bool, str] | None:
+    """Makes a run as a job of Ray Train, whose workers find each other as those of `torchrun` do."""
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config={"order": order, "board": board},
+        scaling_config=ScalingConfig(
+            num_workers=resources.workers, use_gpu=resources.gpus > 0, resources_per_worker=resources.of_a_worker()
+        ),
+        # Checkpoints lie in the run folder. Ray Train keeps nothing here but a note, under a new name each time
+        run_config=RunConfig(name=uuid.uuid4().hex, storage_path=os.path.join(tempfile.gettempdir(), "nlq", "ray-train")),
+    )
+    try:
+        trainer.fit()
+    except WorkerGroupError as error:
+        return _first_failure(error.worker_failures)
+    except TrainingFailedError as error:
+        return False, f"failed: {first_line(error)}"
+    return None
+
+
+def _first_failure(failures: dict[int, Exception]) -> tuple[bool, str]:
+    """The failure that caused the others: if a worker dies, those that wait for it fail too."""
+    errors = list(failures.values())
+    if lost := [error for error in errors if isinstance(error, RayError)]:
+        return True, _reason(lost[0])
+    if own := [error for error in errors if not any(text in str(error) for text in _LOST_CONNECTION)]:
+        return _failure(own[0]) if isinstance(own[0], RunFailed | RunIsLocked) else (False, f"failed: {first_line(own[0])}")
+    return True, f"a worker lost the others ({first_line(errors[0])})"
+
+
+def _work(config: dict[str, Any]) -> None:
+    """What each worker of Ray Train does."""
+    order, board = config["order"], config["board"]
+    train_unattended(order, lambda progress: board.write.remote(order.name, progress))
