@@ -9,6 +9,7 @@ from modeling_nlq.configuration import descriptions
 
 
 _WIDTH = 100
+ENGINES = ("local", "ray")
 # These commands go on where they were interrupted
 _RESUMABLE = ("train", "compare")
 
@@ -29,6 +30,13 @@ def make_parser() -> argparse.ArgumentParser:
         kind="recipes",
     )
     command.add_argument("recipe", help="name of a shipped recipe, or a YAML file")
+    command.add_argument(
+        "--engine", choices=ENGINES, default="local", help="local: this process; ray: workers on the cluster that Ray finds"
+    )
+    command.add_argument("--workers", type=int, help="with --engine ray: processes that train together; by default 1")
+    command.add_argument("--cpus-per-worker", "--cpus_per_worker", type=int, help="with --engine ray; by default 1")
+    command.add_argument("--gpus-per-worker", "--gpus_per_worker", type=float, help="with --engine ray; by default 0")
+    _add_max_retries(command)
     command.set_defaults(run=_train)
 
     command = _add_listing_parser(
@@ -50,7 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="results folder; by default runs/compare-NAME. With --engine ray also an address, such as s3://bucket/results",
     )
     command.add_argument(
-        "--engine", default="local", help="local: one run after another on this machine; ray: on the cluster that Ray finds"
+        "--engine",
+        choices=ENGINES,
+        default="local",
+        help="local: one run after another on this machine; ray: on the cluster that Ray finds",
     )
     command.add_argument(
         "--cpus-per-run",
@@ -65,12 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         help="with --engine ray: processes that train a run together, and share its CPUs and GPUs; by default 1",
     )
-    command.add_argument(
-        "--max-retries",
-        "--max_retries",
-        type=int,
-        help="with --engine ray: how often a run is begun again that lost its node or its memory; by default 3",
-    )
+    _add_max_retries(command)
     command.add_argument("--status", action="store_true", help="print what is finished, running and waiting, and stop")
     command.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and its cost, and stop")
     command.set_defaults(run=_compare)
@@ -153,6 +159,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_max_retries(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--max-retries",
+        "--max_retries",
+        type=int,
+        help="with --engine ray: how often a run is begun again that lost its node or its memory; by default 3",
+    )
+
+
 def _add_listing_parser(commands, name: str, help: str, description: str, epilog: str, kind: str) -> argparse.ArgumentParser:
     """Adds a command whose help lists the shipped configurations of a kind, with a line for each."""
     listed = descriptions(kind)
@@ -176,7 +191,16 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.run.trainer import train_recipe
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
-    metrics = train_recipe(resolved)
+    options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
+    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
+    if arguments.engine == "ray":
+        from modeling_nlq.training.run.on_ray import train_on_ray
+
+        metrics = train_on_ray(resolved, **given)
+    elif given:
+        raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
+    else:
+        metrics = train_recipe(resolved)
     if resolved.training_arguments.process_index == 0:
         print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 

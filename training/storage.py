@@ -57,7 +57,8 @@ def check_writable(folder: "Path | UPath") -> None:
     """
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"nlq")
         probe.unlink()
     except Exception as error:  # each protocol has its own
@@ -67,6 +68,11 @@ def check_writable(folder: "Path | UPath") -> None:
 def scratch_folder(address: str) -> Path:
     """The folder of this machine that stands for an address, below `TMPDIR`."""
     return Path(tempfile.gettempdir()) / "nlq" / hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:20]
+
+
+def lock_file(folder: Path) -> Path:
+    """The lock of a folder, beside it. The operating system frees the lock of a dead process."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def copy_file(source: "Path | UPath", target: "Path | UPath") -> None:

@@ -45,22 +45,19 @@ class Engine(Protocol):
         """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
 
 
-ENGINES = ("local", "ray")
-
-
 def make_engine(name: str = "local", **options: Any) -> Engine:
     """Makes an engine.
 
     Args:
-        name: one of `ENGINES`.
+        name: `local` or `ray`.
         options: those of `LocalEngine` or `RayEngine`; `None` stands for the default.
 
     Raises:
         ValueError: for an unknown name, or an option that the engine does not have or whose value is not allowed.
     """
     given = {option: value for option, value in options.items() if value is not None}
-    if name not in ENGINES:
-        raise ValueError(f"engine={name!r} must be one of {', '.join(ENGINES)}")
+    if name not in ("local", "ray"):
+        raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
     if name == "ray":
         from modeling_nlq.training.comparison.on_ray import RayEngine
 

@@ -23,7 +23,9 @@ from tqdm.auto import tqdm
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
 from modeling_nlq.training.run.data import prepare_data
-from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, lock_file, log_file, train_unattended
+from modeling_nlq.training.run.mirror import log_file
+from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
+from modeling_nlq.training.storage import lock_file
 from modeling_nlq.training.text import bar_options
 
 

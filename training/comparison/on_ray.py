@@ -1,12 +1,10 @@
 """The engine of a cluster: the runs of a comparison on Ray, as many at once as there is room for."""
 
-import hashlib
 import json
 import math
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -21,15 +19,14 @@ from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
-from modeling_nlq.training.files import read_json, write_text
-from modeling_nlq.training.run.data import BLOCKS_FILE, prepare_data, save_blocks
+from modeling_nlq.training.files import write_text
 from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, order_for_ray
-from modeling_nlq.training.storage import check_writable, copy_file, copy_files
+from modeling_nlq.training.run.shared_files import share_data, share_model
+from modeling_nlq.training.storage import check_writable
 from modeling_nlq.training.text import bar_options
 
 
 _DATA = "data"
-_MODELS = "models"
 _LEASE_FILE = "at-work.json"
 # Seconds between two signs of life, and without one until another process may take over
 _LEASE_PACE, _LEASE_PATIENCE = 10.0, 30.0
@@ -86,23 +83,9 @@ class RayEngine:
         return _lease(folder)
 
     def prepare_data(self, comparison: Comparison, folder: Path) -> str | None:
-        """Saves tokenizer and tokenised data in the folder, once for all nodes. Nodes read streams by themselves."""
+        """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder).recipe
-        with tempfile.TemporaryDirectory() as name:
-            local = Path(name)
-            if (folder / _DATA / "tokenizer.json").is_file():
-                for path in (folder / _DATA).iterdir():
-                    if path.is_file():
-                        copy_file(path, local / path.name)
-                (local / BLOCKS_FILE).unlink(missing_ok=True)  # whether the data have changed is found here, not on the nodes
-            _, blocks, fingerprint = prepare_data(recipe, local)
-            file = folder / _DATA / BLOCKS_FILE
-            if recipe.streaming:
-                copy_files(local, folder / _DATA, last="tokenizer.json")
-            elif not file.is_file() or read_json(file)["fingerprint"] != fingerprint:
-                save_blocks(blocks, fingerprint, local)
-                copy_files(local, folder / _DATA, last=BLOCKS_FILE)
-        return fingerprint
+        return share_data(recipe, folder / _DATA)
 
     def make_runs(self, comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
         """Makes the runs that are not finished. A model's seeds begin as soon as its own sweep is finished.
@@ -110,7 +93,9 @@ class RayEngine:
         Raises:
             ChildProcessError: naming the runs that failed; all others are finished.
         """
-        models = {} if isinstance(folder, Path) else _copy_models(comparison, folder)
+        models = {
+            model: share_model(variant.content["model"], folder / "models") for model, variant in comparison.variants.items()
+        }
         place = folder.absolute() if isinstance(folder, Path) else folder
         state = {model: finished.unfinished(comparison, model) for model in comparison.variants}
         steps = comparison.steps_per_run
@@ -125,8 +110,7 @@ class RayEngine:
                     begun[run.name] = run
                     path = run_folder(place, run)
                     content = comparison.resolve(run, path).given
-                    model = models.get(run.model)
-                    jobs.submit(order_for_ray(run.name, content, path, place / _DATA, self.resources, model=model))
+                    jobs.submit(order_for_ray(run.name, content, path, place / _DATA, self.resources, model=models[run.model]))
 
             submit([run for ready, _ in state.values() for run in ready])
             for order in jobs.finished():
@@ -134,23 +118,6 @@ class RayEngine:
         if jobs.failures:
             count = f"{len(jobs.failures)} runs failed: " if len(jobs.failures) > 1 else ""
             raise ChildProcessError(f"{count}{'; '.join(jobs.failures)}")
-
-
-def _copy_models(comparison: Comparison, folder) -> dict[str, str]:
-    """Copies the models that are files of this machine to an address; returns where, by the models of the comparison."""
-    copies = {}
-    for name, variant in comparison.variants.items():
-        source = Path(variant.content["model"])
-        if not source.exists():
-            continue
-        key = hashlib.sha256(os.fspath(source.absolute()).encode()).hexdigest()[:12]
-        target = folder / _MODELS / key / source.name
-        if source.is_dir():
-            copy_files(source, target)
-        else:
-            copy_file(source, target)
-        copies[name] = str(target)
-    return copies
 
 
 @contextmanager

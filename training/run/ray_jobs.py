@@ -19,7 +19,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.files import read_section
-from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, log_file, train_unattended
+from modeling_nlq.training.run.mirror import log_file
+from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
 from modeling_nlq.training.storage import open_folder
 from modeling_nlq.training.text import first_line
 
@@ -135,7 +136,15 @@ def _check_answers(address: str | None) -> None:
 
 
 def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> Order:
-    """The order of a run on Ray, at the global batch size of its recipe; see `Order`."""
+    """The order of a run on Ray, at the global batch size of its recipe.
+
+    Args:
+        name, content, folder, data, fields: as those of `Order`; folders are absolute.
+        resources: of the run.
+
+    Raises:
+        ValueError: if the workers cannot share the batches.
+    """
     return Order(
         name=name,
         content=_share_batch(content, resources.workers),

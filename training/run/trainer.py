@@ -53,6 +53,7 @@ from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, load_
 from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.run.stability import StabilityCallback
 from modeling_nlq.training.run.tokenization import check_vocabulary, vocabulary_size
+from modeling_nlq.training.storage import is_address
 from modeling_nlq.training.traces import without_folders
 
 
@@ -103,6 +104,8 @@ def train_recipe(
         ValueError: as `train` does.
     """
     recipe, arguments = resolved.recipe, resolved.training_arguments
+    if is_address(arguments.output_dir):
+        raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
     folder = Path(arguments.output_dir)
     is_main_process = arguments.process_index == 0
     config = load_config(recipe.model, resolved.switches)

@@ -23,17 +23,17 @@ from filelock import FileLock, Timeout
 from transformers import TrainerCallback
 
 import modeling_nlq
-from modeling_nlq.training.files import METRICS_FILE, RECIPE_FILE, STATE_FILE, has_little_space, write_text
-from modeling_nlq.training.run.data import BLOCKS_FILE
+from modeling_nlq.training.files import has_little_space, write_text
+from modeling_nlq.training.run.mirror import CHECKPOINT, LOG, Mirror, log_file, wait_for_all
 from modeling_nlq.training.run.recipe import ResolvedRecipe, resolve_recipe
+from modeling_nlq.training.run.shared_files import local_copy, local_data
 from modeling_nlq.training.run.trainer import train_recipe
-from modeling_nlq.training.storage import copy_file, copy_files, files_below, open_folder, remove_folder, scratch_folder
+from modeling_nlq.training.storage import copy_file, is_address, lock_file, open_folder, scratch_folder
 from modeling_nlq.training.text import one_line
 
 
-# The names of a run's log and progress end so
-_LOG, PROGRESS = ".log", ".progress.json"
-_CHECKPOINT = "checkpoint-"
+# The name of a run's progress ends so
+PROGRESS = ".progress.json"
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,9 @@ class RunFailed(Exception):
     """The run failed for another reason than its loss; the message says why in one line."""
 
 
-def log_file(folder):
-    """The log of a run, beside its folder."""
-    return folder.with_name(folder.name + _LOG)
-
-
 def progress_file(folder):
     """The progress of a run that is not finished, beside its folder: see `Progress`."""
     return folder.with_name(folder.name + PROGRESS)
-
-
-def lock_file(folder: Path) -> Path:
-    """Locked by the process that makes a run. The operating system frees the lock of a dead process."""
-    return folder.with_name(f"{folder.name}.lock")
 
 
 class Progress(TrainerCallback):
@@ -166,20 +156,20 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     folder = place if isinstance(place, Path) else scratch_folder(order.folder)
-    mirror = None if folder is place else _Mirror(folder, place)
+    mirror = None if folder is place else Mirror(folder, place)
     try:
-        _check_version(order)
+        _check_node(order)
         # At an address, each machine locks its own copy
         with _locked(folder, order.patience) if (is_first if mirror is None else is_first_here) else contextlib.nullcontext():
-            log = log_file(folder) if is_first else folder.with_name(f"{folder.name}.rank-{os.environ['RANK']}{_LOG}")
+            log = log_file(folder) if is_first else folder.with_name(f"{folder.name}.rank-{os.environ['RANK']}{LOG}")
             if mirror is not None and is_first:
                 mirror.fetch_log()
             _redirect_output(log)
             progress = Progress(progress_file(place), order.pace, report, log, None if mirror is None else log_file(place))
             with _printed_errors(), progress if is_first else contextlib.nullcontext():
                 _train(order, folder, mirror, [progress] if is_first else [], is_first, is_first_here)
-        if mirror is not None:
-            mirror.remove_local()
+            if mirror is not None and is_first_here:
+                mirror.remove_local()
     except RunIsLocked:
         raise
     except Exception as error:
@@ -187,7 +177,13 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
         raise RunFailed(f"{reason}: {type(error).__name__}: {one_line(error)}") from None
 
 
-def _check_version(order: Order) -> None:
+def _check_node(order: Order) -> None:
+    """Raises `ValueError` if this machine has another version of this package, or does not see the folders of the order."""
+    if not is_address(order.data) and not Path(order.data).is_dir():
+        raise ValueError(
+            f"{order.data} is not on {socket.gethostname()}: --output_dir must be a folder that all nodes share, or an address "
+            "such as s3://bucket/results"
+        )
     if order.version != modeling_nlq.__version__:
         raise ValueError(
             f"{socket.gethostname()} has version {modeling_nlq.__version__} of modeling-nlq, and the runs were started with "
@@ -228,131 +224,30 @@ def _printed_errors() -> Iterator[None]:
         raise
 
 
-def _train(order: Order, folder: Path, mirror: "_Mirror | None", callbacks: list, is_first: bool, is_first_here: bool) -> None:
+def _train(order: Order, folder: Path, mirror: Mirror | None, callbacks: list, is_first: bool, is_first_here: bool) -> None:
     if mirror is not None:
         if is_first_here:
             mirror.fetch()
-        _wait_for_all()
+        wait_for_all()
         callbacks = [*callbacks, mirror]
-    data = _local_data(order)
+    data = local_data(order.data)
     if order.threads is not None:
         torch.set_num_threads(order.threads)
     resolved = resolve_recipe(order.content, {"output_dir": str(folder), "disable_tqdm": True})
     if order.model is not None:
         parent, _, name = order.model.rpartition("/")
-        resolved = _with_model(resolved, _local_copy(parent, last=None) / name)
+        resolved = _with_model(resolved, local_copy(parent) / name)
     train_recipe(resolved, data, callbacks)
     if not is_first:
         return
     if not order.keeps_checkpoints:
-        for checkpoint in folder.glob(f"{_CHECKPOINT}*"):
+        for checkpoint in folder.glob(f"{CHECKPOINT}*"):
             # A finished run needs none, and many runs would fill the disk. Another process may remove them too
             shutil.rmtree(checkpoint, ignore_errors=True)
     if mirror is not None:
         mirror.send_results()
 
 
-def _wait_for_all() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
 def _with_model(resolved: ResolvedRecipe, model: Path) -> ResolvedRecipe:
     """A recipe that reads its model from another place; what it writes down stays."""
     return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, model=str(model)))
-
-
-def _local_data(order: Order) -> Path:
-    """The folder of tokenizer and blocks on this machine.
-
-    Raises:
-        FileNotFoundError: if it is a path that only another machine has.
-    """
-    place = open_folder(order.data)
-    if isinstance(place, Path):
-        if not place.is_dir():
-            raise FileNotFoundError(
-                f"{place} is not on {socket.gethostname()}: --output_dir must be a folder that all nodes share, or an address "
-                "such as s3://bucket/results"
-            )
-        return place
-    return _local_copy(order.data, last=BLOCKS_FILE)
-
-
-def _local_copy(address: str, last: str | None) -> Path:
-    """A copy of the files at an address on this machine, which all its runs share. It is made once."""
-    folder = scratch_folder(address)
-    is_complete = folder.with_name(f"{folder.name}.complete")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock_file(folder)):
-        source = open_folder(address)
-        names = files_below(source)
-        # What another comparison left at the same address has other files or another fingerprint
-        mark = source / last if last in names else None
-        content = json.dumps([names, None if mark is None else mark.read_text(encoding="utf-8")])
-        if not is_complete.is_file() or is_complete.read_text(encoding="utf-8") != content:
-            is_complete.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            copy_files(source, folder)
-            write_text(is_complete, content)
-    return folder
-
-
-class _Mirror(TrainerCallback):
-    """Keeps the folder of a run at an address: takes what is there, sends each checkpoint, and the results at the end.
-
-    Args:
-        folder: of this machine.
-        address: a `upath.UPath`.
-    """
-
-    def __init__(self, folder: Path, address):
-        self.folder, self.address = folder, address
-
-    def fetch_log(self) -> None:
-        """Takes the log of an earlier attempt, which goes on."""
-        if log_file(self.address).exists():
-            copy_file(log_file(self.address), log_file(self.folder))
-        else:
-            log_file(self.folder).unlink(missing_ok=True)
-
-    def fetch(self) -> None:
-        """Takes the recipe and the complete checkpoints, or the metrics of a run that is finished."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        names = files_below(self.address)
-        complete = {
-            name.partition("/")[0] for name in names if name.startswith(_CHECKPOINT) and name.endswith(f"/{STATE_FILE}")
-        }
-        for name in names:
-            if name in (RECIPE_FILE, METRICS_FILE) or name.partition("/")[0] in complete:
-                copy_file(self.address / name, self.folder / name)
-
-    def on_save(self, args, state, control, **kwargs):
-        """Sends a checkpoint. The state is sent last, so that a checkpoint that has one is complete."""
-        name = f"{_CHECKPOINT}{state.global_step}"
-        if args.local_process_index == 0:  # each machine has files of its own processes
-            for file in files_below(self.folder / name):
-                if file != STATE_FILE:
-                    copy_file(self.folder / name / file, self.address / name / file)
-        _wait_for_all()
-        if args.process_index == 0:
-            copy_file(self.folder / RECIPE_FILE, self.address / RECIPE_FILE)
-            copy_file(self.folder / name / STATE_FILE, self.address / name / STATE_FILE)
-            self._remove_old_checkpoints()
-
-    def send_results(self) -> None:
-        """Sends what a finished run has written, the metrics last."""
-        names = [name for name in files_below(self.folder) if not name.startswith(_CHECKPOINT)]
-        for name in sorted(names, key=lambda name: name == METRICS_FILE):
-            copy_file(self.folder / name, self.address / name)
-        self._remove_old_checkpoints()
-
-    def remove_local(self) -> None:
-        """Removes the folder and the log of this machine."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        log_file(self.folder).unlink(missing_ok=True)
-
-    def _remove_old_checkpoints(self) -> None:
-        there = {name.partition("/")[0] for name in files_below(self.address) if name.startswith(_CHECKPOINT)}
-        for name in there - {path.name for path in self.folder.glob(f"{_CHECKPOINT}*")}:
-            remove_folder(self.address / name)

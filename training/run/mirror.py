@@ -1,0 +1,83 @@
+"""A run folder at an address of object storage, and the folder of this machine in which the run is trained."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from modeling_nlq.training.files import METRICS_FILE, RECIPE_FILE, STATE_FILE
+from modeling_nlq.training.storage import copy_file, files_below, remove_folder
+
+
+# The names of a run's checkpoints begin so, and that of its log ends so
+CHECKPOINT, LOG = "checkpoint-", ".log"
+
+
+def log_file(folder):
+    """The log of a run, beside its folder."""
+    return folder.with_name(folder.name + LOG)
+
+
+def wait_for_all() -> None:
+    """Waits for the processes that train together."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+class Mirror(TrainerCallback):
+    """Keeps the folder of a run at an address: takes what is there, sends each checkpoint, and the results at the end.
+
+    Args:
+        folder: of this machine.
+        address: a `upath.UPath`.
+    """
+
+    def __init__(self, folder: Path, address):
+        self.folder, self.address = folder, address
+
+    def fetch_log(self) -> None:
+        """Takes the log of an earlier attempt, which goes on."""
+        if log_file(self.address).exists():
+            copy_file(log_file(self.address), log_file(self.folder))
+        else:
+            log_file(self.folder).unlink(missing_ok=True)
+
+    def fetch(self) -> None:
+        """Takes the recipe and the complete checkpoints, or the metrics of a run that is finished."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        names = files_below(self.address)
+        complete = {name.partition("/")[0] for name in names if name.startswith(CHECKPOINT) and name.endswith(f"/{STATE_FILE}")}
+        for name in names:
+            if name in (RECIPE_FILE, METRICS_FILE) or name.partition("/")[0] in complete:
+                copy_file(self.address / name, self.folder / name)
+
+    def on_save(self, args, state, control, **kwargs):
+        """Sends a checkpoint. The state is sent last, so that a checkpoint that has one is complete."""
+        name = f"{CHECKPOINT}{state.global_step}"
+        if args.local_process_index == 0:  # each machine has files of its own processes
+            for file in files_below(self.folder / name):
+                if file != STATE_FILE:
+                    copy_file(self.folder / name / file, self.address / name / file)
+        wait_for_all()
+        if args.process_index == 0:
+            copy_file(self.folder / RECIPE_FILE, self.address / RECIPE_FILE)
+            copy_file(self.folder / name / STATE_FILE, self.address / name / STATE_FILE)
+            self._remove_old_checkpoints()
+
+    def send_results(self) -> None:
+        """Sends what a finished run has written, the metrics last."""
+        names = [name for name in files_below(self.folder) if not name.startswith(CHECKPOINT)]
+        for name in sorted(names, key=lambda name: name == METRICS_FILE):
+            copy_file(self.folder / name, self.address / name)
+        self._remove_old_checkpoints()
+
+    def remove_local(self) -> None:
+        """Removes the folder and the log of this machine."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        log_file(self.folder).unlink(missing_ok=True)
+
+    def _remove_old_checkpoints(self) -> None:
+        there = {name.partition("/")[0] for name in files_below(self.address) if name.startswith(CHECKPOINT)}
+        for name in there - {path.name for path in self.folder.glob(f"{CHECKPOINT}*")}:
+            remove_folder(self.address / name)
