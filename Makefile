@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-clients lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
+.PHONY: demo test test-all test-oldest test-clients test-ray lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -15,19 +15,27 @@ demo: .venv/installed
 test: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients
+	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients --ignore tests/ray
 
 # The slow tests too, which repeat the quick ones' kinds of cases in more combinations
 test-all: .venv/installed-test
-	$(PYTEST) -m "not gpu" --ignore tests/clients
+	$(PYTEST) -m "not gpu" --ignore tests/clients --ignore tests/ray
 
 # The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
 test-oldest: .venv-oldest/installed
-	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients
+	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients --ignore tests/ray
 
 # Other people's programs, which have an environment of their own
 test-clients: .venv-clients/installed
 	$(subst .venv,.venv-clients,$(PYTEST)) -m "not slow" tests/clients
+
+# Clusters of Ray on this machine: in a network of loopback alone where the system allows one, for Ray's nodes listen to the
+# machine's own address
+ALONE = unshare --net --map-root-user bash -c 'ip link set lo up && exec "$$@"' --
+
+test-ray: .venv-ray/installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(if $(shell $(ALONE) echo yes 2>/dev/null),$(ALONE)) \
+		.venv-ray/bin/python -m pytest tests/ray
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
@@ -106,4 +114,4 @@ $(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--ind
 endef
 
 clean:
-	rm -rf .venv .venv-oldest .venv-clients .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-clients .venv-ray .cache build dist *.egg-info

@@ -28,3 +28,13 @@ def interrupt(recipe_file: Path, **overrides) -> None:
     """Begins a run that ends in its fifth step, after a checkpoint at the fourth."""
     with pytest.raises(KeyboardInterrupt):
         train_recipe(load_recipe(recipe_file, overrides), callbacks=[PowerCut()])
+
+
+def without_times(results: dict) -> dict:
+    """Results as far as the clock and the memory have no part in them."""
+    results = json.loads(json.dumps(results))
+    for model in results["models"].values():
+        for run in [*model["sweep"], *model["runs"]]:
+            for name in ("train_seconds", "tokens_per_second", "peak_memory"):
+                run.pop(name)
+    return results

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 from filelock import FileLock
+from support.runs import without_times
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.cli import main
@@ -30,16 +31,6 @@ REPOSITORY = Path(__file__).parents[3]
 
 def run_files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.suffix != ".lock"}
-
-
-def without_times(results: dict) -> dict:
-    """Results as far as the clock and the memory have no part in them."""
-    results = json.loads(json.dumps(results))
-    for model in results["models"].values():
-        for run in [*model["sweep"], *model["runs"]]:
-            for name in ("train_seconds", "tokens_per_second", "peak_memory"):
-                run.pop(name)
-    return results
 
 
 class TestFinished:

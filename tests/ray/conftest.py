@@ -1,0 +1,122 @@
+"""Clusters of Ray on this machine, whose nodes are processes, and comparisons to make there."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+from support.ray_cases import wait_until
+
+from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.local import LocalEngine
+from modeling_nlq.training.comparison.plan import load_comparison
+
+
+# Enough steps that a run can be lost after a checkpoint
+TRAINING = {"max_steps": 40, "save_steps": 10, "save_total_limit": 2, "eval_steps": 20, "logging_steps": 5, "report_to": "none"}
+HERE = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_settings():
+    """No usage statistics, and processes that find the tests' own modules as these do."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture
+def start_cluster(monkeypatch):
+    """A function that starts a cluster, which `RAY_ADDRESS` then names: from the CPUs of its nodes to the cluster."""
+    clusters = []
+
+    def start(head: int, *others: int) -> Cluster:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, **HERE})
+        for cpus in others:
+            cluster.add_node(num_cpus=cpus, node_ip_address="127.0.0.1")
+        clusters.append(cluster)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        return cluster
+
+    yield start
+    ray.shutdown()
+    for cluster in clusters:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster_of_two_cpus():
+    """A cluster of one node; its tests start nothing there."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **HERE})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def small_cluster(cluster_of_two_cpus, monkeypatch):
+    """`RAY_ADDRESS` names that cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster_of_two_cpus.address)
+
+
+@pytest.fixture(scope="session")
+def comparison_file(recipe_file, tmp_path_factory):
+    """A function from the fields of a comparison to its file."""
+
+    def make(**fields) -> str:
+        path = tmp_path_factory.mktemp("comparison") / "comparison.yaml"
+        content = {
+            "recipe": str(recipe_file),
+            "baseline": "base",
+            "models": {"base": None, "squared": {"switches": {"attention_activation": "squared"}}},
+            "learning_rates": [1e-2],
+            "seeds": [0, 1],
+            "training": TRAINING,
+            **fields,
+        }
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict]:
+    """A comparison, and its results on the local engine: one model chooses between two rates."""
+    file = comparison_file(
+        models={
+            "base": {"learning_rates": [5e-3, 1e-2]},
+            "squared": {"switches": {"attention_activation": "squared"}},
+        }
+    )
+    return file, run_comparison(load_comparison(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    """An S3 server on loopback; gives the folder of its buckets, of which one is there: `bucket`."""
+    folder = tmp_path_factory.mktemp("s3")
+    (folder / "bucket").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [shutil.which("rclone", path=os.path.dirname(sys.executable)), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", "key,secret", "--config", os.devnull, str(folder)]
+    with open(folder.with_suffix(".log"), "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        # Servers that are not Amazon's own have other checksums for files sent in parts
+        monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
+        wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+        yield folder
+    process.terminate()
+    process.wait()

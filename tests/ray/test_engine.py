@@ -1,0 +1,96 @@
+"""The engine `ray` gives the numbers of the local engine: on several nodes, at an address, and with several workers a run."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from support.ray_cases import finished_runs
+from support.runs import logged_losses, without_times
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.comparing import compare, run_comparison
+from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.files import read_json
+from modeling_nlq.training.run.on_ray import train_on_ray
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.storage import files_below, open_folder
+
+
+class TestSameNumbers:
+    def test_three_nodes_and_what_is_left_of_a_local_comparison(self, made_locally, start_cluster, tmp_path, capfd):
+        file, expected = made_locally
+        start_cluster(1, 1, 1)
+        folder = tmp_path / "results"
+        command = ["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]
+        assert main(command) == 0
+        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        printed = capfd.readouterr()
+        assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
+        assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
+        assert not list(folder.glob("runs/*/*/checkpoint-*")) and not (folder / "at-work.json").exists()
+
+        # Either engine goes on with what the other has finished
+        before = finished_runs(folder)
+        shutil.rmtree(folder / "runs" / "squared" / "rate-0.01-seed-1")
+        kept = finished_runs(folder)
+        assert without_times(compare(file, folder, cpus_per_run=1)) == without_times(expected)
+        assert kept.items() <= finished_runs(folder).items() and len(finished_runs(folder)) == len(before)
+
+    def test_object_storage(self, made_locally, start_cluster, s3, capsys):
+        file, expected = made_locally
+        start_cluster(1, 1)
+        address = "s3://bucket/study"
+        options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
+        assert main(["compare", file, *options]) == 0
+        folder = open_folder(address)
+        assert without_times(read_json(folder / "results.json")) == without_times(expected)
+        files = files_below(folder)
+        assert {"report.html", "results.md", "figures/curves.png", "data/blocks.json", "comparison.yaml"} <= set(files)
+        runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
+        assert runs == {"rate-0.01-seed-0", "rate-0.01-seed-1", "sweep-rate-0.005-seed-1000", "sweep-rate-0.01-seed-1000"}
+        assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
+        assert not [name for name in files if "checkpoint-" in name or "progress" in name or name == "at-work.json"]
+        capsys.readouterr()
+        assert main(["compare", file, *options, "--status"]) == 0
+        assert "6 of 6 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
+        assert main(["compare", file, "--output_dir", address]) == 1
+        assert "results at an address need --engine ray" in capsys.readouterr().err
+
+    def test_no_cluster_is_running(self, made_locally, tmp_path):
+        """Then one is started, and stopped at the end."""
+        file, expected = made_locally
+        results = compare(file, f"file://{tmp_path}/results", engine="ray", cpus_per_run=1)
+        assert without_times(results) == without_times(expected)
+
+
+class TestWorkers:
+    def test_two_workers_a_run(self, comparison_file, start_cluster, tmp_path):
+        start_cluster(1, 1)
+        comparison = load_comparison(comparison_file(seeds=[0]))
+        one = run_comparison(comparison, tmp_path / "one", RayEngine(cpus_per_run=1))
+        two = run_comparison(comparison, tmp_path / "two", RayEngine(workers_per_run=2))
+        for name, model in two["models"].items():
+            for run, alone in zip(model["runs"], one["models"][name]["runs"], strict=True):
+                assert run["token_stream"] == alone["token_stream"]
+                assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=2e-4)
+                losses, expected = (dict(item["history"]["train_loss"]) for item in (run, alone))
+                assert losses == pytest.approx(expected, abs=2e-4)
+                assert read_json(tmp_path / "two" / run["folder"] / "metrics.json")["processes"] == 2
+
+    def test_one_training_at_an_address(self, recipe_file, start_cluster, s3, tmp_path):
+        start_cluster(1, 1)
+        alone = tmp_path / "alone"
+        assert main(["train", str(recipe_file), "--output_dir", str(alone)]) == 0
+        address = "s3://bucket/training"
+        overrides = {"output_dir": address, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+        metrics = train_on_ray(load_recipe(recipe_file, overrides), workers=2)
+        assert metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
+        history = read_json(open_folder(address) / "trainer_state.json")["log_history"]
+        losses = [entry["loss"] for entry in history if "loss" in entry]
+        assert losses == pytest.approx(logged_losses(alone), abs=2e-4)
+        assert (
+            yaml.safe_load((open_folder(address) / "recipe.yaml").read_text())["training"]["gradient_accumulation_steps"] == 1
+        )
+        assert "checkpoint-8/trainer_state.json" in files_below(open_folder(address))

@@ -1,0 +1,175 @@
+"""What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal numbers."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from support.ray_cases import finished_runs, wait_until
+from support.runs import without_times
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.status import describe_status
+from modeling_nlq.training.files import read_json
+
+
+def running(folder: Path) -> list[Path]:
+    """The runs that have a checkpoint and are not finished."""
+    return [path.parent for path in folder.glob("runs/*/*/checkpoint-*") if not (path.parent / "metrics.json").is_file()]
+
+
+def process_of(run: Path) -> int:
+    return read_json(run.with_name(f"{run.name}.progress.json"))["pid"]
+
+
+def in_background(function, *arguments) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+class TestLost:
+    def test_killed_worker_and_lost_node(self, made_locally, start_cluster, tmp_path, capfd):
+        file, expected = made_locally
+        cluster = start_cluster(0)
+        node = cluster.add_node(num_cpus=1)
+        folder = tmp_path / "results"
+        kept, status = {}, []
+
+        def do_harm():
+            first = wait_until(lambda: running(folder))[0]
+            os.kill(process_of(first), signal.SIGKILL)
+            wait_until(lambda: (first / "metrics.json").is_file())
+            lost = wait_until(lambda: [run for run in running(folder) if run != first])[0]
+            status.extend(describe_status(load_comparison(file), folder))
+            kept.update(finished_runs(folder))
+            cluster.add_node(num_cpus=1)
+            cluster.remove_node(node, allow_graceful=False)
+            wait_until(lambda: (lost / "metrics.json").is_file())
+
+        harm = in_background(do_harm)
+        results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
+        harm.join(timeout=5)
+        assert without_times(results) == without_times(expected)
+        assert kept and kept.items() <= finished_runs(folder).items()
+        lines = re.findall(
+            r"run (\S+) was lost because (.*); it goes on from its last checkpoint \(retry 1 of 3\)", capfd.readouterr().err
+        )
+        assert len({name for name, _ in lines}) == 2, lines
+        for name, _ in lines:
+            assert "Going on from" in (folder / "runs" / f"{name}.log").read_text()
+        assert re.search(r"1 running", "\n".join(status)) and re.search(r"running +\d+ of 40 +\d\.\d{4}", "\n".join(status))
+
+    def test_killed_driver(self, made_locally, start_cluster, tmp_path, capfd):
+        file, expected = made_locally
+        start_cluster(0, 1)
+        folder = tmp_path / "results"
+        command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
+        command += ["--engine", "ray", "--cpus-per-run", "1"]
+        driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda: finished_runs(folder) and running(folder))
+        worker = process_of(running(folder)[0])
+        driver.kill()
+        driver.wait()
+        kept = finished_runs(folder)
+        wait_until(lambda: not psutil.pid_exists(worker))
+        results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
+        assert without_times(results) == without_times(expected)
+        assert kept.items() <= finished_runs(folder).items()
+        assert f"process {driver.pid} on " in capfd.readouterr().err
+
+    def test_killed_worker_of_two(self, comparison_file, start_cluster, tmp_path, capfd):
+        start_cluster(1, 1)
+        comparison = load_comparison(comparison_file(seeds=[0]))
+        expected = run_comparison(comparison, tmp_path / "expected", RayEngine(workers_per_run=2))
+        folder = tmp_path / "results"
+
+        def kill():
+            os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL)
+
+        in_background(kill)
+        results = run_comparison(comparison, folder, RayEngine(workers_per_run=2))
+        assert "was lost because" in capfd.readouterr().err
+        assert any("Going on from" in log.read_text() for log in folder.glob("runs/*/*.log"))
+        for name, model in expected["models"].items():
+            found = results["models"][name]["runs"][0]
+            assert found["test_loss"] == pytest.approx(model["runs"][0]["test_loss"], abs=2e-4)
+            assert found["token_stream"] == model["runs"][0]["token_stream"]
+
+    def test_too_little_memory(self, comparison_file, start_cluster, monkeypatch, tmp_path, capsys):
+        """The run is begun again as often as asked for. All others are finished."""
+        memory = psutil.virtual_memory()
+        monkeypatch.setenv("RAY_memory_usage_threshold", str((memory.used + 2.5 * 2**30) / memory.total))
+        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "50")
+        start_cluster(1)
+        file = comparison_file(models={"base": None, "vast": {"switches": {"intermediate_size": 5_000_000}}}, seeds=[0])
+        folder = tmp_path / "results"
+        options = ["--engine", "ray", "--cpus-per-run", "1", "--max-retries", "1"]
+        assert main(["compare", file, "--output_dir", str(folder), *options]) == 1
+        log = folder / "runs" / "vast" / "rate-0.01-seed-0.log"
+        error = capsys.readouterr().err
+        assert "run vast/rate-0.01-seed-0 was lost because its node ran out of memory; it goes on" in error
+        last = f"nlq: error: run vast/rate-0.01-seed-0 was lost 2 times, because its node ran out of memory; see {log}"
+        assert error.strip().splitlines()[-1] == last
+        assert [path.parts[-3] for path in finished_runs(folder)] == ["base"]
+
+
+class TestFault:
+    def test_run_that_fails_by_its_own_fault(self, comparison_file, start_cluster, tmp_path, capsys):
+        """It is not begun again, and does not stop the others."""
+        start_cluster(1)
+        models = {"base": None, "faulty": {"training": {"optim": "adamw_bnb_8bit"}}}
+        file, folder = comparison_file(models=models, seeds=[0]), tmp_path / "results"
+        assert main(["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert re.fullmatch(r"nlq: error: run faulty/rate-0.01-seed-0 failed: \w+: .*; see .*/rate-0.01-seed-0.log", last)
+        log = (folder / "runs" / "faulty" / "rate-0.01-seed-0.log").read_text()
+        assert log.count("Traceback (most recent call last)") >= 1
+        assert [path.parts[-3] for path in finished_runs(folder)] == ["base"]
+        status = "\n".join(describe_status(load_comparison(file), folder))
+        assert "1 of 2 runs finished, 0 running, 0 waiting, 1 failed or interrupted" in status
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--gpus-per-run", "8"], "a run takes 8 GPUs, and the largest node has 0"),
+            (["--cpus-per-run", "9"], "a run takes 9 CPUs, and the largest node has 2"),
+            (["--workers-per-run", "3"], "a run takes 3 workers, and the nodes have room for 2"),
+            (["--cpus-per-run", "3", "--workers-per-run", "2"], "3 CPUs of a run must be a multiple of its 2 workers"),
+            (["--max-retries", "-1"], "max_retries=-1 must be at least 0"),
+            (["--output_dir", "s3://nobody/study"], "s3://nobody/study cannot be written: FileNotFoundError: "),
+            (["--output_dir", "s5://bucket/study"], "s5://bucket/study cannot be opened: "),
+        ],
+    )
+    def test_request_that_cannot_be_met(self, comparison_file, small_cluster, s3, tmp_path, capsys, options, message):
+        folder = tmp_path / "results"
+        command = ["compare", comparison_file(), "--engine", "ray"]
+        command += options if "--output_dir" in options else ["--output_dir", str(folder), *options]
+        assert main(command) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1 and message in lines[0], lines
+        assert not list(folder.glob("*"))
+
+    def test_without_permission(self, comparison_file, s3, monkeypatch, tmp_path, capsys):
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        assert main(["compare", comparison_file(), "--engine", "ray", "--output_dir", "s3://bucket/forbidden"]) == 1
+        s3fs.S3FileSystem.clear_instance_cache()
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1 and "s3://bucket/forbidden cannot be written: PermissionError" in lines[0]
+
+    def test_address_that_does_not_answer(self, comparison_file, monkeypatch, tmp_path, capsys):
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        assert main(["compare", comparison_file(), "--engine", "ray", "--output_dir", str(tmp_path / "results")]) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1 and "RAY_ADDRESS=127.0.0.1:1 does not answer" in lines[0]
