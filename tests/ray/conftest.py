@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
@@ -18,8 +19,14 @@ from modeling_nlq.training.comparison.plan import load_comparison
 
 
 # Enough steps that a run can be lost after a checkpoint
-TRAINING = {"max_steps": 40, "save_steps": 10, "save_total_limit": 2, "eval_steps": 20, "logging_steps": 5, "report_to": "none"}
-HERE = {"node_ip_address": "127.0.0.1", "include_dashboard": False}
+TRAINING = {
+    "max_steps": 120,
+    "save_steps": 10,
+    "save_total_limit": 2,
+    "eval_steps": 60,
+    "logging_steps": 5,
+    "report_to": "none",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,9 +44,9 @@ def start_cluster(monkeypatch):
     clusters = []
 
     def start(head: int, *others: int) -> Cluster:
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, **HERE})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head, "include_dashboard": False})
         for cpus in others:
-            cluster.add_node(num_cpus=cpus, node_ip_address="127.0.0.1")
+            cluster.add_node(num_cpus=cpus)
         clusters.append(cluster)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         return cluster
@@ -53,7 +60,7 @@ def start_cluster(monkeypatch):
 @pytest.fixture(scope="module")
 def cluster_of_two_cpus():
     """A cluster of one node; its tests start nothing there."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **HERE})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     yield cluster
     cluster.shutdown()
 
@@ -86,15 +93,16 @@ def comparison_file(recipe_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict]:
-    """A comparison, and its results on the local engine: one model chooses between two rates."""
+def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
+    """A comparison, its results on the local engine, and their folder: one model chooses between two rates."""
     file = comparison_file(
         models={
             "base": {"learning_rates": [5e-3, 1e-2]},
             "squared": {"switches": {"attention_activation": "squared"}},
         }
     )
-    return file, run_comparison(load_comparison(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
+    folder = tmp_path_factory.mktemp("local") / "results"
+    return file, run_comparison(load_comparison(file), folder, LocalEngine(1)), folder
 
 
 @pytest.fixture(scope="session")

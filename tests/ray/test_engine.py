@@ -1,15 +1,19 @@
 """The engine `ray` gives the numbers of the local engine: on several nodes, at an address, and with several workers a run."""
 
 import json
+import os
 import shutil
+import signal
+import threading
 
 import pytest
 import yaml
-from support.ray_cases import finished_runs
+from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
+from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.files import read_json
@@ -20,7 +24,7 @@ from modeling_nlq.training.storage import files_below, open_folder
 
 class TestSameNumbers:
     def test_three_nodes_and_what_is_left_of_a_local_comparison(self, made_locally, start_cluster, tmp_path, capfd):
-        file, expected = made_locally
+        file, expected, _ = made_locally
         start_cluster(1, 1, 1)
         folder = tmp_path / "results"
         command = ["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]
@@ -39,7 +43,7 @@ class TestSameNumbers:
         assert kept.items() <= finished_runs(folder).items() and len(finished_runs(folder)) == len(before)
 
     def test_object_storage(self, made_locally, start_cluster, s3, capsys):
-        file, expected = made_locally
+        file, expected, _ = made_locally
         start_cluster(1, 1)
         address = "s3://bucket/study"
         options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
@@ -60,24 +64,32 @@ class TestSameNumbers:
 
     def test_no_cluster_is_running(self, made_locally, tmp_path):
         """Then one is started, and stopped at the end."""
-        file, expected = made_locally
+        file, expected, local = made_locally
+        shutil.copytree(local, tmp_path / "results")
+        shutil.rmtree(tmp_path / "results" / "runs" / "squared" / "rate-0.01-seed-1")
         results = compare(file, f"file://{tmp_path}/results", engine="ray", cpus_per_run=1)
         assert without_times(results) == without_times(expected)
 
 
 class TestWorkers:
-    def test_two_workers_a_run(self, comparison_file, start_cluster, tmp_path):
+    def test_two_workers_a_run_of_which_one_is_killed(self, comparison_file, start_cluster, tmp_path, capfd):
         start_cluster(1, 1)
         comparison = load_comparison(comparison_file(seeds=[0]))
-        one = run_comparison(comparison, tmp_path / "one", RayEngine(cpus_per_run=1))
-        two = run_comparison(comparison, tmp_path / "two", RayEngine(workers_per_run=2))
+        one = run_comparison(comparison, tmp_path / "one", LocalEngine(1))
+        folder = tmp_path / "two"
+        killer = threading.Thread(target=lambda: os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL))
+        killer.start()
+        two = run_comparison(comparison, folder, RayEngine(workers_per_run=2))
+        killer.join()
+        assert "was lost because" in capfd.readouterr().err
+        assert sum("Going on from" in log.read_text() for log in folder.glob("runs/*/*-0.log")) == 1
         for name, model in two["models"].items():
             for run, alone in zip(model["runs"], one["models"][name]["runs"], strict=True):
                 assert run["token_stream"] == alone["token_stream"]
                 assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=2e-4)
                 losses, expected = (dict(item["history"]["train_loss"]) for item in (run, alone))
                 assert losses == pytest.approx(expected, abs=2e-4)
-                assert read_json(tmp_path / "two" / run["folder"] / "metrics.json")["processes"] == 2
+                assert read_json(folder / run["folder"] / "metrics.json")["processes"] == 2
 
     def test_one_training_at_an_address(self, recipe_file, start_cluster, s3, tmp_path):
         start_cluster(1, 1)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from modeling_nlq.training.files import read_json
+
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0):
     """Waits until a condition holds, and returns what it returned."""
@@ -17,3 +19,13 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0):
 def finished_runs(folder: Path) -> dict[Path, int]:
     """The finished runs below a folder, with the times of their metrics."""
     return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}
+
+
+def running(folder: Path) -> list[Path]:
+    """The runs that have a checkpoint and are not finished."""
+    return [path.parent for path in folder.glob("runs/*/*/checkpoint-*") if not (path.parent / "metrics.json").is_file()]
+
+
+def process_of(run: Path) -> int:
+    """The number of the process that makes a run."""
+    return read_json(run.with_name(f"{run.name}.progress.json"))["pid"]

@@ -76,15 +76,15 @@ class Resources:
         return {name: amount for name, amount in needs.items() if amount}
 
     def check(self) -> None:
-        """Raises `ValueError` if no node, or the cluster as a whole, has as much."""
-        needs = self.of_a_worker()
-        for name, amount in needs.items():
-            largest = max(node.get(name, 0) for node in _nodes())
-            if amount > largest:
-                each = "a run" if self.workers == 1 else "a worker"
-                raise ValueError(f"{each} takes {amount:g} {name}s, and the largest node has {largest:g}")
-        if self.capacity() < 1:
-            raise ValueError(f"a run takes {self.workers} workers, and the nodes have room for {self._workers_that_fit()}")
+        """Raises `ValueError` if no node has as much, or the cluster too few nodes that have."""
+        fit = self._workers_that_fit()
+        if fit == 0:
+            each = "run" if self.workers == 1 else "worker"
+            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
+            have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
+            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}")
+        if fit < self.workers:
+            raise ValueError(f"a run takes {self.workers} workers, and the nodes have room for {fit}")
 
     def capacity(self) -> int:
         """The number of runs that fit the cluster at once."""
@@ -213,7 +213,7 @@ class RayJobs:
                 else:
                     self._handle(order, *outcome)
                     self._begin_waiting()
-            self._show()
+            self._show(is_printed=bool(done))
 
     def _begin_waiting(self) -> None:
         # Ray queues tasks by itself. Jobs of Ray Train would all take a process at once, so only one of them waits
@@ -245,11 +245,13 @@ class RayJobs:
     def _say(self, text: str) -> None:
         self._progress.write(text, file=sys.stderr)
 
-    def _show(self) -> None:
+    def _show(self, is_printed: bool) -> None:
         running = ray.get(self._board.read.remote())
         done = self._finished + sum(content["step"] for content in running.values())
         self._progress.set_postfix_str(f"{len(_nodes())} nodes, {len(running)} runs at work", refresh=False)
         self._progress.update(done - self._progress.n)
+        if is_printed:  # also into a log file, which the bar itself spares
+            self._progress.refresh()
 
 
 class _Board:
@@ -283,7 +285,7 @@ def _reason(error: Exception) -> str:
         return "its node ran out of memory"
     if isinstance(error, NodeDiedError) or ("node" in text.casefold() and "died" in text.casefold()):
         return "its node died"
-    if isinstance(error, WorkerCrashedError | RayActorError):
+    if isinstance(error, WorkerCrashedError | RayActorError) or "health check" in text:
         return "its process or its node died"
     return f"Ray says: {first_line(error)}"
 
@@ -331,11 +333,12 @@ def _train_with_workers(order: Order, resources: Resources, board) -> tuple[bool
 def _first_failure(failures: dict[int, Exception]) -> tuple[bool, str]:
     """The failure that caused the others: if a worker dies, those that wait for it fail too."""
     errors = list(failures.values())
-    if lost := [error for error in errors if isinstance(error, RayError)]:
+    # A run that fails raises nothing else; the rest is Ray's
+    if lost := [error for error in errors if not isinstance(error, RunFailed | RunIsLocked)]:
         return True, _reason(lost[0])
     if own := [error for error in errors if not any(text in str(error) for text in _LOST_CONNECTION)]:
-        return _failure(own[0]) if isinstance(own[0], RunFailed | RunIsLocked) else (False, f"failed: {first_line(own[0])}")
-    return True, f"a worker lost the others ({first_line(errors[0])})"
+        return _failure(own[0])
+    return True, "a worker lost the others"
 
 
 def _work(config: dict[str, Any]) -> None:
