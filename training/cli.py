@@ -188,19 +188,11 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
-    from modeling_nlq.training.run.trainer import train_recipe
+    from modeling_nlq.training.run.trainer import train_with
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
-    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
-    if arguments.engine == "ray":
-        from modeling_nlq.training.run.on_ray import train_on_ray
-
-        metrics = train_on_ray(resolved, **given)
-    elif given:
-        raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    else:
-        metrics = train_recipe(resolved)
+    metrics = train_with(arguments.engine, resolved, **{name: getattr(arguments, name) for name in options})
     if resolved.training_arguments.process_index == 0:
         print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from upath import UPath
 
 
+# Protocols of file systems, where a file needs its folder first
+_WITH_FOLDERS = ("local://", "smb://")
+
+
 def is_address(name: str | Path) -> bool:
     """Tells whether a name is an address, such as `s3://bucket/results`, and no path. `file:///...` is a path."""
     return "://" in str(name) and not str(name).startswith("file://")
@@ -40,7 +44,10 @@ def open_folder(name: "str | Path | UPath") -> "Path | UPath":
         from upath import UPath
 
         # Other machines write there too: what was listed a moment ago may have changed
-        folder = UPath(str(name), use_listings_cache=False)
+        options = {"use_listings_cache": False}
+        if str(name).startswith(_WITH_FOLDERS):
+            options["auto_mkdir"] = True
+        folder = UPath(str(name), **options)
         _ = folder.fs  # imports the package of its protocol
     except (ImportError, ValueError) as error:
         raise ValueError(
