@@ -5,6 +5,7 @@ address.
 """
 
 import contextlib
+import getpass
 import hashlib
 import os
 import shutil
@@ -73,8 +74,10 @@ def check_writable(folder: "Path | UPath") -> None:
 
 
 def scratch_folder(address: str) -> Path:
-    """The folder of this machine that stands for an address, below `TMPDIR`."""
-    return Path(tempfile.gettempdir()) / "nlq" / hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:20]
+    """The folder of this machine that stands for an address, below `TMPDIR`, with the same name."""
+    address = address.rstrip("/")
+    place = Path(tempfile.gettempdir()) / f"nlq-{getpass.getuser()}" / hashlib.sha256(address.encode()).hexdigest()[:20]
+    return place / address.rpartition("/")[2]
 
 
 def lock_file(folder: Path) -> Path:

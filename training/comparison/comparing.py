@@ -32,16 +32,16 @@ FINGERPRINT_FILE = "dataset_fingerprint.txt"
 class Engine(Protocol):
     """Where and how the runs of a comparison are made."""
 
-    def connected(self, folder: Path) -> AbstractContextManager[None]:
+    def connected(self, comparison: Comparison, folder: Path) -> AbstractContextManager[None]:
         """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more then."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows it."""
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> str | None:
-        """Makes tokenizer and data once for all runs, and returns the fingerprint of the documents."""
+    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
+        """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents."""
 
-    def make_runs(self, comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
 
 
@@ -139,11 +139,12 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
     finished = FinishedRuns(folder)
-    with engine.connected(folder):
+    with engine.connected(comparison, folder):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
-            _check_same_dataset(folder / FINGERPRINT_FILE, engine.prepare_data(comparison, folder))
-            engine.make_runs(comparison, folder, finished)
+            data, fingerprint = engine.prepare_data(comparison, folder)
+            _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
+            engine.make_runs(comparison, folder, data, finished)
             for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
                 remove_folder(checkpoint)  # of a run that was killed after its last step
             text = json.dumps(gather(comparison, finished), allow_nan=False)

@@ -48,7 +48,7 @@ class LocalEngine:
     """Makes runs in processes of this machine.
 
     Attributes:
-        cpus_per_run: number of threads of a run; by default PyTorch's own choice.
+        cpus_per_run: number of threads of a run; by default as many as PyTorch takes in this process.
     """
 
     cpus_per_run: int | None = None
@@ -57,7 +57,7 @@ class LocalEngine:
         if self.cpus_per_run is not None and self.cpus_per_run < 1:
             raise ValueError(f"cpus_per_run={self.cpus_per_run} must be at least 1")
 
-    def connected(self, folder: Path) -> AbstractContextManager[None]:
+    def connected(self, comparison: Comparison, folder: Path) -> AbstractContextManager[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
         if not isinstance(folder, Path):
             raise ValueError(f"{folder} is no folder: results at an address need --engine ray")
@@ -67,15 +67,15 @@ class LocalEngine:
         """Others may work in the folder, too: each run has a lock."""
         return nullcontext()
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> str | None:
+    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
             first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
-        return fingerprint
+        return folder / _TOKENIZER, fingerprint
 
-    def make_runs(self, comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         """Makes the runs that are not finished, all sweeps first, then seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
@@ -84,18 +84,20 @@ class LocalEngine:
         with _environment_of_one_run(), tqdm(total=total * steps, unit="step", **bar_options()) as progress:
             # Ctrl-C in a terminal reaches every process. This one ends the run, which blocks it as the server does
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            forkserver.ensure_running()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             while True:
                 ready, count = _next_runs(comparison, finished)
                 progress.n = (total - count) * steps
                 progress.set_postfix_str("")
                 if not count:
                     return
-                if not any(self._make_run(context, comparison, run, folder, progress) for run in ready):
+                if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
                     time.sleep(1.0)  # other processes make all runs that are left
 
-    def _make_run(self, context, comparison: Comparison, run: Run, folder: Path, progress: tqdm) -> bool:
+    def _make_run(self, context, comparison: Comparison, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
         path = run_folder(folder, run)
         if _is_locked(path):
@@ -104,25 +106,27 @@ class LocalEngine:
             name=run.name,
             content=comparison.resolve(run, path).given,
             folder=str(path),
-            data=str(folder / _TOKENIZER),
-            threads=self.cpus_per_run,
+            data=str(data),
+            threads=self.cpus_per_run or torch.get_num_threads(),
         )
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_make_order, args=(order, sender))
-        process.start()
-        sender.close()
         started_from = progress.n
         progress.set_postfix_str(run.name)
         try:
+            process.start()
+            sender.close()
             while isinstance(message := receiver.recv(), dict):
                 progress.update(started_from + message["step"] - progress.n)
         except EOFError:
             raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {log_file(path)}") from None
         except BaseException:
-            process.terminate()  # interrupted: the run goes on from its last checkpoint
+            if process.pid is not None:
+                process.terminate()  # interrupted: the run goes on from its last checkpoint
             raise
         finally:
-            process.join()
+            if process.pid is not None:
+                process.join()
         if isinstance(message, RunFailed):
             raise ChildProcessError(f"run {run.name} {message}; see {log_file(path)}") from message
         return message is None

@@ -1,35 +1,29 @@
 """The engine of a cluster: the runs of a comparison on Ray, as many at once as there is room for."""
 
-import json
-import math
-import os
-import socket
-import sys
-import threading
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, order_for_ray
+from modeling_nlq.training.run.lease import alone_at
+from modeling_nlq.training.run.ray_jobs import (
+    RayJobs,
+    Resources,
+    connected_to_ray,
+    default_cpus,
+    order_for_ray,
+    share_batch,
+)
 from modeling_nlq.training.run.shared_files import share_data, share_model
 from modeling_nlq.training.storage import check_writable
 from modeling_nlq.training.text import bar_options
 
 
-_DATA = "data"
 _LEASE_FILE = "at-work.json"
-# Seconds between two signs of life, and without one until another process may take over
-_LEASE_PACE, _LEASE_PATIENCE = 10.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -58,18 +52,19 @@ class RayEngine:
     def resources(self) -> Resources:
         """What a run takes."""
         cpus = self.cpus_per_run
-        if cpus is None:
-            is_plain = self.workers_per_run == 1 and not self.gpus_per_run
-            cpus = torch.get_num_threads() if is_plain else max(self.workers_per_run, math.ceil(self.gpus_per_run))
+        cpus = default_cpus(self.workers_per_run, self.gpus_per_run) if cpus is None else cpus
         return Resources(cpus, self.gpus_per_run, self.workers_per_run)
 
     @contextmanager
-    def connected(self, folder: Path) -> Iterator[None]:
+    def connected(self, comparison: Comparison, folder: Path) -> Iterator[None]:
         """Connects to the cluster.
 
         Raises:
-            ValueError: if the cluster does not answer or has too little room for a run, or the folder cannot be written.
+            ValueError: if the workers cannot share the batches, the cluster does not answer or has too little room for a run,
+                or the folder cannot be written.
         """
+        for variant in comparison.variants.values():
+            share_batch(variant.content, self.workers_per_run)
         check_writable(folder)
         with connected_to_ray():
             self.resources.check()
@@ -80,83 +75,47 @@ class RayEngine:
 
         No address has locks. The process at work changes a file every few seconds; one that was killed does so no more.
         """
-        return _lease(folder)
+        return alone_at(folder / _LEASE_FILE)
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> str | None:
+    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder).recipe
-        return share_data(recipe, folder / _DATA)
+        return share_data(recipe, (folder.absolute() if isinstance(folder, Path) else folder) / "data")
 
-    def make_runs(self, comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         """Makes the runs that are not finished. A model's seeds begin as soon as its own sweep is finished.
 
         Raises:
             ChildProcessError: naming the runs that failed; all others are finished.
         """
-        models = {
-            model: share_model(variant.content["model"], folder / "models") for model, variant in comparison.variants.items()
-        }
         place = folder.absolute() if isinstance(folder, Path) else folder
+        names = {variant.content["model"] for variant in comparison.variants.values()}
+        models = {name: share_model(name, folder / "models") for name in names}
         state = {model: finished.unfinished(comparison, model) for model in comparison.variants}
         steps = comparison.steps_per_run
         total = sum(comparison.runs_of(model) for model in comparison.variants)
         done = total - sum(left for _, left in state.values())
-        with tqdm(total=total * steps, initial=done * steps, unit="step", **bar_options()) as progress:
-            jobs = RayJobs(self.resources, self.max_retries, progress, steps)
+        with (
+            tqdm(total=total * steps, initial=done * steps, unit="step", **bar_options()) as progress,
+            RayJobs(self.resources, self.max_retries, progress, steps) as jobs,
+        ):
             begun: dict[str, Run] = {}
 
             def submit(runs: list[Run]) -> None:
-                for run in comparison.in_order([run for run in runs if run.name not in begun]):
+                for run in comparison.in_order(runs):
                     begun[run.name] = run
                     path = run_folder(place, run)
                     content = comparison.resolve(run, path).given
-                    jobs.submit(order_for_ray(run.name, content, path, place / _DATA, self.resources, model=models[run.model]))
+                    model = models[comparison.variants[run.model].content["model"]]
+                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, model=model))
 
             submit([run for ready, _ in state.values() for run in ready])
-            for order in jobs.finished():
-                submit(finished.unfinished(comparison, begun[order.name].model)[0])
+            for order, metrics in jobs.finished():
+                run = begun[order.name]
+                finished.add(run, metrics)
+                if run.is_sweep:
+                    ready, _ = finished.unfinished(comparison, run.model)
+                    submit([run for run in ready if run.name not in begun])
         if jobs.failures:
             count = f"{len(jobs.failures)} runs failed: " if len(jobs.failures) > 1 else ""
             raise ChildProcessError(f"{count}{'; '.join(jobs.failures)}")
-
-
-@contextmanager
-def _lease(folder: Path) -> Iterator[None]:
-    file = folder / _LEASE_FILE
-    holder, unchanged_since = _read_lease(file), time.monotonic()
-    if holder is not None:
-        where = f"process {holder.get('pid')} on {holder.get('host')}"
-        print(f"{where} was making this comparison: waiting until it is gone or finished", file=sys.stderr, flush=True)
-    while holder is not None and time.monotonic() - unchanged_since < _LEASE_PATIENCE:
-        time.sleep(1.0)
-        if (now := _read_lease(file)) != holder:
-            holder, unchanged_since = now, time.monotonic()
-    content: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
-    is_over = threading.Event()
-
-    def show() -> None:
-        count = 0
-        while True:
-            count += 1
-            try:
-                write_text(file, json.dumps({**content, "count": count}))
-            except Exception as error:  # the next time may work
-                print(f"{file} was not written: {error}", file=sys.stderr)
-            if is_over.wait(_LEASE_PACE):
-                return
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        file.unlink(missing_ok=True)
-
-
-def _read_lease(file) -> dict[str, Any] | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None

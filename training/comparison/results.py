@@ -37,6 +37,10 @@ class FinishedRuns:
             self._metrics[run] = read_json(file)
         return self._metrics[run]
 
+    def add(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Takes the metrics of a run that was finished just now, which a shared folder may show later."""
+        self._metrics[run] = metrics
+
     def best_learning_rate(self, comparison: Comparison, model: str) -> float | None:
         """The rate with the lowest validation loss in the finished sweep; `None` if all its runs diverged."""
         runs = comparison.sweep(model)

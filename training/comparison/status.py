@@ -1,6 +1,7 @@
 """`nlq compare --status`: what is finished, running and waiting, read from the folder of a comparison alone."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ def describe_status(comparison: Comparison, folder: Path) -> list[str]:
         raise ValueError(f"{folder} holds another comparison ({changes})")
     finished = FinishedRuns(folder)
     done = {_name(path.parent) for path in folder.glob(f"runs/*/*/{METRICS_FILE}")}
-    begun = {_name(path).removesuffix(PROGRESS): read_json(path) for path in folder.glob(f"runs/*/*{PROGRESS}")}
+    begun = {}
+    for path in folder.glob(f"runs/*/*{PROGRESS}"):
+        with suppress(FileNotFoundError):  # the run was finished just now
+            begun[_name(path).removesuffix(PROGRESS)] = read_json(path)
     begun = {name: content for name, content in begun.items() if name not in done}
 
     rows = [["model", "sweep", "chosen rate", "seeds"]]

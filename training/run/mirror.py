@@ -55,10 +55,17 @@ class Mirror(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         """Sends a checkpoint. The state is sent last, so that a checkpoint that has one is complete."""
         name = f"{CHECKPOINT}{state.global_step}"
+        if args.process_index == 0:
+            (self.address / name / STATE_FILE).unlink(missing_ok=True)  # of an attempt that was thought lost
+        wait_for_all()  # all processes have written their files
         if args.local_process_index == 0:  # each machine has files of its own processes
             for file in files_below(self.folder / name):
                 if file != STATE_FILE:
                     copy_file(self.folder / name / file, self.address / name / file)
+            if args.process_index != 0:  # Trainer removes those of the first process
+                for path in self.folder.glob(f"{CHECKPOINT}*"):
+                    if path.name not in (name, Path(state.best_model_checkpoint or "").name):
+                        shutil.rmtree(path, ignore_errors=True)
         wait_for_all()
         if args.process_index == 0:
             copy_file(self.folder / RECIPE_FILE, self.address / RECIPE_FILE)
@@ -73,9 +80,10 @@ class Mirror(TrainerCallback):
         self._remove_old_checkpoints()
 
     def remove_local(self) -> None:
-        """Removes the folder and the log of this machine."""
+        """Removes the folder and the logs of this machine."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        log_file(self.folder).unlink(missing_ok=True)
+        for log in self.folder.parent.glob(f"*{LOG}"):
+            log.unlink(missing_ok=True)
 
     def _remove_old_checkpoints(self) -> None:
         there = {name.partition("/")[0] for name in files_below(self.address) if name.startswith(CHECKPOINT)}

@@ -5,9 +5,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.files import METRICS_FILE, read_json
+from modeling_nlq.training.files import RECIPE_FILE, is_taken
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, order_for_ray
+from modeling_nlq.training.run.lease import alone_at
+from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, share_batch
 from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe
 from modeling_nlq.training.run.shared_files import share_data, share_model
 from modeling_nlq.training.storage import check_writable, open_folder
@@ -15,7 +16,11 @@ from modeling_nlq.training.text import bar_options
 
 
 def train_on_ray(
-    resolved: ResolvedRecipe, workers: int = 1, cpus_per_worker: int = 1, gpus_per_worker: float = 0, max_retries: int = 3
+    resolved: ResolvedRecipe,
+    workers: int = 1,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: float = 0,
+    max_retries: int = 3,
 ) -> dict[str, Any]:
     """Trains a recipe on the cluster that Ray finds, at the same global batch size for any number of workers.
 
@@ -24,34 +29,50 @@ def train_on_ray(
     Args:
         resolved: the recipe; its `output_dir` is a folder that all nodes share, or an address such as `s3://bucket/run`.
         workers: processes that train together.
-        cpus_per_worker, gpus_per_worker: what each of them reserves; `cpus_per_worker` is also its number of threads.
-        max_retries: how often it is begun again if it loses a node or its memory.
+        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
+            in this process if there is one worker and no GPU.
+        gpus_per_worker: 0, 1, or a fraction for a single worker.
+        max_retries: how often the run is begun again if it loses a node, a process or its memory.
 
     Returns:
         The content of `metrics.json` in the run folder.
 
     Raises:
         ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder that cannot
-            be written.
+            be written or holds something else.
         ChildProcessError: if the run failed.
     """
+    arguments = resolved.training_arguments
+    if cpus_per_worker is None:
+        cpus_per_worker = default_cpus(workers, gpus_per_worker) // max(workers, 1)
     resources = Resources(cpus_per_worker * workers, gpus_per_worker * workers, workers)
+    if max_retries < 0:
+        raise ValueError(f"max_retries={max_retries} must be at least 0")
+    if arguments.resume_from_checkpoint is not None:
+        raise ValueError(
+            "resume_from_checkpoint: the engine 'ray' goes on from the run's own checkpoints; use the engine 'local'"
+        )
     check_recipe(resolved, load_config(resolved.recipe.model, resolved.switches))
-    folder = open_folder(resolved.training_arguments.output_dir)
+    share_batch(resolved.given, workers)
+    folder = open_folder(arguments.output_dir)
+    if not isinstance(folder, Path) and is_taken(folder) and not (folder / RECIPE_FILE).is_file():
+        raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
     folder = folder.absolute() if isinstance(folder, Path) else folder
-    data = folder.with_name(f"{folder.name}.data")
-    check_writable(data)
-    steps = max(resolved.training_arguments.max_steps, 0)
+    beside = {name: folder.with_name(f"{folder.name}.{name}") for name in ("data", "model", "at-work.json")}
+    check_writable(beside["data"])
+    steps = max(arguments.max_steps, 0)
     with connected_to_ray():
         resources.check()
-        share_data(resolved.recipe, data)
-        model = share_model(resolved.recipe.model, data.with_name(f"{folder.name}.model"))
-        order = order_for_ray(folder.name, resolved.given, folder, data, resources, model=model, keeps_checkpoints=True)
-        with tqdm(total=steps or None, unit="step", **bar_options()) as progress:
-            jobs = RayJobs(resources, max_retries, progress, steps)
-            jobs.submit(order)
-            for _ in jobs.finished():
-                pass
+        with alone_at(beside["at-work.json"]):
+            data, _ = share_data(resolved.recipe, beside["data"])
+            model = share_model(resolved.recipe.model, beside["model"])
+            order = order_for_ray(folder.name, resolved.given, folder, data, resources, model=model, keeps_checkpoints=True)
+            with (
+                tqdm(total=steps or None, unit="step", **bar_options()) as progress,
+                RayJobs(resources, max_retries, progress, steps) as jobs,
+            ):
+                jobs.submit(order)
+                results = [metrics for _, metrics in jobs.finished()]
     if jobs.failures:
         raise ChildProcessError(jobs.failures[0])
-    return read_json(folder / METRICS_FILE)
+    return results[0]

@@ -7,27 +7,27 @@ begun again, and goes on from its last checkpoint.
 import os
 import socket
 import sys
-import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.files import read_section
+from modeling_nlq.training.files import METRICS_FILE, read_json, read_section
 from modeling_nlq.training.run.mirror import log_file
 from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
-from modeling_nlq.training.storage import open_folder
-from modeling_nlq.training.text import first_line
+from modeling_nlq.training.storage import open_folder, scratch_folder
+from modeling_nlq.training.text import first_line, one_line
 
 
 try:
     import ray
-    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]") from error
@@ -53,8 +53,11 @@ class Resources:
 
     Attributes:
         cpus: reserved CPUs of a run, which are the threads of its workers.
-        gpus: reserved GPUs of a run; a fraction if several runs share one.
-        workers: processes that train the run together. Each takes its share of CPUs and GPUs, on any node.
+        gpus: reserved GPUs of a run; a fraction if several runs share one. Without any, it trains on the CPU.
+        workers: processes that train the run together. Each takes its share of CPUs and GPUs, on any node, and at most one GPU.
+
+    Raises:
+        ValueError: for a number that is not allowed.
     """
 
     cpus: int = 1
@@ -67,8 +70,12 @@ class Resources:
                 raise ValueError(f"{name} of a run: {getattr(self, name)} must be at least {lowest}")
         if self.cpus % self.workers:
             raise ValueError(f"{self.cpus} CPUs of a run must be a multiple of its {self.workers} workers")
-        if self.gpus and self.workers > 1 and self.gpus % self.workers:
-            raise ValueError(f"{self.gpus:g} GPUs of a run must be a multiple of its {self.workers} workers")
+        if self.gpus > self.workers:
+            raise ValueError(
+                f"{self.gpus:g} GPUs of a run need as many workers: a worker trains on one GPU; it has {self.workers}"
+            )
+        if self.workers > 1 and self.gpus not in (0, self.workers):
+            raise ValueError(f"{self.gpus:g} GPUs of a run must be as many as its {self.workers} workers, or 0")
 
     def of_a_worker(self) -> dict[str, float]:
         """What a worker takes, as Ray names it."""
@@ -82,7 +89,7 @@ class Resources:
             each = "run" if self.workers == 1 else "worker"
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
             have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
-            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}")
+            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}; set how many it takes")
         if fit < self.workers:
             raise ValueError(f"a run takes {self.workers} workers, and the nodes have room for {fit}")
 
@@ -106,6 +113,8 @@ def connected_to_ray() -> Iterator[None]:
     Raises:
         ValueError: if the cluster does not answer.
     """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("the engine 'ray' starts processes itself: run this command without a launcher")
     if ray.is_initialized():
         yield
         return
@@ -135,6 +144,11 @@ def _check_answers(address: str | None) -> None:
         raise ValueError(f"RAY_ADDRESS={address} does not answer: {error}") from error
 
 
+def default_cpus(workers: int, gpus: float) -> int:
+    """The CPUs of a run: as many as PyTorch takes in this process, for equal numbers; with workers or GPUs one for each."""
+    return torch.get_num_threads() if workers == 1 and not gpus else workers
+
+
 def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> Order:
     """The order of a run on Ray, at the global batch size of its recipe.
 
@@ -147,7 +161,7 @@ def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: R
     """
     return Order(
         name=name,
-        content=_share_batch(content, resources.workers),
+        content=share_batch(content, resources.workers),
         folder=str(folder),
         data=str(data),
         threads=resources.cpus // resources.workers,
@@ -157,8 +171,12 @@ def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: R
     )
 
 
-def _share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size."""
+def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size.
+
+    Raises:
+        ValueError: if neither is a multiple of that number.
+    """
     if workers == 1:
         return content
     training = read_section(content.get("training"), "training")
@@ -173,6 +191,8 @@ def _share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
 
 class RayJobs:
     """Makes runs, as many at once as the cluster has room for, and begins those again that were lost.
+
+    At the end of a `with` block, it ends those that still run.
 
     Args:
         resources: of each run.
@@ -190,14 +210,30 @@ class RayJobs:
         self.failures: list[str] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        # `max_calls`: each run has a fresh process
+        task = ray.remote(max_calls=1, max_retries=0)(_make_run)
+        if resources.workers == 1:
+            self._task = task.options(num_cpus=resources.cpus, num_gpus=resources.gpus)
+        else:  # its workers take the resources
+            self._task = task.options(num_cpus=0)
+
+    def __enter__(self) -> "RayJobs":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for reference in self._running:
+            with suppress(RayError):
+                ray.cancel(reference, force=True)
+        with suppress(RayError):
+            ray.kill(self._board)
 
     def submit(self, order: Order) -> None:
         """Makes a run as soon as there is room for it, after those that were submitted before."""
         self._waiting.append(order)
         self._begin_waiting()
 
-    def finished(self) -> Iterator[Order]:
-        """Yields each run as it is finished, until none is left; meanwhile more may be submitted.
+    def finished(self) -> Iterator[tuple[Order, dict[str, Any]]]:
+        """Yields each run with its metrics as it is finished, until none is left; meanwhile more may be submitted.
 
         A run that failed, or was lost too often, is not yielded: `failures` says why, in a line for each.
         """
@@ -206,13 +242,14 @@ class RayJobs:
             for reference in done:
                 order = self._running.pop(reference)
                 self._board.remove.remote(order.name)
-                if (outcome := _outcome(reference)) is None:
+                outcome = _outcome(reference)
+                if isinstance(outcome, _Failure):
+                    self._handle(order, outcome)
+                    self._begin_waiting()
+                else:
                     self._finished += self._steps
                     self._begin_waiting()
-                    yield order
-                else:
-                    self._handle(order, *outcome)
-                    self._begin_waiting()
+                    yield order, outcome
             self._show(is_printed=bool(done))
 
     def _begin_waiting(self) -> None:
@@ -220,16 +257,11 @@ class RayJobs:
         most = len(self._waiting) if self._resources.workers == 1 else self._resources.capacity() + 1 - len(self._running)
         begun, self._waiting = self._waiting[: max(0, most)], self._waiting[max(0, most) :]
         for order in begun:
-            task = ray.remote(max_calls=1, max_retries=0)(_make_run)  # `max_calls`: each run has a fresh process
-            if self._resources.workers == 1:
-                task = task.options(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus)
-            else:
-                task = task.options(num_cpus=0)
-            self._running[task.remote(order, self._resources, self._board)] = order
+            self._running[self._task.remote(order, self._resources, self._board)] = order
 
-    def _handle(self, order: Order, is_lost: bool, reason: str) -> None:
-        log = log_file(open_folder(order.folder))
-        if not is_lost:
+    def _handle(self, order: Order, failure: "_Failure") -> None:
+        log, reason = log_file(open_folder(order.folder)), failure.reason
+        if not failure.is_lost:
             self.failures.append(f"run {order.name} {reason}; see {log}")
         elif self._losses[order.name] >= self._max_retries:
             times = f"{self._losses[order.name] + 1} times, " if self._max_retries else ""
@@ -246,7 +278,10 @@ class RayJobs:
         self._progress.write(text, file=sys.stderr)
 
     def _show(self, is_printed: bool) -> None:
-        running = ray.get(self._board.read.remote())
+        try:
+            running = ray.get(self._board.read.remote())
+        except RayError:  # there is no bar without it, and all the same there are runs
+            running = {}
         done = self._finished + sum(content["step"] for content in running.values())
         self._progress.set_postfix_str(f"{len(_nodes())} nodes, {len(running)} runs at work", refresh=False)
         self._progress.update(done - self._progress.n)
@@ -270,12 +305,25 @@ class _Board:
         return self._progress
 
 
-def _outcome(reference) -> tuple[bool, str] | None:
-    """`None` for a finished run, else whether it was lost, and why."""
+@dataclass(frozen=True)
+class _Failure:
+    """Why a run was not finished, and whether it was lost: then another attempt may end well."""
+
+    reason: str
+    is_lost: bool
+
+
+def _outcome(reference) -> dict[str, Any] | _Failure:
+    """The metrics of a finished run, or why it is not finished."""
     try:
         return ray.get(reference)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayError):
+            return _Failure(_reason(error.cause), is_lost=True)
+        # Not by the run itself, which returns its failure: the node lacks a package
+        return _Failure(f"failed: {one_line(error.cause)}", is_lost=False)
     except RayError as error:
-        return True, _reason(error)
+        return _Failure(_reason(error), is_lost=True)
 
 
 def _reason(error: Exception) -> str:
@@ -290,22 +338,29 @@ def _reason(error: Exception) -> str:
     return f"Ray says: {first_line(error)}"
 
 
-def _make_run(order: Order, resources: Resources, board) -> tuple[bool, str] | None:
+def _make_run(order: Order, resources: Resources, board) -> dict[str, Any] | _Failure:
     """The task of a run; returns what `_outcome` does."""
     if resources.workers > 1:
         return _train_with_workers(order, resources, board)
     try:
-        train_unattended(order, lambda progress: board.write.remote(order.name, progress))
+        return _train_here(order, resources.gpus, board)
     except (RunFailed, RunIsLocked) as error:
         return _failure(error)
-    return None
 
 
-def _failure(error: Exception) -> tuple[bool, str]:
-    return False, "is made by another process" if isinstance(error, RunIsLocked) else str(error)
+def _train_here(order: Order, gpus: float, board) -> dict[str, Any]:
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
+    return train_unattended(order, lambda progress: board.write.remote(order.name, progress))
 
 
-def _train_with_workers(order: Order, resources: Resources, board) -> tuple[bool, str] | None:
+def _failure(error: RunFailed | RunIsLocked) -> _Failure:
+    if isinstance(error, RunIsLocked):
+        return _Failure("another process holds its lock", is_lost=True)
+    return _Failure(str(error), is_lost=False)
+
+
+def _train_with_workers(order: Order, resources: Resources, board) -> dict[str, Any] | _Failure:
     """Makes a run as a job of Ray Train, whose workers find each other as those of `torchrun` do."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import RunConfig, ScalingConfig
@@ -314,34 +369,33 @@ def _train_with_workers(order: Order, resources: Resources, board) -> tuple[bool
 
     trainer = TorchTrainer(
         _work,
-        train_loop_config={"order": order, "board": board},
+        train_loop_config={"order": order, "gpus": resources.gpus, "board": board},
         scaling_config=ScalingConfig(
             num_workers=resources.workers, use_gpu=resources.gpus > 0, resources_per_worker=resources.of_a_worker()
         ),
         # Checkpoints lie in the run folder. Ray Train keeps nothing here but a note, under a new name each time
-        run_config=RunConfig(name=uuid.uuid4().hex, storage_path=os.path.join(tempfile.gettempdir(), "nlq", "ray-train")),
+        run_config=RunConfig(name=uuid.uuid4().hex, storage_path=os.fspath(scratch_folder("ray-train"))),
     )
     try:
         trainer.fit()
     except WorkerGroupError as error:
         return _first_failure(error.worker_failures)
     except TrainingFailedError as error:
-        return False, f"failed: {first_line(error)}"
-    return None
+        return _Failure(f"failed: {one_line(error)}", is_lost=False)
+    return read_json(open_folder(order.folder) / METRICS_FILE)
 
 
-def _first_failure(failures: dict[int, Exception]) -> tuple[bool, str]:
+def _first_failure(failures: dict[int, Exception]) -> _Failure:
     """The failure that caused the others: if a worker dies, those that wait for it fail too."""
     errors = list(failures.values())
     # A run that fails raises nothing else; the rest is Ray's
     if lost := [error for error in errors if not isinstance(error, RunFailed | RunIsLocked)]:
-        return True, _reason(lost[0])
+        return _Failure(_reason(lost[0]), is_lost=True)
     if own := [error for error in errors if not any(text in str(error) for text in _LOST_CONNECTION)]:
         return _failure(own[0])
-    return True, "a worker lost the others"
+    return _Failure("a worker lost the others", is_lost=True)
 
 
 def _work(config: dict[str, Any]) -> None:
     """What each worker of Ray Train does."""
-    order, board = config["order"], config["board"]
-    train_unattended(order, lambda progress: board.write.remote(order.name, progress))
+    _train_here(config["order"], config["gpus"], config["board"])

@@ -19,6 +19,7 @@ from modeling_nlq.training.files import YamlLoader, check_keys, read_section, re
 from modeling_nlq.training.models import added_parameters, is_saved_model, limits_length, load_config
 from modeling_nlq.training.parameters import freeze_all_but, shapes_of
 from modeling_nlq.training.run.lora import add_lora, make_lora_config
+from modeling_nlq.training.storage import is_address, open_folder
 
 
 # Bytes and end-of-text
@@ -281,6 +282,8 @@ def resolve_recipe(
     content.update({name: value for name, value in overrides.items() if name in recipe_fields})
     training.update({name: value for name, value in overrides.items() if name in training_fields})
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
+    if not is_address(training["output_dir"]):
+        training["output_dir"] = str(open_folder(training["output_dir"]))
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 

@@ -1,82 +1,97 @@
-"""What nodes take from the folder of results: the tokenizer, the tokenised data, and models that are files of one machine."""
+"""What nodes take from the folder of results: the tokenizer, the tokenised data, and models that are files of one machine.
 
-import hashlib
-import json
+Each lies in a folder whose name is a hash of its content, and never changes there.
+"""
+
 import os
-import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from datasets.fingerprint import Hasher
 from filelock import FileLock
 
-from modeling_nlq.training.files import read_json, write_text
-from modeling_nlq.training.run.data import BLOCKS_FILE, prepare_data, save_blocks
+from modeling_nlq.training.files import write_text
+from modeling_nlq.training.run.data import prepare_data, save_blocks
+from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.storage import copy_file, copy_files, files_below, lock_file, open_folder, scratch_folder
+from modeling_nlq.training.storage import copy_file, copy_files, is_address, lock_file, open_folder, scratch_folder
 
 
-def share_data(recipe: Recipe, folder) -> str | None:
-    """Saves tokenizer and tokenised data, once for all nodes; those of a stream are read by each node.
+if TYPE_CHECKING:
+    from upath import UPath
+
+# The fields of a recipe that shape its tokens
+_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
+_FIELDS += ("max_validation_documents", "tokenizer", "block_size")
+# Says that the files beside it are complete
+_COMPLETE = "complete"
+
+
+def share_data(recipe: Recipe, folder: "Path | UPath") -> "tuple[Path | UPath, str | None]":
+    """Saves tokenizer and tokenised data, once for all nodes; the data of a stream are read by each node.
 
     Args:
         recipe: names the data.
         folder: one that all nodes see, or an address.
 
     Returns:
-        The fingerprint of the documents.
+        The folder in it that holds them, and the fingerprint of the documents.
     """
-    with tempfile.TemporaryDirectory() as name:
-        local, file = Path(name), folder / BLOCKS_FILE
-        if (folder / "tokenizer.json").is_file():
-            for path in folder.iterdir():
-                # Without the blocks: whether the documents have changed is found here, not on the nodes
-                if path.is_file() and path.name != BLOCKS_FILE:
-                    copy_file(path, local / path.name)
-        _, blocks, fingerprint = prepare_data(recipe, local)
-        if recipe.streaming:
-            copy_files(local, folder, last="tokenizer.json")
-        elif not file.is_file() or read_json(file)["fingerprint"] != fingerprint:
-            save_blocks(blocks, fingerprint, local)
-            copy_files(local, folder, last=BLOCKS_FILE)
-    return fingerprint
+    fingerprint = load_documents(recipe).fingerprint
+    target = folder / Hasher.hash([fingerprint, *(getattr(recipe, name) for name in _FIELDS)])
+    if not (target / _COMPLETE).is_file():
+        with tempfile.TemporaryDirectory() as name:
+            _, blocks, _ = prepare_data(recipe, Path(name))
+            if not recipe.streaming:
+                save_blocks(blocks, fingerprint, Path(name))
+            copy_files(Path(name), target)
+        write_text(target / _COMPLETE, "")
+    return target, fingerprint
 
 
-def share_model(model: str, folder) -> str | None:
-    """Copies a model that is a file or a folder of this machine to an address; returns its own address there.
+def share_model(model: str, folder: "Path | UPath") -> str | None:
+    """Makes a model that is a file or a folder of this machine known to all nodes; returns its path or its address.
 
-    It is `None` for a model that nodes find by its name, and if the folder is one that all nodes see.
+    Args:
+        model: as in a recipe.
+        folder: for a copy, if it is an address; a folder that all nodes see needs none.
+
+    Returns:
+        `None` for a model that nodes find by its name.
     """
     source = Path(model)
-    if isinstance(folder, Path) or not source.exists():
+    if not source.exists():
         return None
-    target = folder / hashlib.sha256(os.fspath(source.absolute()).encode()).hexdigest()[:12] / source.name
-    (copy_files if source.is_dir() else copy_file)(source, target)
-    return str(target)
+    if isinstance(folder, Path):
+        return os.fspath(source.absolute())
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    state = [(os.fspath(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    target = folder / Hasher.hash([os.fspath(source.absolute()), *state])
+    if not (target / _COMPLETE).is_file():
+        (copy_files if source.is_dir() else copy_file)(source, target / source.name)
+        write_text(target / _COMPLETE, "")
+    return str(target / source.name)
 
 
 def local_data(folder: str) -> Path:
     """The folder of tokenizer and blocks on this machine, from the place where `share_data` put them."""
-    place = open_folder(folder)
-    return place if isinstance(place, Path) else local_copy(folder, BLOCKS_FILE)
+    return _local_copy(folder) if is_address(folder) else Path(folder)
 
 
-def local_copy(address: str, mark: str | None = None) -> Path:
-    """A copy of the files at an address on this machine, which all its runs share. It is made once.
+def local_model(model: str) -> Path:
+    """The model on this machine, from the place where `share_model` put it."""
+    if not is_address(model):
+        return Path(model)
+    parent, _, name = model.rpartition("/")
+    return _local_copy(parent) / name
 
-    Args:
-        address: of a folder.
-        mark: the name of a file there; if its content has changed, the copy is made anew.
-    """
+
+def _local_copy(address: str) -> Path:
+    """A copy of the files at an address on this machine, which all its runs share. It is made once."""
     folder = scratch_folder(address)
-    is_complete = folder.with_name(f"{folder.name}.complete")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock_file(folder)):
-        source = open_folder(address)
-        names = files_below(source)
-        content = json.dumps([names, (source / mark).read_text(encoding="utf-8") if mark in names else None])
-        if not is_complete.is_file() or is_complete.read_text(encoding="utf-8") != content:
-            is_complete.unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            copy_files(source, folder)
-            write_text(is_complete, content)
+        if not (folder / _COMPLETE).is_file():
+            copy_files(open_folder(address), folder, last=_COMPLETE)
     return folder

@@ -26,7 +26,7 @@ import modeling_nlq
 from modeling_nlq.training.files import has_little_space, write_text
 from modeling_nlq.training.run.mirror import CHECKPOINT, LOG, Mirror, log_file, wait_for_all
 from modeling_nlq.training.run.recipe import ResolvedRecipe, resolve_recipe
-from modeling_nlq.training.run.shared_files import local_copy, local_data
+from modeling_nlq.training.run.shared_files import local_data, local_model
 from modeling_nlq.training.run.trainer import train_recipe
 from modeling_nlq.training.storage import copy_file, is_address, lock_file, open_folder, scratch_folder
 from modeling_nlq.training.text import one_line
@@ -44,8 +44,8 @@ class Order:
         name: for messages.
         content: the recipe, as `resolve_recipe` takes it.
         folder: the run folder or its address. Log and progress lie beside it.
-        data: the folder of the tokenizer or its address, with the blocks that `save_blocks` may have saved there.
-        model: the address of a copy of the recipe's model, if that is a file of another machine.
+        data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there, or its address.
+        model: the path or the address of the recipe's model, if it is a file (see `share_model`).
         threads: number of threads of PyTorch; `None` leaves its own choice.
         pace: seconds between two reports of progress.
         patience: seconds to wait for another process that makes the same run.
@@ -121,14 +121,15 @@ class Progress(TrainerCallback):
 
     def _write(self) -> None:
         self.content["updated"] = time.time()
-        if self._report is not None:
-            self._report(dict(self.content))
         try:
+            if self._report is not None:
+                self._report(dict(self.content))
             write_text(self._file, json.dumps(self.content) + "\n")
             if self._log_copy is not None and self._log.is_file():
                 copy_file(self._log, self._log_copy)
         except Exception as error:  # the run itself may still end well
-            print(f"progress was not written: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"progress was not written: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.content.update(step=state.global_step, steps=state.max_steps)
@@ -140,7 +141,7 @@ class Progress(TrainerCallback):
         self.content["loss"] = (logs or {}).get("loss", self.content["loss"])
 
 
-def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | None = None) -> None:
+def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
@@ -149,17 +150,20 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
         order: the run.
         report: called with the progress of the run, a mapping (see `Progress`), in a thread of its own.
 
+    Returns:
+        The metrics of the run, as `train_recipe` does.
+
     Raises:
         RunIsLocked: if another process makes this run.
         RunFailed: if it failed. The log has the traceback.
     """
-    place = open_folder(order.folder)
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    folder = place if isinstance(place, Path) else scratch_folder(order.folder)
-    mirror = None if folder is place else Mirror(folder, place)
+    folder = scratch_folder(order.folder) if is_address(order.folder) else Path(order.folder)
     try:
         _check_node(order)
+        place = open_folder(order.folder)
+        mirror = Mirror(folder, place) if is_address(order.folder) else None
         # At an address, each machine locks its own copy
         with _locked(folder, order.patience) if (is_first if mirror is None else is_first_here) else contextlib.nullcontext():
             log = log_file(folder) if is_first else folder.with_name(f"{folder.name}.rank-{os.environ['RANK']}{LOG}")
@@ -167,10 +171,12 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
                 mirror.fetch_log()
             _redirect_output(log)
             progress = Progress(progress_file(place), order.pace, report, log, None if mirror is None else log_file(place))
-            with _printed_errors(), progress if is_first else contextlib.nullcontext():
-                _train(order, folder, mirror, [progress] if is_first else [], is_first, is_first_here)
-            if mirror is not None and is_first_here:
-                mirror.remove_local()
+            try:
+                with progress if is_first else contextlib.nullcontext(), _printed_errors():
+                    return _train(order, folder, mirror, [progress] if is_first else [], is_first, is_first_here)
+            finally:
+                if mirror is not None and is_first_here:
+                    mirror.remove_local()
     except RunIsLocked:
         raise
     except Exception as error:
@@ -225,7 +231,9 @@ def _printed_errors() -> Iterator[None]:
         raise
 
 
-def _train(order: Order, folder: Path, mirror: Mirror | None, callbacks: list, is_first: bool, is_first_here: bool) -> None:
+def _train(
+    order: Order, folder: Path, mirror: Mirror | None, callbacks: list, is_first: bool, is_first_here: bool
+) -> dict[str, Any]:
     if mirror is not None:
         if is_first_here:
             mirror.fetch()
@@ -236,17 +244,17 @@ def _train(order: Order, folder: Path, mirror: Mirror | None, callbacks: list, i
         torch.set_num_threads(order.threads)
     resolved = resolve_recipe(order.content, {"output_dir": str(folder), "disable_tqdm": True})
     if order.model is not None:
-        parent, _, name = order.model.rpartition("/")
-        resolved = _with_model(resolved, local_copy(parent) / name)
-    train_recipe(resolved, data, callbacks)
+        resolved = _with_model(resolved, local_model(order.model))
+    metrics = train_recipe(resolved, data, callbacks)
     if not is_first:
-        return
+        return metrics
     if not order.keeps_checkpoints:
         for checkpoint in folder.glob(f"{CHECKPOINT}*"):
             # A finished run needs none, and many runs would fill the disk. Another process may remove them too
             shutil.rmtree(checkpoint, ignore_errors=True)
     if mirror is not None:
         mirror.send_results()
+    return metrics
 
 
 def _with_model(resolved: ResolvedRecipe, model: Path) -> ResolvedRecipe:

@@ -1,7 +1,6 @@
 """A run in a process of its own: its log, its progress and its lock, and its folder at an address."""
 
 import dataclasses
-import json
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import TrainerCallback
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.mirror import Mirror
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.shared_files import local_copy, share_data, share_model
+from modeling_nlq.training.run.shared_files import local_data, share_data, share_model
 from modeling_nlq.training.run.trainer import train_recipe
 from modeling_nlq.training.run.unattended import Order, Progress, RunFailed, RunIsLocked, train_unattended
 from modeling_nlq.training.storage import copy_files, files_below, open_folder, scratch_folder
@@ -44,7 +43,7 @@ def in_a_process(order: Order):
 @pytest.fixture
 def order(recipe_file, tmp_path) -> Order:
     folder, data = tmp_path / "runs" / "one", tmp_path / "data"
-    share_data(load_recipe(recipe_file).recipe, data)
+    data, _ = share_data(load_recipe(recipe_file).recipe, data)
     return Order("one", load_recipe(recipe_file).given, str(folder), str(data), pace=0.05)
 
 
@@ -117,14 +116,16 @@ class TestAddress:
         assert "Going on from" in folder.with_name("one.log").read_text()
         assert not list(folder.glob("checkpoint-*"))
 
-    def test_copy_is_made_anew_if_the_data_change(self, elsewhere, tmp_path):
-        first = local_copy(elsewhere.data, "blocks.json")
-        assert read_json(first / "blocks.json") == read_json(tmp_path / "data" / "blocks.json")
-        (first / "mark").write_text("kept")
-        assert (local_copy(elsewhere.data, "blocks.json") / "mark").exists()
-        (tmp_path / "there" / "data" / "blocks.json").write_text(json.dumps({"fingerprint": "another", "splits": {}}))
-        assert read_json(local_copy(elsewhere.data, "blocks.json") / "blocks.json")["fingerprint"] == "another"
-        assert not (first / "mark").exists()
+    def test_data_of_another_shape_have_another_place(self, elsewhere, recipe_file, tmp_path):
+        copy = local_data(elsewhere.data)
+        assert read_json(copy / "blocks.json") == read_json(tmp_path / "there" / "data" / "blocks.json")
+        (copy / "mark").write_text("kept")
+        assert (local_data(elsewhere.data) / "mark").exists()
+        recipe = load_recipe(recipe_file).recipe
+        places = [
+            share_data(dataclasses.replace(recipe, **fields), tmp_path / "data")[0] for fields in ({}, {"block_size": 32})
+        ]
+        assert places[0] != places[1] and len(list((tmp_path / "data").iterdir())) == 2
 
     def test_model_that_is_a_file_of_this_machine(self, elsewhere, recipe_file, run, tmp_path):
         name = share_model(read_yaml(recipe_file)["model"], open_folder(f"local://{tmp_path}/there/models"))

@@ -1,0 +1,103 @@
+"""`nlq compare --status` and the options of the engines."""
+
+import json
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.comparing import compare
+from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.status import describe_status
+from modeling_nlq.training.run.trainer import train
+
+
+def write_progress(folder, name, **fields):
+    content = {"state": "running", "step": 3, "steps": 8, "loss": 5.25, "host": "node-1", "pid": 7, "error": None}
+    (folder / "runs" / f"{name}.progress.json").write_text(json.dumps({**content, "updated": time.time(), **fields}))
+
+
+class TestStatus:
+    def test_finished(self, finished, capsys):
+        folder, _, file = finished
+        assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        # The model whose rates all diverged has no reported runs
+        assert lines[-1] == "18 of 18 runs finished, 0 running, 0 waiting"
+        assert re.search(r"^absurd +2 of 2 +every rate diverged +0 of 3$", "\n".join(lines), flags=re.MULTILINE)
+        assert re.search(r"^planted +2 of 2 +0\.\d+ +3 of 3$", "\n".join(lines), flags=re.MULTILINE)
+
+    def test_at_work(self, finished, tmp_path):
+        folder = tmp_path / "results"
+        shutil.copytree(finished[0], folder)
+        for name in (
+            "base/rate-0.01-seed-0",
+            "base/rate-0.01-seed-1",
+            "base/rate-0.01-seed-2",
+            "planted/sweep-rate-0.005-seed-1000",
+        ):
+            shutil.rmtree(folder / "runs" / name)
+        write_progress(folder, "base/rate-0.01-seed-0")
+        write_progress(folder, "base/rate-0.01-seed-1", updated=time.time() - 3600)
+        write_progress(
+            folder, "base/rate-0.01-seed-2", state="failed", error="OSError: no memory", step=0, steps=None, loss=None
+        )
+        write_progress(folder, "twin/rate-0.01-seed-0")  # left behind by a finished run
+        text = "\n".join(describe_status(load_comparison(finished[2]), folder))
+        assert re.search(
+            r"^base/rate-0.01-seed-0 +running +3 of 8 +5.2500 +node-1, process 7 +\d s ago$", text, flags=re.MULTILINE
+        )
+        assert re.search(r"^base/rate-0.01-seed-1 +interrupted +3 of 8 .* 3600 s ago$", text, flags=re.MULTILINE)
+        assert "base/rate-0.01-seed-2: OSError: no memory" in text and "twin/rate" not in text
+        assert re.search(r"^planted +1 of 2 +waits for the sweep +0 of 3$", text, flags=re.MULTILINE)
+        assert "11 of 18 runs finished, 1 running, 4 waiting, 2 failed or interrupted" in text
+
+    def test_nothing_there(self, finished, make_file, tmp_path, capsys):
+        assert main(["compare", make_file(), "--output_dir", str(tmp_path), "--status"]) == 1
+        assert "holds no comparison yet" in capsys.readouterr().err
+        assert main(["compare", make_file(), "--output_dir", str(finished[0]), "--status"]) == 1
+        assert "holds another comparison" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+
+class TestEngines:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--gpus-per-run", "1"], "gpus_per_run: only the engine 'ray' has that; set --engine ray"),
+            (["--cpus-per-run", "0"], "cpus_per_run=0 must be at least 1"),
+            (["--engine", "ray"], "the engine 'ray' needs Ray: pip install modeling-nlq[ray]"),
+        ],
+    )
+    def test_comparison(self, make_file, tmp_path, monkeypatch, capsys, options, message):
+        monkeypatch.setitem(sys.modules, "ray", None)
+        for name in ("run.ray_jobs", "run.on_ray", "comparison.on_ray"):
+            monkeypatch.delitem(sys.modules, f"modeling_nlq.training.{name}", raising=False)
+        assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
+        assert capsys.readouterr().err == f"nlq: error: {message}\n"
+        assert not (tmp_path / "results").exists()
+
+    def test_training(self, recipe_file, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "ray", None)
+        monkeypatch.delitem(sys.modules, "modeling_nlq.training.run.ray_jobs", raising=False)
+        monkeypatch.delitem(sys.modules, "modeling_nlq.training.run.on_ray", raising=False)
+        folder = tmp_path / "run"
+        for options, message in (
+            ({"workers": 2}, "workers: only the engine 'ray' has that"),
+            ({"engine": "slurm"}, "engine='slurm' must be 'local' or 'ray'"),
+            ({"output_dir": "s3://bucket/run"}, "output_dir=s3://bucket/run is no folder: an address needs --engine ray"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                train(recipe_file, **{"output_dir": folder, **options})
+        with pytest.raises(ImportError, match="needs Ray"):
+            train(recipe_file, output_dir=folder, engine="ray")
+        assert not folder.exists()
+
+    def test_comparison_at_an_address(self, make_file):
+        with pytest.raises(ValueError, match="is no folder: results at an address need --engine ray"):
+            compare(make_file(), "memory://results")
+        with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
+            compare(make_file(), engine="dask")
