@@ -111,11 +111,13 @@ class TestFault:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--gpus-per-run", "8"], "a run takes 8 CPUs and 8 GPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
+            (["--gpus-per-run", "1"], "a run takes 1 CPUs and 1 GPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
             (["--cpus-per-run", "9"], "a run takes 9 CPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
-            (["--workers-per-run", "3"], "a run takes 3 workers, and the nodes have room for 2"),
+            (["--workers-per-run", "4"], "a run takes 4 workers, and the nodes have room for 2"),
             (["--cpus-per-run", "3", "--workers-per-run", "2"], "3 CPUs of a run must be a multiple of its 2 workers"),
             (["--max-retries", "-1"], "max_retries=-1 must be at least 0"),
+            (["--gpus-per-run", "2"], "2 GPUs of a run need as many workers"),
+            (["--workers-per-run", "5"], "5 workers cannot share the batches of this recipe"),
             (["--output_dir", "s3://nobody/study"], "s3://nobody/study cannot be written: FileNotFoundError: "),
             (["--output_dir", "s5://bucket/study"], "s5://bucket/study cannot be opened: "),
         ],

@@ -31,6 +31,7 @@ def make(order: Order, sender) -> None:
 def in_a_process(order: Order):
     """Makes a run, and returns what it reported, or its error."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["modeling_nlq.training.run.unattended"])  # imports once
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=make, args=(order, sender))
     process.start()
