@@ -204,15 +204,15 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
-    options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
-    engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     comparison = load_comparison(arguments.comparison, read_overrides(words))
     folder = open_folder(arguments.output_dir or comparison.default_folder)
-    if arguments.status:
+    if arguments.status:  # also on a machine without the engine
         from modeling_nlq.training.comparison.status import describe_status
 
         print("\n".join(describe_status(comparison, folder)))
         return
+    options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
+    engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
     if arguments.dry_run:

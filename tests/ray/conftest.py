@@ -106,6 +106,13 @@ def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
 
 
 @pytest.fixture(scope="session")
+def two_runs(comparison_file, tmp_path_factory) -> tuple[str, dict]:
+    """A comparison of two runs, and its results on the local engine."""
+    file = comparison_file(seeds=[0])
+    return file, run_comparison(load_comparison(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
+
+
+@pytest.fixture(scope="session")
 def s3(tmp_path_factory):
     """An S3 server on loopback; gives the folder of its buckets, of which one is there: `bucket`."""
     folder = tmp_path_factory.mktemp("s3")

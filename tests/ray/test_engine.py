@@ -13,7 +13,6 @@ from support.runs import logged_losses, without_times
 
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
-from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.files import read_json
@@ -73,14 +72,13 @@ class TestSameNumbers:
 
 
 class TestWorkers:
-    def test_two_workers_a_run_of_which_one_is_killed(self, comparison_file, start_cluster, tmp_path, capfd):
+    def test_two_workers_a_run_of_which_one_is_killed(self, two_runs, start_cluster, tmp_path, capfd):
+        file, one = two_runs
         start_cluster(1, 1)
-        comparison = load_comparison(comparison_file(seeds=[0]))
-        one = run_comparison(comparison, tmp_path / "one", LocalEngine(1))
         folder = tmp_path / "two"
         killer = threading.Thread(target=lambda: os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL))
         killer.start()
-        two = run_comparison(comparison, folder, RayEngine(workers_per_run=2))
+        two = run_comparison(load_comparison(file), folder, RayEngine(workers_per_run=2))
         killer.join()
         assert "was lost because" in capfd.readouterr().err
         assert sum("Going on from" in log.read_text() for log in folder.glob("runs/*/*-0.log")) == 1

@@ -35,14 +35,13 @@ class TestLost:
 
         def do_harm():
             first = wait_until(lambda: running(folder))[0]
+            status.extend(describe_status(load_comparison(file), folder))
             os.kill(process_of(first), signal.SIGKILL)
             wait_until(lambda: (first / "metrics.json").is_file())
-            lost = wait_until(lambda: [run for run in running(folder) if run != first])[0]
-            status.extend(describe_status(load_comparison(file), folder))
+            wait_until(lambda: [run for run in running(folder) if run != first])
             kept.update(finished_runs(folder))
-            cluster.add_node(num_cpus=1)
             cluster.remove_node(node, allow_graceful=False)
-            wait_until(lambda: (lost / "metrics.json").is_file())
+            cluster.add_node(num_cpus=1)
 
         harm = in_background(do_harm)
         results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
@@ -57,8 +56,9 @@ class TestLost:
             assert "Going on from" in (folder / "runs" / f"{name}.log").read_text()
         assert re.search(r"1 running", "\n".join(status)) and re.search(r"running +\d+ of 120 +\d\.\d{4}", "\n".join(status))
 
-    def test_killed_driver(self, made_locally, start_cluster, tmp_path, capfd):
-        file, expected, _ = made_locally
+    def test_killed_driver(self, two_runs, start_cluster, tmp_path, monkeypatch, capfd):
+        file, expected = two_runs
+        monkeypatch.setattr("modeling_nlq.training.run.lease._PATIENCE", 12.0)
         start_cluster(0, 1)
         folder = tmp_path / "results"
         command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]

@@ -22,8 +22,9 @@ def finished_runs(folder: Path) -> dict[Path, int]:
 
 
 def running(folder: Path) -> list[Path]:
-    """The runs that have a checkpoint and are not finished."""
-    return [path.parent for path in folder.glob("runs/*/*/checkpoint-*") if not (path.parent / "metrics.json").is_file()]
+    """The runs that have a complete checkpoint and are not finished."""
+    states = folder.glob("runs/*/*/checkpoint-*/trainer_state.json")
+    return [state.parents[1] for state in states if not (state.parents[1] / "metrics.json").is_file()]
 
 
 def process_of(run: Path) -> int:

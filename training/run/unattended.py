@@ -96,7 +96,7 @@ class Progress(TrainerCallback):
         self.content = {"state": "running", "step": 0, "steps": None, "loss": None, "host": socket.gethostname()}
         self.content |= {"pid": os.getpid(), "updated": None, "error": None}
         self._file, self._pace, self._report = file, pace, report
-        self._log, self._log_copy = log, log_copy
+        self._log, self._log_copy, self._copied = log, log_copy, 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True)
 
@@ -125,8 +125,9 @@ class Progress(TrainerCallback):
             if self._report is not None:
                 self._report(dict(self.content))
             write_text(self._file, json.dumps(self.content) + "\n")
-            if self._log_copy is not None and self._log.is_file():
+            if self._log_copy is not None and (size := self._log.stat().st_size) != self._copied:
                 copy_file(self._log, self._log_copy)
+                self._copied = size
         except Exception as error:  # the run itself may still end well
             with contextlib.suppress(OSError):
                 print(f"progress was not written: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
