@@ -1,11 +1,12 @@
 """What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal numbers."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,51 +20,46 @@ from modeling_nlq.training.comparison.plan import load_comparison
 from modeling_nlq.training.comparison.status import describe_status
 
 
-def in_background(function, *arguments) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, daemon=True)
-    thread.start()
-    return thread
+def start_driver(file: str, folder: Path, errors: Path) -> subprocess.Popen:
+    """Starts `nlq compare --engine ray`."""
+    command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
+    command += ["--engine", "ray", "--cpus-per-run", "1"]
+    with errors.open("w") as stream:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)
 
 
 class TestLost:
-    def test_killed_worker_and_lost_node(self, made_locally, start_cluster, tmp_path, capfd):
+    def test_killed_worker_and_lost_node(self, made_locally, start_cluster, tmp_path):
         file, expected, _ = made_locally
         cluster = start_cluster(0)
         node = cluster.add_node(num_cpus=1)
-        folder = tmp_path / "results"
-        kept, status = {}, []
+        folder, errors = tmp_path / "results", tmp_path / "errors.txt"
+        driver = start_driver(file, folder, errors)
+        first = wait_until(lambda: running(folder))[0]
+        status = "\n".join(describe_status(load_comparison(file), folder))
+        os.kill(process_of(first), signal.SIGKILL)
+        wait_until(lambda: (first / "metrics.json").is_file())
+        second = wait_until(lambda: [run for run in running(folder) if run != first])[0]
+        cluster.remove_node(node, allow_graceful=False)
+        kept = finished_runs(folder)
+        cluster.add_node(num_cpus=1)
+        assert driver.wait(timeout=200) == 0, errors.read_text()
 
-        def do_harm():
-            first = wait_until(lambda: running(folder))[0]
-            status.extend(describe_status(load_comparison(file), folder))
-            os.kill(process_of(first), signal.SIGKILL)
-            wait_until(lambda: (first / "metrics.json").is_file())
-            wait_until(lambda: [run for run in running(folder) if run != first])
-            kept.update(finished_runs(folder))
-            cluster.remove_node(node, allow_graceful=False)
-            cluster.add_node(num_cpus=1)
-
-        harm = in_background(do_harm)
-        results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
-        harm.join(timeout=5)
-        assert without_times(results) == without_times(expected)
-        assert kept and kept.items() <= finished_runs(folder).items()
-        lines = re.findall(
-            r"run (\S+) was lost because (.*); it goes on from its last checkpoint \(retry 1 of 3\)", capfd.readouterr().err
-        )
-        assert len({name for name, _ in lines}) == 2, lines
-        for name, _ in lines:
-            assert "Going on from" in (folder / "runs" / f"{name}.log").read_text()
-        assert re.search(r"1 running", "\n".join(status)) and re.search(r"running +\d+ of 120 +\d\.\d{4}", "\n".join(status))
+        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert len(kept) == 1 and kept.items() <= finished_runs(folder).items()
+        for run in (first, second):
+            name = f"{run.parent.name}/{run.name}"
+            assert f"run {name} was lost because its process or its node died; it goes on from its last " in errors.read_text()
+            assert "Going on from" in run.with_name(f"{run.name}.log").read_text()
+        assert "0 of 6 runs finished, 1 running, 5 waiting" in status
+        assert re.search(rf"{first.name} +running +(\d+ of 120)? +", status)
 
     def test_killed_driver(self, two_runs, start_cluster, tmp_path, monkeypatch, capfd):
         file, expected = two_runs
         monkeypatch.setattr("modeling_nlq.training.run.lease._PATIENCE", 12.0)
         start_cluster(0, 1)
         folder = tmp_path / "results"
-        command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
-        command += ["--engine", "ray", "--cpus-per-run", "1"]
-        driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        driver = start_driver(file, folder, tmp_path / "errors.txt")
         wait_until(lambda: finished_runs(folder) and running(folder))
         worker = process_of(running(folder)[0])
         driver.kill()
