@@ -282,6 +282,9 @@ class RayJobs:
             running = ray.get(self._board.read.remote())
         except RayError:  # there is no bar without it, and all the same there are runs
             running = {}
+        # The last word of a run may reach the board after the driver knows that it is finished
+        names = {order.name for order in self._running.values()}
+        running = {name: content for name, content in running.items() if name in names}
         done = self._finished + sum(content["step"] for content in running.values())
         self._progress.set_postfix_str(f"{len(_nodes())} nodes, {len(running)} runs at work", refresh=False)
         self._progress.update(done - self._progress.n)
