@@ -15,15 +15,15 @@ demo: .venv/installed
 test: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients --ignore tests/ray
+	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients --ignore tests/cluster
 
 # The slow tests too, which repeat the quick ones' kinds of cases in more combinations
 test-all: .venv/installed-test
-	$(PYTEST) -m "not gpu" --ignore tests/clients --ignore tests/ray
+	$(PYTEST) -m "not gpu" --ignore tests/clients --ignore tests/cluster
 
 # The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
 test-oldest: .venv-oldest/installed
-	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients --ignore tests/ray
+	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients --ignore tests/cluster
 
 # Other people's programs, which have an environment of their own
 test-clients: .venv-clients/installed
@@ -35,7 +35,7 @@ ALONE = unshare --net --map-root-user bash -c 'ip link set lo up && exec "$$@"' 
 
 test-ray: .venv-ray/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(if $(shell $(ALONE) echo yes 2>/dev/null),$(ALONE)) \
-		.venv-ray/bin/python -m pytest tests/ray
+		.venv-ray/bin/python -m pytest tests/cluster
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .

@@ -201,15 +201,17 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.comparison.plan import load_comparison
     from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.comparison.status import describe_status
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
+    if arguments.status and arguments.output_dir:  # also on a machine without the engine, the models and the data
+        print("\n".join(describe_status(open_folder(arguments.output_dir))))
+        return
     comparison = load_comparison(arguments.comparison, read_overrides(words))
     folder = open_folder(arguments.output_dir or comparison.default_folder)
-    if arguments.status:  # also on a machine without the engine
-        from modeling_nlq.training.comparison.status import describe_status
-
-        print("\n".join(describe_status(comparison, folder)))
+    if arguments.status:
+        print("\n".join(describe_status(folder)))
         return
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})

@@ -12,7 +12,7 @@ from datasets import disable_progress_bars
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.plan import Comparison, load_comparison
 from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, gather
+from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather
 from modeling_nlq.training.files import (
     COMPARISON_FILE,
     RESULTS_FILE,
@@ -141,6 +141,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     finished = FinishedRuns(folder)
     with engine.connected(comparison, folder):
         _claim_folder(folder, comparison)
+        check_same_models(comparison, finished)
         with engine.alone_in(folder):
             data, fingerprint = engine.prepare_data(comparison, folder)
             _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)

@@ -261,6 +261,17 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     return Comparison(own_name, baseline, variants, list(seeds), sweep_seed, variants[baseline].tokens, command, resolved)
 
 
+def outline(given: Mapping[str, Any]) -> Comparison:
+    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them."""
+    shared = _check_learning_rates("learning_rates", given.get("learning_rates"))
+    variants = {}
+    for name, entry in given["models"].items():
+        rates = _check_learning_rates("learning_rates", (entry or {}).get("learning_rates")) or shared
+        variants[name] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry or {})
+    seeds, sweep_seed = given["seeds"], given["sweep_seed"]
+    return Comparison(given["name"], given["baseline"], variants, seeds, sweep_seed, 0, "", dict(given))
+
+
 def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
     if fixed := [name for name in _SET_BY_RUN if name in fields]:
         raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.plan import Comparison
+from modeling_nlq.training.comparison.plan import outline
 from modeling_nlq.training.comparison.results import FinishedRuns
-from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, differences, read_json, read_yaml
+from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
 from modeling_nlq.training.run.unattended import PROGRESS
 from modeling_nlq.training.text import align
 
@@ -16,20 +16,18 @@ from modeling_nlq.training.text import align
 _SILENCE = 60.0
 
 
-def describe_status(comparison: Comparison, folder: Path) -> list[str]:
+def describe_status(folder: Path) -> list[str]:
     """Says how far a comparison is: a line for each model, and one for each run that has begun and is not finished.
 
     Args:
-        comparison: its plan.
-        folder: its results folder, or an address (see `storage`).
+        folder: its results folder, or an address (see `storage`). Nothing else is read.
 
     Raises:
-        ValueError: if the folder holds nothing, or another comparison.
+        ValueError: if the folder holds no comparison.
     """
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
-    if changes := differences(read_yaml(folder / COMPARISON_FILE), comparison.given):
-        raise ValueError(f"{folder} holds another comparison ({changes})")
+    comparison = outline(read_yaml(folder / COMPARISON_FILE))
     finished = FinishedRuns(folder)
     done = {_name(path.parent) for path in folder.glob(f"runs/*/*/{METRICS_FILE}")}
     begun = {}

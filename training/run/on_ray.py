@@ -44,7 +44,7 @@ def train_on_ray(
     """
     arguments = resolved.training_arguments
     if cpus_per_worker is None:
-        cpus_per_worker = default_cpus(workers, gpus_per_worker) // max(workers, 1)
+        cpus_per_worker = default_cpus(workers, gpus_per_worker) if workers == 1 else 1
     resources = Resources(cpus_per_worker * workers, gpus_per_worker * workers, workers)
     if max_retries < 0:
         raise ValueError(f"max_retries={max_retries} must be at least 0")

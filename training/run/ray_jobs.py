@@ -5,6 +5,7 @@ begun again, and goes on from its last checkpoint.
 """
 
 import os
+import shutil
 import socket
 import sys
 import uuid
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 
 from modeling_nlq.training.files import METRICS_FILE, read_json, read_section
 from modeling_nlq.training.run.mirror import log_file
-from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
+from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, progress_file, train_unattended
 from modeling_nlq.training.storage import open_folder, scratch_folder
 from modeling_nlq.training.text import first_line, one_line
 
@@ -65,8 +66,8 @@ class Resources:
     workers: int = 1
 
     def __post_init__(self):
-        for name, lowest in (("cpus", 1), ("gpus", 0), ("workers", 1)):
-            if getattr(self, name) < lowest:
+        for name, lowest in (("workers", 1), ("cpus", 1), ("gpus", 0)):
+            if not getattr(self, name) >= lowest:  # true for NaN
                 raise ValueError(f"{name} of a run: {getattr(self, name)} must be at least {lowest}")
         if self.cpus % self.workers:
             raise ValueError(f"{self.cpus} CPUs of a run must be a multiple of its {self.workers} workers")
@@ -125,8 +126,9 @@ def connected_to_ray() -> Iterator[None]:
     options = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError) as error:
-        raise ValueError(f"Ray at {address or 'this machine'} does not answer: {first_line(error)}") from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"RAY_ADDRESS={address}" if address else "Ray on this machine"
+        raise ValueError(f"{where} does not answer: {first_line(error)}") from error
     try:
         yield
     finally:
@@ -159,8 +161,10 @@ def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: R
     Raises:
         ValueError: if the workers cannot share the batches.
     """
+    dataset = Path(content.get("dataset", ""))
     return Order(
         name=name,
+        dataset=os.fspath(dataset.absolute()) if content.get("streaming") and dataset.exists() else None,
         content=share_batch(content, resources.workers),
         folder=str(folder),
         data=str(data),
@@ -221,9 +225,10 @@ class RayJobs:
         return self
 
     def __exit__(self, *_) -> None:
-        for reference in self._running:
-            with suppress(RayError):
+        for reference, order in self._running.items():
+            with suppress(Exception):
                 ray.cancel(reference, force=True)
+                progress_file(open_folder(order.folder)).unlink(missing_ok=True)  # it does not run any more
         with suppress(RayError):
             ray.kill(self._board)
 
@@ -370,14 +375,15 @@ def _train_with_workers(order: Order, resources: Resources, board) -> dict[str, 
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
+    note = scratch_folder(f"ray-train-{uuid.uuid4().hex}")
     trainer = TorchTrainer(
         _work,
         train_loop_config={"order": order, "gpus": resources.gpus, "board": board},
         scaling_config=ScalingConfig(
             num_workers=resources.workers, use_gpu=resources.gpus > 0, resources_per_worker=resources.of_a_worker()
         ),
-        # Checkpoints lie in the run folder. Ray Train keeps nothing here but a note, under a new name each time
-        run_config=RunConfig(name=uuid.uuid4().hex, storage_path=os.fspath(scratch_folder("ray-train"))),
+        # Checkpoints lie in the run folder. Ray Train keeps nothing here but a note
+        run_config=RunConfig(name=note.name, storage_path=os.fspath(note.parent)),
     )
     try:
         trainer.fit()
@@ -385,6 +391,8 @@ def _train_with_workers(order: Order, resources: Resources, board) -> dict[str, 
         return _first_failure(error.worker_failures)
     except TrainingFailedError as error:
         return _Failure(f"failed: {one_line(error)}", is_lost=False)
+    finally:
+        shutil.rmtree(note, ignore_errors=True)
     return read_json(open_folder(order.folder) / METRICS_FILE)
 
 

@@ -138,7 +138,7 @@ def train_recipe(
     config = load_config(recipe.model, resolved.switches)
     check_recipe(resolved, config)
     with arguments.main_process_first(local=False):
-        _claim_run_folder(folder, resolved.given, is_main_process)
+        _claim_run_folder(folder, resolved.given, arguments.world_size, is_main_process)
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return read_json(folder / METRICS_FILE)
@@ -155,7 +155,7 @@ def train_recipe(
     return metrics
 
 
-def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool) -> None:
+def _claim_run_folder(folder: Path, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
     """Makes the run folder, or checks that it holds this very run.
 
     Raises:
@@ -169,14 +169,25 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], is_main_process: bool
             (folder / "tokenizer.json").unlink(missing_ok=True)
             write_yaml(recipe_file, given)
     elif recipe_file.is_file():
-        goes_on = not (folder / METRICS_FILE).is_file() and any(folder.glob("checkpoint-*"))
-        free = _SHARES_OF_A_BATCH if goes_on else ()
-        if changes := differences(*(_without(recipe, free) for recipe in (read_yaml(recipe_file), given))):
+        before = read_yaml(recipe_file)
+        if (folder / METRICS_FILE).is_file():
+            made_by = read_json(folder / METRICS_FILE).get("processes", 1)
+            has_same_batch = _global_batch_size(before, made_by) == _global_batch_size(given, processes)
+        else:
+            has_same_batch = any(folder.glob("checkpoint-*"))  # which the checkpoint tells
+        free = _SHARES_OF_A_BATCH if has_same_batch else ()
+        if changes := differences(*(_without(recipe, free) for recipe in (before, given))):
             raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
     elif is_taken(folder):
         raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
     elif is_main_process:
         write_yaml(recipe_file, given)
+
+
+def _global_batch_size(given: dict[str, Any], processes: int) -> int:
+    """Samples of an optimizer step, of all processes together."""
+    training = given.get("training", {})
+    return training.get("per_device_train_batch_size", 8) * training.get("gradient_accumulation_steps", 1) * processes
 
 
 def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Order:
         folder: the run folder or its address. Log and progress lie beside it.
         data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there, or its address.
         model: the path or the address of the recipe's model, if it is a file (see `share_model`).
+        dataset: the path of the recipe's dataset, if each node reads a file that all share.
         threads: number of threads of PyTorch; `None` leaves its own choice.
         pace: seconds between two reports of progress.
         patience: seconds to wait for another process that makes the same run.
@@ -58,6 +59,7 @@ class Order:
     folder: str
     data: str
     model: str | None = None
+    dataset: str | None = None
     threads: int | None = None
     pace: float = 1.0
     patience: float = 0.0
@@ -244,8 +246,8 @@ def _train(
     if order.threads is not None:
         torch.set_num_threads(order.threads)
     resolved = resolve_recipe(order.content, {"output_dir": str(folder), "disable_tqdm": True})
-    if order.model is not None:
-        resolved = _with_model(resolved, local_model(order.model))
+    places = {"model": order.model and str(local_model(order.model)), "dataset": order.dataset}
+    resolved = _with_places(resolved, **{name: place for name, place in places.items() if place})
     metrics = train_recipe(resolved, data, callbacks)
     if not is_first:
         return metrics
@@ -258,6 +260,6 @@ def _train(
     return metrics
 
 
-def _with_model(resolved: ResolvedRecipe, model: Path) -> ResolvedRecipe:
-    """A recipe that reads its model from another place; what it writes down stays."""
-    return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, model=str(model)))
+def _with_places(resolved: ResolvedRecipe, **places: str) -> ResolvedRecipe:
+    """A recipe that reads its model or its dataset from another place; what it writes down stays."""
+    return dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, **places))

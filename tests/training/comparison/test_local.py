@@ -213,6 +213,19 @@ class TestFolder:
         assert "models.third: None there, {} now" in capsys.readouterr().err
         assert run_files(folder) == before
 
+    def test_model_that_changed(self, finished, tmp_path, capsys):
+        """Its file has the same name, and another size inside."""
+        folder = tmp_path / "results"
+        shutil.copytree(finished[0], folder)
+        for file in folder.glob("runs/base/*/metrics.json"):
+            file.write_text(json.dumps({**json.loads(file.read_text()), "parameters": 7}))
+        before = run_files(folder)
+        assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
+        assert f"model 'base' has changed since {folder} was begun: run base/rate-0.01-seed-0 has 7 parameters, the model " in (
+            capsys.readouterr().err
+        )
+        assert run_files(folder) == before
+
     def test_foreign_folder(self, make_file, tmp_path, capsys):
         (tmp_path / "thesis.tex").write_text("all I have")
         assert main(["compare", make_file(), "--output_dir", str(tmp_path)]) == 1

@@ -36,7 +36,7 @@ class TestLost:
         folder, errors = tmp_path / "results", tmp_path / "errors.txt"
         driver = start_driver(file, folder, errors)
         first = wait_until(lambda: running(folder))[0]
-        status = "\n".join(describe_status(load_comparison(file), folder))
+        status = "\n".join(describe_status(folder))
         os.kill(process_of(first), signal.SIGKILL)
         wait_until(lambda: (first / "metrics.json").is_file())
         second = wait_until(lambda: [run for run in running(folder) if run != first])[0]
@@ -104,7 +104,7 @@ class TestFault:
         log = (folder / "runs" / "faulty" / "rate-0.01-seed-0.log").read_text()
         assert log.count("Traceback (most recent call last)") >= 1
         assert [path.parts[-3] for path in finished_runs(folder)] == ["base"]
-        status = "\n".join(describe_status(load_comparison(file), folder))
+        status = "\n".join(describe_status(folder))
         assert "1 of 2 runs finished, 0 running, 0 waiting, 1 failed or interrupted" in status
 
     @pytest.mark.parametrize(
