@@ -99,7 +99,8 @@ def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
         models={
             "base": {"learning_rates": [5e-3, 1e-2]},
             "squared": {"switches": {"attention_activation": "squared"}},
-        }
+        },
+        seeds=[0],
     )
     folder = tmp_path_factory.mktemp("local") / "results"
     return file, run_comparison(load_comparison(file), folder, LocalEngine(1)), folder
