@@ -158,10 +158,11 @@ class TestConditions:
         metrics = train(recipe_file, output_dir=folder, **shares)
         assert metrics["token_stream"] == run[1]["token_stream"]
         assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
-        # The folder holds the recipe as it ended: the same command again does nothing, the earlier one is another recipe
+        # The run is finished: both commands do nothing, and another global batch size is another recipe
         assert train(recipe_file, output_dir=folder, **shares) == metrics
+        assert train(recipe_file, output_dir=folder) == metrics
         with pytest.raises(ValueError, match=r"holds a run of another recipe .*gradient_accumulation_steps"):
-            train(recipe_file, output_dir=folder)
+            train(recipe_file, output_dir=folder, per_device_train_batch_size=4)
 
     def test_checkpoint_that_does_not_say(self, recipe_file, tmp_path, capsys):
         arguments = ["--output_dir", str(tmp_path / "run")]
