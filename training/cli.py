@@ -164,7 +164,7 @@ def _add_max_retries(command: argparse.ArgumentParser) -> None:
         "--max-retries",
         "--max_retries",
         type=int,
-        help="with --engine ray: how often a run is begun again that lost its node or its memory; by default 3",
+        help="with --engine ray: how often a run is retried that lost its node or ran out of memory; by default 3",
     )
 
 

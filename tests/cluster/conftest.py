@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import ray
-import yaml
 from ray.cluster_utils import Cluster
 from support.ray_cases import wait_until
+from support.runs import write_comparison
 
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
@@ -76,18 +76,9 @@ def comparison_file(recipe_file, tmp_path_factory):
     """A function from the fields of a comparison to its file."""
 
     def make(**fields) -> str:
-        path = tmp_path_factory.mktemp("comparison") / "comparison.yaml"
-        content = {
-            "recipe": str(recipe_file),
-            "baseline": "base",
-            "models": {"base": None, "squared": {"switches": {"attention_activation": "squared"}}},
-            "learning_rates": [1e-2],
-            "seeds": [0, 1],
-            "training": TRAINING,
-            **fields,
-        }
-        path.write_text(yaml.safe_dump(content, sort_keys=False))
-        return str(path)
+        models = {"base": None, "squared": {"switches": {"attention_activation": "squared"}}}
+        defaults = {"recipe": str(recipe_file), "models": models, "training": TRAINING}
+        return write_comparison(tmp_path_factory.mktemp("comparison"), **{**defaults, **fields})
 
     return make
 

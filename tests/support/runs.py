@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import TrainerCallback
 
 from modeling_nlq.training.run.recipe import load_recipe
@@ -38,3 +39,11 @@ def without_times(results: dict) -> dict:
             for name in ("train_seconds", "tokens_per_second", "peak_memory"):
                 run.pop(name)
     return results
+
+
+def write_comparison(folder: Path, **fields) -> str:
+    """Writes `comparison.yaml` with one rate and two seeds, unless the fields say otherwise; `None` leaves a field out."""
+    content = {"baseline": "base", "learning_rates": [1e-2], "seeds": [0, 1], **fields}
+    given = {name: value for name, value in content.items() if value is not None}
+    (folder / "comparison.yaml").write_text(yaml.safe_dump(given, sort_keys=False))
+    return str(folder / "comparison.yaml")

@@ -35,7 +35,7 @@ class RayEngine:
             so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
         gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one.
         workers_per_run: processes that train a run together, at its global batch size.
-        max_retries: how often a run is begun again that lost its node or its memory.
+        max_retries: how often a run is retried that lost its node or its process, or ran out of memory.
     """
 
     cpus_per_run: int | None = None

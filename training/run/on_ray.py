@@ -32,7 +32,7 @@ def train_on_ray(
         cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
             in this process if there is one worker and no GPU.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
-        max_retries: how often the run is begun again if it loses a node, a process or its memory.
+        max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
 
     Returns:
         The content of `metrics.json` in the run folder.

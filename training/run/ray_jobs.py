@@ -1,7 +1,7 @@
 """Runs on Ray: a task for each run, or a job of Ray Train if a run takes several workers.
 
-Ray knows the nodes, reserves CPUs and GPUs, and tells which runs were lost with their node or for want of memory. A lost run is
-begun again, and goes on from its last checkpoint.
+Ray knows the nodes, reserves CPUs and GPUs, and tells which runs were lost with their node or ran out of memory. A lost run is
+retried, from its last checkpoint.
 """
 
 import os
@@ -194,13 +194,13 @@ def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
 
 
 class RayJobs:
-    """Makes runs, as many at once as the cluster has room for, and begins those again that were lost.
+    """Makes runs, as many at once as the cluster has room for, and retries those that were lost.
 
     At the end of a `with` block, it ends those that still run.
 
     Args:
         resources: of each run.
-        max_retries: how often a run is begun again at most.
+        max_retries: how often a run is retried at most.
         progress: a bar over the steps of all runs; its present count is that of the runs that were finished before.
         steps: the number of steps of each run.
     """

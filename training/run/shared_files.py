@@ -1,6 +1,7 @@
 """What nodes take from the folder of results: the tokenizer, the tokenised data, and models that are files of one machine.
 
-Each lies in a folder whose name is a hash of its content, and never changes there.
+Each lies in a folder whose name is a hash: of the documents and the fields that shape the tokens, or of the names, sizes and
+times of the model's files. What lies there never changes.
 """
 
 import os

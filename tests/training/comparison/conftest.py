@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import yaml
+from support.runs import write_comparison
 
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.plan import load_comparison
@@ -15,18 +15,9 @@ def make_file(recipe_file, tmp_path_factory):
     """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit longer."""
 
     def make(**fields) -> str:
-        path = tmp_path_factory.mktemp("comparison") / "comparison.yaml"
-        content = {
-            "recipe": str(recipe_file),
-            "baseline": "base",
-            "models": {"base": None, "twin": None},
-            "learning_rates": [1e-2],
-            "seeds": [0, 1],
-            "training": {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"},
-            **fields,
-        }
-        path.write_text(yaml.safe_dump({name: value for name, value in content.items() if value is not None}, sort_keys=False))
-        return str(path)
+        training = {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"}
+        defaults = {"recipe": str(recipe_file), "models": {"base": None, "twin": None}, "training": training}
+        return write_comparison(tmp_path_factory.mktemp("comparison"), **{**defaults, **fields})
 
     return make
 
