@@ -199,7 +199,7 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.plan import load_comparison
+    from modeling_nlq.training.comparison.reading import load_comparison
     from modeling_nlq.training.comparison.report import describe
     from modeling_nlq.training.comparison.status import describe_status
     from modeling_nlq.training.run.recipe import read_overrides

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +11,11 @@ from typing import Any, Protocol
 from datasets import disable_progress_bars
 
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Comparison, load_comparison
+from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder, write_ladder_report
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather
+from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather, starts_of_next_scale
 from modeling_nlq.training.files import (
     COMPARISON_FILE,
     RESULTS_FILE,
@@ -32,14 +35,17 @@ FINGERPRINT_FILE = "dataset_fingerprint.txt"
 class Engine(Protocol):
     """Where and how the runs of a comparison are made."""
 
-    def connected(self, comparison: Comparison, folder: Path) -> AbstractContextManager[None]:
+    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> AbstractContextManager[None]:
         """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more then."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows it."""
 
     def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
-        """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents."""
+        """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
+
+        The scales of a ladder share `folder`, and so their tokenizer.
+        """
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
@@ -106,15 +112,16 @@ def compare(
     return run_and_report(loaded, open_folder(output_dir or loaded.default_folder), made)
 
 
-def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
     results = run_comparison(comparison, folder, engine)
+    write = write_ladder_report if isinstance(comparison, Ladder) else write_report
     if is_main_process():
         if isinstance(folder, Path):
-            write_report(results, folder)
+            write(results, folder)
         else:
             with written_whole(folder) as unfinished:
-                write_report(results, unfinished)
+                write(results, unfinished)
     return results
 
 
@@ -123,8 +130,10 @@ def is_main_process() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the results without a report.
+
+    The scales of a ladder are made one after another, the smallest first: the rates found at one start the searches at the next.
 
     Args:
         comparison: the runs to make.
@@ -138,30 +147,38 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
-    finished = FinishedRuns(folder)
-    with engine.connected(comparison, folder):
-        _claim_folder(folder, comparison)
-        check_same_models(comparison, finished)
+    scales = comparison.scales if isinstance(comparison, Ladder) else {"": comparison}
+    folders = {name: scale_folder(folder, name) if name else folder for name in scales}
+    gathered, starts = {}, {}
+    with engine.connected(list(scales.values()), folder):
+        _claim_folder(folder, comparison.given)
         with engine.alone_in(folder):
-            data, fingerprint = engine.prepare_data(comparison, folder)
-            _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
-            engine.make_runs(comparison, folder, data, finished)
-            for checkpoint in folder.glob("runs/*/*/checkpoint-*"):
-                remove_folder(checkpoint)  # of a run that was killed after its last step
-            text = json.dumps(gather(comparison, finished), allow_nan=False)
+            for name, scale in scales.items():
+                scale = with_starts(scale, starts)
+                finished = FinishedRuns(folders[name])
+                check_same_models(scale, finished)
+                data, fingerprint = engine.prepare_data(scale, folder)
+                _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
+                engine.make_runs(scale, folders[name], data, finished)
+                for checkpoint in folders[name].glob("runs/*/*/checkpoint-*"):
+                    remove_folder(checkpoint)  # of a run that was killed after its last step
+                gathered[name] = gather(scale, finished)
+                starts = starts_of_next_scale(scale, finished)
+            results = gather_ladder(comparison, gathered) if isinstance(comparison, Ladder) else gathered[""]
+            text = json.dumps(results, allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
 
 
-def _claim_folder(folder: Path, comparison: Comparison) -> None:
+def _claim_folder(folder: Path, given: dict[str, Any]) -> None:
     file = folder / COMPARISON_FILE
     if file.is_file():
-        if changes := differences(read_yaml(file), comparison.given):
+        if changes := differences(read_yaml(file), given):
             raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
     elif is_taken(folder):
         raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
     else:
-        write_yaml(file, comparison.given)
+        write_yaml(file, given)
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:

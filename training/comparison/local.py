@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
+from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
 from modeling_nlq.training.run.data import prepare_data
 from modeling_nlq.training.run.mirror import log_file
 from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
@@ -57,7 +57,7 @@ class LocalEngine:
         if self.cpus_per_run is not None and self.cpus_per_run < 1:
             raise ValueError(f"cpus_per_run={self.cpus_per_run} must be at least 1")
 
-    def connected(self, comparison: Comparison, folder: Path) -> AbstractContextManager[None]:
+    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> AbstractContextManager[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
         if not isinstance(folder, Path):
             raise ValueError(f"{folder} is no folder: results at an address need --engine ray")
@@ -80,8 +80,7 @@ class LocalEngine:
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
-        total = sum(comparison.runs_of(model) for model in comparison.variants)
-        with _environment_of_one_run(), tqdm(total=total * steps, unit="step", **bar_options()) as progress:
+        with _environment_of_one_run(), tqdm(unit="step", **bar_options()) as progress:
             # Ctrl-C in a terminal reaches every process. This one ends the run, which blocks it as the server does
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
@@ -89,10 +88,10 @@ class LocalEngine:
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             while True:
-                ready, count = _next_runs(comparison, finished)
-                progress.n = (total - count) * steps
+                ready, done, left = next_runs(comparison, finished)
+                progress.n, progress.total = done * steps, (done + left) * steps
                 progress.set_postfix_str("")
-                if not count:
+                if not left:
                     return
                 if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
                     time.sleep(1.0)  # other processes make all runs that are left
@@ -130,16 +129,6 @@ class LocalEngine:
         if isinstance(message, RunFailed):
             raise ChildProcessError(f"run {run.name} {message}; see {log_file(path)}") from message
         return message is None
-
-
-def _next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run], int]:
-    """The runs that can begin now, in their order, and the number of runs that are not finished."""
-    ready, count = [], 0
-    for model in comparison.variants:
-        runs, left = finished.unfinished(comparison, model)
-        ready += runs
-        count += left
-    return comparison.in_order(ready), count
 
 
 def _is_locked(path: Path) -> bool:

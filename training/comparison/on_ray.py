@@ -1,6 +1,6 @@
 """The engine of a cluster: the runs of a comparison on Ray, as many at once as there is room for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
+from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
 from modeling_nlq.training.run.lease import alone_at
 from modeling_nlq.training.run.ray_jobs import (
     RayJobs,
@@ -56,15 +56,16 @@ class RayEngine:
         return Resources(cpus, self.gpus_per_run, self.workers_per_run)
 
     @contextmanager
-    def connected(self, comparison: Comparison, folder: Path) -> Iterator[None]:
+    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> Iterator[None]:
         """Connects to the cluster.
 
         Raises:
             ValueError: if the workers cannot share the batches, the cluster does not answer or has too little room for a run,
                 or the folder cannot be written.
         """
-        for variant in comparison.variants.values():
-            share_batch(variant.content, self.workers_per_run)
+        for comparison in comparisons:
+            for variant in comparison.variants.values():
+                share_batch(variant.content, self.workers_per_run)
         check_writable(folder)
         with connected_to_ray():
             self.resources.check()
@@ -83,7 +84,7 @@ class RayEngine:
         return share_data(recipe, (folder.absolute() if isinstance(folder, Path) else folder) / "data")
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
-        """Makes the runs that are not finished. A model's seeds begin as soon as its own sweep is finished.
+        """Makes the runs that are not finished. A search or a sweep goes on as soon as its own runs are finished.
 
         Raises:
             ChildProcessError: naming the runs that failed; all others are finished.
@@ -91,12 +92,10 @@ class RayEngine:
         place = folder.absolute() if isinstance(folder, Path) else folder
         names = {variant.content["model"] for variant in comparison.variants.values()}
         models = {name: share_model(name, folder / "models") for name in names}
-        state = {model: finished.unfinished(comparison, model) for model in comparison.variants}
+        ready, done, left = next_runs(comparison, finished)
         steps = comparison.steps_per_run
-        total = sum(comparison.runs_of(model) for model in comparison.variants)
-        done = total - sum(left for _, left in state.values())
         with (
-            tqdm(total=total * steps, initial=done * steps, unit="step", **bar_options()) as progress,
+            tqdm(total=(done + left) * steps, initial=done * steps, unit="step", **bar_options()) as progress,
             RayJobs(self.resources, self.max_retries, progress, steps) as jobs,
         ):
             begun: dict[str, Run] = {}
@@ -109,13 +108,13 @@ class RayEngine:
                     model = models[comparison.variants[run.model].content["model"]]
                     jobs.submit(order_for_ray(run.name, content, path, data, self.resources, model=model))
 
-            submit([run for ready, _ in state.values() for run in ready])
+            submit(ready)
             for order, metrics in jobs.finished():
                 run = begun[order.name]
                 finished.add(run, metrics)
-                if run.is_sweep:
-                    ready, _ = finished.unfinished(comparison, run.model)
-                    submit([run for run in ready if run.name not in begun])
+                ready, _ = finished.unfinished(comparison, run.model)
+                submit([run for run in ready if run.name not in begun])
+                progress.total = max(progress.total, (done + len(begun)) * steps)  # a search may go on
         if jobs.failures:
             count = f"{len(jobs.failures)} runs failed: " if len(jobs.failures) > 1 else ""
             raise ChildProcessError(f"{count}{'; '.join(jobs.failures)}")

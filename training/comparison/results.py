@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +43,119 @@ class FinishedRuns:
         """Takes the metrics of a run that was finished just now, which a shared folder may show later."""
         self._metrics[run] = metrics
 
-    def best_learning_rate(self, comparison: Comparison, model: str) -> float | None:
-        """The rate with the lowest validation loss in the finished sweep; `None` if all its runs diverged."""
-        runs = comparison.sweep(model)
-        if not runs:
-            return comparison.variants[model].learning_rates[0]
-        measured = [(self.metrics(run), run.learning_rate) for run in runs]
-        losses = [(metrics["eval_loss"], rate) for metrics, rate in measured if not metrics["diverged"]]
-        return min(losses)[1] if losses else None
+    def tunings(self, comparison: Comparison, model: str) -> list["Tuning"]:
+        """How far the choice of a model's learning rate is, for each group of seeds that chooses together."""
+        return [self._tune(comparison, model, seeds) for seeds in comparison.groups] if comparison.has_choice(model) else []
+
+    def _tune(self, comparison: Comparison, model: str, seeds: list[int]) -> "Tuning":
+        """Goes through the search of a group as it went, with the losses of the finished runs."""
+        rates, losses = comparison.variants[model].rates, {}
+        while next_rates := rates.next(losses):
+            runs = [run for rate in next_rates for run in comparison.sweep(model, rate, seeds)]
+            if ready := [run for run in runs if self.metrics(run) is None]:
+                return Tuning(seeds, losses, ready)
+            for rate in next_rates:
+                found = [self.metrics(run) for run in comparison.sweep(model, rate, seeds)]
+                losses[rate] = math.inf if any(map(_has_diverged, found)) else statistics.fmean(m["eval_loss"] for m in found)
+        return Tuning(seeds, losses, [], rates.best(losses), rates.edge(losses))
+
+    def reported(self, comparison: Comparison, model: str) -> list[Run]:
+        """The runs of a model that are reported, as far as their rates are chosen; one for each seed in the end.
+
+        A seed that tries its own rates and diverges at each reports the run at the smallest. If each rate of a sweep diverged,
+        there are none.
+        """
+        if not comparison.has_choice(model):
+            return comparison.reported(model, comparison.variants[model].rates.first[0])
+        chosen = [tuning for tuning in self.tunings(comparison, model) if not tuning.ready]
+        if comparison.rate_choice == "sweep":
+            rates = [tuning.rate for tuning in chosen if tuning.rate is not None]
+            return [run for rate in rates for run in comparison.reported(model, rate)]
+        return [
+            Run(model, min(tuning.losses) if tuning.rate is None else tuning.rate, seed)
+            for tuning in chosen
+            for seed in tuning.seeds
+        ]
+
+    def tried(self, comparison: Comparison, model: str) -> list[Run]:
+        """The finished runs that choose a model's learning rate and are not reported."""
+        reported = set(self.reported(comparison, model))
+        runs = [
+            run
+            for tuning in self.tunings(comparison, model)
+            for rate in sorted(tuning.losses)
+            for run in comparison.sweep(model, rate, tuning.seeds)
+        ]
+        return [run for run in runs if run not in reported]
 
     def unfinished(self, comparison: Comparison, model: str) -> tuple[list[Run], int]:
-        """The runs of a model that can begin now, and the number of its runs that are not finished."""
-        sweep = [run for run in comparison.sweep(model) if self.metrics(run) is None]
-        if sweep:
-            return sweep, len(sweep) + len(comparison.seeds)
-        rate = self.best_learning_rate(comparison, model)
-        reported = [] if rate is None else comparison.reported(model, rate)
-        reported = [run for run in reported if self.metrics(run) is None]
-        return reported, len(reported)
+        """The runs of a model that can begin now, and the number of its runs that are left; a search may need more."""
+        tunings = self.tunings(comparison, model)
+        if ready := [run for tuning in tunings for run in tuning.ready]:
+            return ready, len(ready) + (len(comparison.seeds) if comparison.rate_choice == "sweep" else 0)
+        runs = [run for run in self.reported(comparison, model) if self.metrics(run) is None]
+        return runs, len(runs)
+
+    def count(self, comparison: Comparison, model: str) -> int:
+        """The number of finished runs of a model."""
+        runs = [*self.tried(comparison, model), *self.reported(comparison, model)]
+        runs += [
+            run
+            for tuning in self.tunings(comparison, model)
+            for rate in comparison.variants[model].rates.next(tuning.losses)
+            for run in comparison.sweep(model, rate, tuning.seeds)
+        ]
+        return sum(self.metrics(run) is not None for run in runs)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The choice of a learning rate by a group of seeds.
+
+    Attributes:
+        seeds: that choose together, by the mean of their losses.
+        losses: mean validation loss of each rate tried, in nats per token; infinity if a run diverged.
+        ready: runs that the choice waits for.
+        rate: the rate chosen; `None` before, or if every rate diverged.
+        edge: whether it is the `smallest` or the `largest` rate tried.
+    """
+
+    seeds: list[int]
+    losses: dict[float, float]
+    ready: list[Run]
+    rate: float | None = None
+    edge: str | None = None
+
+
+def _has_diverged(metrics: dict[str, Any]) -> bool:
+    return metrics["diverged"]
+
+
+def next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run], int, int]:
+    """The runs that can begin now, in their order, the number of finished runs, and the number of those that are left."""
+    ready, done, left = [], 0, 0
+    for model in comparison.variants:
+        runs, count = finished.unfinished(comparison, model)
+        ready += runs
+        left += count
+        done += finished.count(comparison, model)
+    return comparison.in_order(ready), done, left
+
+
+def starts_of_next_scale(comparison: Comparison, finished: FinishedRuns) -> dict[str, float]:
+    """The rates at which the searches of the next scale begin, by model: the median of those that were chosen here."""
+    found = {}
+    for model in comparison.variants:
+        rates = [tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None]
+        if rates:
+            found[model] = statistics.median_low(rates)
+    return found
 
 
 def check_same_models(comparison: Comparison, finished: FinishedRuns) -> None:
     """Raises `ValueError` if a finished run had a model of another size than the comparison has now."""
     for name, variant in comparison.variants.items():
-        sweep = comparison.sweep(name)
-        is_swept = all(finished.metrics(run) is not None for run in sweep)
-        rate = finished.best_learning_rate(comparison, name) if is_swept else None
-        for run in [*sweep, *([] if rate is None else comparison.reported(name, rate))]:
+        for run in [*finished.tried(comparison, name), *finished.reported(comparison, name)]:
             metrics = finished.metrics(run)
             if metrics is not None and metrics["parameters"] != variant.size.total:
                 sizes = f"run {run.name} has {metrics['parameters']:,} parameters, the model {variant.size.total:,} now"
@@ -80,9 +168,9 @@ def check_same_models(comparison: Comparison, finished: FinishedRuns) -> None:
 def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
-    * `models`: by name, the sizes, the switches and the training arguments that differ, the chosen `learning_rate` (`None` if
-      every rate diverged), whether it `is_at_edge` of the rates tried, its `rate_gap` (see that function), and the runs of the
-      sweep and the reported ones.
+    * `models`: by name, the sizes, the switches and the training arguments that differ, the `learning_rates` tried, the
+      `search` for them (`None` for a list), the runs that are reported, those of the `sweep` (that only chose a rate), the
+      `edges` (by seed, whether its rate is the smallest or the largest tried), and the `rate_gap` of a sweep (see there).
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
@@ -94,10 +182,10 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """
     models = {}
     for name, variant in comparison.variants.items():
-        rate = finished.best_learning_rate(comparison, name)
-        rates = variant.learning_rates
-        sweep = [_read_run(finished, run) for run in comparison.sweep(name)]
-        runs = [] if rate is None else [_read_run(finished, run) for run in comparison.reported(name, rate)]
+        tunings = finished.tunings(comparison, name)
+        sweep = [_read_run(finished, run) for run in finished.tried(comparison, name)]
+        runs = [_read_run(finished, run) for run in finished.reported(comparison, name)]
+        is_swept = comparison.rate_choice == "sweep"
         models[name] = {
             "given": without_folders(variant.given),
             "parameters": variant.size.total,
@@ -105,10 +193,15 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
             "non_embedding_parameters": variant.size.non_embedding,
             "flops_per_token": variant.size.flops_per_token,
             "intermediate_size": variant.intermediate_size,
-            "learning_rates": rates,
-            "learning_rate": rate,
-            "is_at_edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
-            "rate_gap": rate_gap(_validation_losses(sweep), _validation_losses(runs)),
+            "learning_rates": sorted({rate for tuning in tunings for rate in tuning.losses} or variant.rates.first),
+            "search": variant.rates.search,
+            "edges": {
+                seed: tuning.edge
+                for tuning in tunings
+                if tuning.edge is not None and tuning.rate is not None
+                for seed in (comparison.seeds if is_swept else tuning.seeds)
+            },
+            "rate_gap": rate_gap(_mean_losses(sweep), _validation_losses(runs)) if is_swept else None,
             "sweep": sweep,
             "runs": runs,
         }
@@ -122,14 +215,16 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
         for name, model in models.items()
     }
-    runs = [run for name in models for run in _all_runs(comparison, finished, name)]
+    runs = [run for name in models for run in (*finished.tried(comparison, name), *finished.reported(comparison, name))]
     fingerprints = {finished.metrics(run)["dataset_fingerprint"] for run in runs}
     sample = finished.metrics(runs[0])
+    unsettled = [name for name, model in models.items() if model["search"] and model["edges"]]
     return {
         "name": comparison.name,
         "baseline": comparison.baseline,
         "seeds": comparison.seeds,
-        "sweep_seed": comparison.sweep_seed,
+        "rate_choice": comparison.rate_choice,
+        "sweep_seeds": comparison.sweep_seeds,
         "command": comparison.command,
         "tokens_per_run": max((run["tokens_seen"] for run in whole), default=comparison.tokens_per_run),
         "dataset_fingerprint": sample["dataset_fingerprint"],
@@ -140,13 +235,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
-        "statistics": dataclasses.asdict(analyse(losses, comparison.baseline)),
+        "statistics": dataclasses.asdict(analyse(losses, comparison.baseline, unsettled=unsettled)),
     }
-
-
-def _all_runs(comparison: Comparison, finished: FinishedRuns, model: str) -> list[Run]:
-    rate = finished.best_learning_rate(comparison, model)
-    return [*comparison.sweep(model), *([] if rate is None else comparison.reported(model, rate))]
 
 
 def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
@@ -168,6 +258,7 @@ def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
         "train_loss": metrics["train_loss"],
         "bits_per_byte": metrics.get("test_bits_per_byte"),
         "token_accuracy": metrics.get("test_token_accuracy"),
+        "test_loss_parts": None if metrics["diverged"] else metrics.get("test_loss_parts"),
         **{name: metrics[name] for name in ("steps", "tokens_seen", "token_stream", "train_seconds", "tokens_per_second")},
         "peak_memory": metrics["peak_memory"],
         "attn_implementation": metrics["attn_implementation"],
@@ -184,6 +275,14 @@ def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
 
 def _validation_losses(runs: list[dict[str, Any]]) -> list[float | None]:
     return [None if run["diverged"] else run["validation_loss"] for run in runs]
+
+
+def _mean_losses(runs: list[dict[str, Any]]) -> list[float | None]:
+    """The mean validation loss of each rate of a sweep; `None` where a run diverged."""
+    rates: dict[float, list[float | None]] = {}
+    for run, loss in zip(runs, _validation_losses(runs)):
+        rates.setdefault(run["learning_rate"], []).append(loss)
+    return [None if None in losses else statistics.fmean(losses) for losses in rates.values()]
 
 
 def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:

@@ -5,8 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.plan import outline
-from modeling_nlq.training.comparison.results import FinishedRuns
+from modeling_nlq.training.comparison.ladder import scale_folder
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
+from modeling_nlq.training.comparison.reading import outline
+from modeling_nlq.training.comparison.results import FinishedRuns, starts_of_next_scale
 from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
 from modeling_nlq.training.run.unattended import PROGRESS
 from modeling_nlq.training.text import align
@@ -27,8 +29,28 @@ def describe_status(folder: Path) -> list[str]:
     """
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
-    comparison = outline(read_yaml(folder / COMPARISON_FILE))
-    finished = FinishedRuns(folder)
+    plan = outline(read_yaml(folder / COMPARISON_FILE))
+    if not isinstance(plan, Ladder):
+        return _describe(plan, folder, FinishedRuns(folder))
+    lines, starts, is_begun = [], {}, True
+    for name, scale in plan.scales.items():
+        finished = FinishedRuns(scale_folder(folder, name))
+        scale = with_starts(scale, starts)
+        lines += [f"scale {name}", *(f"  {line}" for line in _describe(scale, finished.folder, finished, is_begun))]
+        starts = starts_of_next_scale(scale, finished)
+        is_begun = is_begun and not any(finished.unfinished(scale, model)[1] for model in scale.variants)
+    return lines
+
+
+def _describe(comparison: Comparison, folder: Path, finished: FinishedRuns, is_begun: bool = True) -> list[str]:
+    """Says how far a comparison at one scale is.
+
+    Args:
+        comparison: its outline.
+        folder: its folder.
+        finished: its finished runs.
+        is_begun: whether the scale before it is finished.
+    """
     done = {_name(path.parent) for path in folder.glob(f"runs/*/*/{METRICS_FILE}")}
     begun = {}
     for path in folder.glob(f"runs/*/*{PROGRESS}"):
@@ -36,18 +58,21 @@ def describe_status(folder: Path) -> list[str]:
             begun[_name(path).removesuffix(PROGRESS)] = read_json(path)
     begun = {name: content for name, content in begun.items() if name not in done}
 
-    rows = [["model", "sweep", "chosen rate", "seeds"]]
+    rows = [["model", "runs finished", "seeds", "rates chosen"]]
     count, total = 0, 0
     for model in comparison.variants:
-        sweep = comparison.sweep(model)
-        swept = sum(run.name in done for run in sweep)
-        rate = finished.best_learning_rate(comparison, model) if swept == len(sweep) else None
-        reported = [] if rate is None else comparison.reported(model, rate)
+        ended, (_, left) = finished.count(comparison, model), finished.unfinished(comparison, model)
+        reported = finished.reported(comparison, model)
         seeds = sum(run.name in done for run in reported)
-        chosen = "waits for the sweep" if swept < len(sweep) else "every rate diverged" if rate is None else f"{rate:g}"
-        rows.append([model, f"{swept} of {len(sweep)}", chosen, f"{seeds} of {len(comparison.seeds)}"])
-        count += swept + seeds
-        total += len(sweep) + (0 if rate is None and swept == len(sweep) else len(comparison.seeds))
+        if not any(tuning.ready for tuning in finished.tunings(comparison, model)) and not reported:
+            chosen = "every rate diverged"
+        else:
+            chosen = " ".join(f"{rate:g}" for rate in sorted({run.learning_rate for run in reported})) or "none yet"
+        rows.append([model, f"{ended} of {ended + left}", f"{seeds} of {len(comparison.seeds)}", chosen])
+        count += ended
+        total += ended + left
+    if not is_begun and not count:
+        return ["waits for the scale before it"]
     states = [_state(content) for content in begun.values()]
     running = states.count("running")
     waiting = total - count - len(states)

@@ -1,5 +1,6 @@
 """Evaluation of language models: inside `Trainer`, and of saved models. The `evaluate` metric ships here."""
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -43,15 +44,30 @@ class LanguageModelingMetrics:
     def __init__(self, bytes_per_token: float | None = None):
         self.bytes_per_token = bytes_per_token
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
+        self._rows: list[tuple[float, int]] = []
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
         losses, correct = prediction.predictions
+        tokens = (prediction.label_ids[:, 1:] != -100).sum(dim=1)
+        self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
         self.metric.add(
             negative_log_likelihood=losses.double().sum().item(),
             correct=correct.sum().item(),
-            tokens=(prediction.label_ids[:, 1:] != -100).sum().item(),
+            tokens=tokens.sum().item(),
         )
         return self.metric.compute(bytes_per_token=self.bytes_per_token) if compute_result else {}
+
+    def loss_parts(self, count: int = 50) -> list[float] | None:
+        """The loss of each of several equal parts of the evaluated text, in order, in nats per token.
+
+        Their spread tells how much of the noise of a loss is due to the choice of the text. `None` if the text has fewer
+        blocks than parts, or a loss is infinite or not a number.
+        """
+        if len(self._rows) < count:
+            return None
+        parts = [self._rows[len(self._rows) * part // count : len(self._rows) * (part + 1) // count] for part in range(count)]
+        losses = [sum(loss for loss, _ in part) / max(sum(tokens for _, tokens in part), 1) for part in parts]
+        return losses if all(map(math.isfinite, losses)) else None
 
 
 def evaluate(

@@ -345,6 +345,7 @@ def _collect(run: _Run) -> dict[str, Any]:
             for name, value in evaluated.items()
             if name.startswith(("eval_", "test_"))
         },
+        "test_loss_parts": evaluated.get("loss_parts"),
         "diverged": run.record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
         "diverged_at": run.record.diverged_at,
         "unigram_perplexity": _unigram_baseline(run),
@@ -353,12 +354,13 @@ def _collect(run: _Run) -> dict[str, Any]:
     }
 
 
-def _evaluate_and_save(run: _Run) -> dict[str, float]:
+def _evaluate_and_save(run: _Run) -> dict[str, Any]:
     trainer = run.trainer
     evaluated = _last_evaluation(trainer) or trainer.evaluate()
     if "test" in run.blocks:
         trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
+        evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
     if run.resolved.recipe.lora is not None:
         merge_lora(trainer)
     trainer.save_model()

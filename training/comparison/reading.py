@@ -1,0 +1,339 @@
+"""From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from modeling_nlq.configuration import find
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant, without_gpu_advice
+from modeling_nlq.training.comparison.rates import Rates, read_rates
+from modeling_nlq.training.files import check_keys, read_section, read_yaml
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.text import one_line
+from modeling_nlq.training.traces import without_folders
+
+
+_FIELDS = (
+    "name",
+    "recipe",
+    "baseline",
+    "models",
+    "scales",
+    "tokens_per_parameter",
+    "learning_rates",
+    "rate_choice",
+    "seeds",
+    "sweep_seeds",
+    "match",
+    "training",
+    "switches",
+)
+_MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
+_RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
+_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
+_MATCHES = ("parameters", "flops")
+_RATE_CHOICES = ("each_seed", "sweep")
+_SWEEP_SEEDS = [1000]
+# These differ between the runs of one model; `seeds` and `learning_rates` set them
+_SET_BY_RUN = ("learning_rate", "seed", "data_seed")
+
+
+@without_gpu_advice()
+def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison | Ladder:
+    """Reads a comparison, applies overrides, and checks that every run of it can be made.
+
+    Args:
+        source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
+        overrides: for the recipe that all models share, as in `load_recipe`.
+
+    Returns:
+        A `Ladder` if the file has `scales`.
+
+    Raises:
+        ValueError: for an unknown field, name or value.
+    """
+    path = find("comparisons", str(source))
+    given = read_yaml(path)
+    check_keys(str(path), given, _FIELDS)
+    overrides = dict(overrides or {})
+    _check_set_by_run("arguments", overrides)
+    models = read_section(given.get("models"), f"{path}: models")
+    for name in ("recipe", "baseline"):
+        if not given.get(name):
+            raise ValueError(f"{path}: the field {name!r} is missing")
+    _check_models(path, models, given["baseline"])
+
+    # The recipe that all models share
+    shared, recipe_source = given["recipe"], f"{path}: recipe"
+    if not isinstance(shared, dict):
+        recipe_source = str(find("recipes", str(shared)))
+        shared = read_yaml(Path(recipe_source))
+    shared = _merged({"test_fraction": 0.02, "record_stability": True, **shared}, given, str(path), recipe_source)
+    resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
+    resolved["name"] = own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+    resolved["rate_choice"] = _check_rate_choice(path, given)
+    resolved["sweep_seeds"] = given.get("sweep_seeds", _SWEEP_SEEDS) if resolved["rate_choice"] == "sweep" else []
+    shown = Path(source).name if Path(source).is_file() else str(source)
+    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
+    if given.get("scales") is None:
+        return _read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source)
+
+    scales, found = read_section(given["scales"], f"{path}: scales"), {}
+    _check_names(f"{path}: scale", scales)
+    for name, entry in scales.items():
+        where = f"{path}: scale {name!r}"
+        entry = read_section(entry, where)
+        check_keys(where, entry, _SCALE_FIELDS)
+        own = {field: entry.get(field, resolved.get(field)) for field in ("tokens_per_parameter", "seeds")}
+        scale = {**resolved, **own, "models": _models_of_scale(where, models, entry), "name": f"{own_name}, {name}"}
+        del scale["scales"]
+        recipe = _merged({**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where)
+        found[name] = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+    found = dict(sorted(found.items(), key=lambda item: _baseline_flops(item[1])))
+    _check_scales(path, found)
+    recipe = resolve_recipe(shared, overrides, recipe_source).given
+    return Ladder(own_name, given["baseline"], found, command, {**resolved, "recipe": recipe})
+
+
+def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
+    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them."""
+
+    def make(name: str, fields: Mapping[str, Any]) -> Comparison:
+        shared = read_rates("learning_rates", given.get("learning_rates"))
+        variants = {}
+        for model, entry in given["models"].items():
+            entry = entry if isinstance(entry, dict) else {}
+            rates = read_rates("learning_rates", entry.get("learning_rates")) or shared
+            variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
+        seeds = (fields or {}).get("seeds") or given["seeds"]
+        choice, sweep_seeds = given["rate_choice"], given["sweep_seeds"]
+        return Comparison(name, given["baseline"], variants, seeds, choice, sweep_seeds, 0, "", dict(given))
+
+    if given.get("scales") is None:
+        return make(given["name"], given)
+    scales = {name: make(name, fields) for name, fields in given["scales"].items()}
+    return Ladder(given["name"], given["baseline"], scales, "", dict(given))
+
+
+def _read_comparison(
+    source: str,
+    name: str,
+    command: str,
+    given: dict[str, Any],
+    shared: dict[str, Any],
+    overrides: dict[str, Any],
+    recipe_source: str,
+) -> Comparison:
+    """Reads a comparison at one scale.
+
+    Args:
+        source: for messages.
+        name, command: as in `Comparison`.
+        given: the fields of the file.
+        shared: the recipe that all models share.
+        overrides: for that recipe.
+        recipe_source: its origin, for messages.
+    """
+    models, baseline = given["models"], given["baseline"]
+    _check_seeds(source, given.get("seeds"), given["sweep_seeds"])
+    learning_rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
+    shared = resolve_recipe(shared, overrides, recipe_source).given
+    if (ratio := given.get("tokens_per_parameter")) is not None:
+        shared["training"]["max_steps"] = _steps(source, ratio, models[baseline], baseline, shared)
+    variants: dict[str, Variant] = {}
+    for model in sorted(models, key=lambda model: model != baseline):  # the baseline first: others may be matched to it
+        budget = variants[baseline].size if model != baseline else None
+        variants[model] = _read_model(source, model, models[model], shared, learning_rates, given.get("match"), budget)
+        if (tokens := variants[model].tokens) != variants[baseline].tokens:
+            seen = f"{tokens:,} tokens, the baseline {variants[baseline].tokens:,}"
+            raise ValueError(f"{source}: model {model!r} would see {seen}: that compares the amount of data too")
+        if (tokenizer := variants[model].tokenizer) != variants[baseline].tokenizer:
+            other = variants[baseline].tokenizer
+            raise ValueError(
+                f"{source}: model {model!r} has the tokenizer {tokenizer!r}, the baseline {other!r}: all must read the same "
+                "tokens; name one tokenizer in the recipe"
+            )
+    variants = {model: variants[model] for model in models}
+    resolved = {**given, "recipe": shared, "models": {model: item.given for model, item in variants.items()}}
+    return Comparison(
+        name,
+        baseline,
+        variants,
+        list(given["seeds"]),
+        given["rate_choice"],
+        list(given["sweep_seeds"]),
+        variants[baseline].tokens,
+        command,
+        resolved,
+    )
+
+
+def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = "") -> dict[str, Any]:
+    """A recipe with the sections `training` and `switches` of a comparison or a scale."""
+    merged = dict(recipe)
+    for section in ("training", "switches"):
+        own = read_section(given.get(section), f"{source}: {section}")
+        _check_set_by_run(f"{source}: {section}", own)
+        merged[section] = {**read_section(recipe.get(section), f"{recipe_source}: {section}"), **own}
+    return merged
+
+
+def _models_of_scale(source: str, models: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The models with the fields that a scale sets for some of them."""
+    own = read_section(entry.get("models"), f"{source}: models")
+    check_keys(f"{source}: models", own, models)
+    merged = {}
+    for name, before in models.items():
+        fields = {"model": before} if isinstance(before, str) else read_section(before, f"{source}: model {name!r}")
+        added = read_section(own.get(name), f"{source}: model {name!r}")
+        sections = {
+            section: {**(fields.get(section) or {}), **read_section(added.get(section), f"{source}: model {name!r}: {section}")}
+            for section in ("switches", "training")
+            if section in fields or section in added
+        }
+        merged[name] = {**fields, **added, **sections}
+    return merged
+
+
+def _steps(source: str, ratio: Any, entry: Any, baseline: str, shared: dict[str, Any]) -> int:
+    """The number of optimizer steps in which the baseline sees `ratio` tokens for each of its non-embedding parameters."""
+    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < math.inf:
+        raise ValueError(f"{source}: tokens_per_parameter={ratio!r} must be a number above 0")
+    if "max_steps" in shared["training"]:
+        raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
+    once = {**shared, "training": {**shared["training"], "max_steps": 1}}
+    variant = _read_model(source, baseline, entry, once, Rates(listed=(1.0,)), None, None)
+    return math.ceil(ratio * variant.size.non_embedding / variant.tokens)
+
+
+def _baseline_flops(comparison: Comparison) -> int:
+    return comparison.variants[comparison.baseline].size.flops_per_token * comparison.tokens_per_run
+
+
+def _check_scales(path: Path, scales: Mapping[str, Comparison]) -> None:
+    """Raises `ValueError` if scales cannot be compared with each other."""
+    if len(scales) < 2:
+        raise ValueError(f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more")
+    names = list(scales)
+    first = scales[names[0]].variants[scales[names[0]].baseline].tokenizer
+    for smaller, larger in zip(names, names[1:]):
+        tokenizer = scales[larger].variants[scales[larger].baseline].tokenizer
+        if tokenizer != first:
+            raise ValueError(
+                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {names[0]!r} {first!r}: losses of other tokens "
+                "cannot be compared; name one tokenizer in the recipe"
+            )
+        if (flops := _baseline_flops(scales[larger])) == _baseline_flops(scales[smaller]):
+            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops:.3g} FLOPs a run")
+
+
+def _check_models(path: Path, models: Mapping[str, Any], baseline: Any) -> None:
+    if not isinstance(baseline, str) or baseline not in models:
+        raise ValueError(
+            f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"
+        )
+    if len(models) < 2:
+        raise ValueError(f"{path}: models holds only the baseline {baseline!r}; there is nothing to compare it with")
+    _check_names(f"{path}: model", models)
+
+
+def _check_names(source: str, names: Iterable[Any]) -> None:
+    """Raises `ValueError` for a name that cannot be that of a folder, or two that would share one."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes")
+        if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII):
+            raise ValueError(
+                f"{source} {name!r}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)"
+            )
+    if len({name.casefold() for name in names}) < len(list(names)):
+        raise ValueError(f"{source}: two names are the same but for capitals: they would share a folder on some machines")
+
+
+def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
+    if fixed := [name for name in _SET_BY_RUN if name in fields]:
+        raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
+
+
+def _check_rate_choice(path: Path, given: Mapping[str, Any]) -> str:
+    choice = given.get("rate_choice", "each_seed")
+    if choice not in _RATE_CHOICES:
+        raise ValueError(f"{path}: rate_choice={choice!r} must be one of {', '.join(_RATE_CHOICES)}")
+    if choice != "sweep" and given.get("sweep_seeds"):
+        raise ValueError(f"{path}: sweep_seeds={given['sweep_seeds']!r} needs rate_choice: sweep")
+    return choice
+
+
+def _is_seed(seed: Any) -> bool:
+    return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
+
+
+def _check_seeds(source: str, seeds: Any, sweep_seeds: Any) -> None:
+    for field, given, least in (("seeds", seeds, 1), ("sweep_seeds", sweep_seeds, 0)):
+        if not isinstance(given, list) or len(given) < least or not all(map(_is_seed, given)):
+            raise ValueError(f"{source}: {field}={given!r} must be a list of at least one whole number from 0 to 2**32 - 1")
+        if len(set(given)) < len(given):
+            raise ValueError(f"{source}: {field}={given!r} holds a seed twice")
+    if both := sorted(set(seeds) & set(sweep_seeds)):
+        raise ValueError(
+            f"{source}: sweep_seeds={sweep_seeds} and seeds share {both[0]}: a rate must not be chosen by a run that is reported"
+        )
+
+
+def _read_model(
+    path: str, name: str, entry: Any, shared: dict[str, Any], learning_rates: Rates | None, match: Any, budget: Size | None
+) -> Variant:
+    """Reads an entry of `models`: `None`, the name of a configuration, or a mapping of fields that differ from the recipe."""
+    source = f"{path}: model {name!r}"
+    entry = {"model": entry} if isinstance(entry, str) else read_section(entry, source)
+    check_keys(source, entry, _MODEL_FIELDS)
+    rates = read_rates(f"{source}: learning_rates", entry.get("learning_rates")) or learning_rates
+    if rates is None:
+        raise ValueError(f"{path}: learning_rates is missing")
+    match = entry.get("match", match)
+    if match is not None and match not in _MATCHES:
+        raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
+
+    content = {**shared, **{name: entry[name] for name in ("model", "trainable", "lora") if entry.get(name) is not None}}
+    for section in ("training", "switches"):
+        own = read_section(entry.get(section), f"{source}: {section}")
+        _check_set_by_run(source, own)
+        content[section] = {**shared[section], **own}
+    try:
+        resolved = resolve_recipe(content, None, source)
+        recipe, arguments = resolved.recipe, resolved.training_arguments
+        config = load_config(recipe.model, content["switches"])
+        if match is not None and budget is not None:
+            width = matching_intermediate_size(config, budget, match, recipe.block_size)
+            content["switches"]["intermediate_size"] = width
+            config = load_config(recipe.model, content["switches"])
+        check_recipe(resolved, config)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
+    if arguments.max_steps <= 0:
+        raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
+    if recipe.test_fraction == 0:
+        raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
+    save_steps, logging_steps = (
+        math.ceil(arguments.max_steps * given) if given < 1 else given  # as Trainer reads a share of all steps
+        for given in (arguments.save_steps, arguments.logging_steps)
+    )
+    if arguments.save_strategy == "steps" and save_steps % logging_steps:
+        raise ValueError(
+            f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run that is "
+            "interrupted would report another training loss"
+        )
+    # Each run has one device, even if this process has several
+    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
+    if tokens_per_step < 1:
+        raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
+    size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
+    steps, width = arguments.max_steps, getattr(config, "intermediate_size", None)
+    return Variant(content, rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry)
