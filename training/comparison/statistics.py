@@ -1,51 +1,37 @@
 """The statistics of a controlled comparison: which models differ from the baseline by more than the noise of their runs.
 
-Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed (Student's
-paired t-test, 1908). Several models share one estimate of the noise where their noises agree, and share one error rate
-(Holm 1979). Losses are in nats per token; K counts models, n seeds, s is a sample standard deviation (n - 1 in its divisor).
+Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed, by Student's
+paired t-test (1908). Holm's method (1979) corrects the p-values for the number of models. Losses are in nats per token; a
+standard deviation has n - 1 in its divisor.
 
-Error rates and intervals hold for given settings. Where a sweep chose the learning rate, the error of that choice is added:
-`rate_gap` tells how large it may be, and `benchmarks/selection.py` measures its effect.
+Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
+runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed;
+`benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests.
+
+The test takes the losses as given. Where a sweep chose the learning rate on other runs, it does not include the error of that
+choice, and `rate_gap` tells how large it may be.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 
 # In standard deviations of a paired difference. An effect of four shows in each single pair (a pair of the wrong sign has
 # probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
 PLAUSIBLE_EFFECT = 4.0
 
-# Below this p-value of Bartlett's test (1937), variances do not agree.
-AGREEMENT = 0.05
-
 TOO_FEW_SEEDS = "too few seeds: no verdict"
+AT_EDGE = "no verdict: its best rate is at an edge"
+BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
 
 # In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
 CLEAR_RATE_GAP = 3.0
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The estimate of the noise that models share.
-
-    Attributes:
-        models: whose variances agree; empty, or at least two.
-        deviation: pooled standard deviation of a paired difference, in nats.
-        degrees_of_freedom: the effective number, see `_pool`.
-        agreement_p: of the last Bartlett test: among `models`, or among the two that remained and disagreed.
-    """
-
-    models: tuple[str, ...] = ()
-    deviation: float | None = None
-    degrees_of_freedom: float | None = None
-    agreement_p: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,25 +39,22 @@ class Effect:
     """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is none.
 
     Intervals are t intervals of the one model, of nominally `Analysis.confidence`. They are not widened for the number of
-    models, so one may exclude 0 where the verdict, which is corrected, says "within noise". Neither verdicts nor intervals
-    include the error of choosing a learning rate.
+    models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
-        verdict: "better", "worse", "within noise", "too few seeds: no verdict", "diverged", "diverged in K of N runs", or "no
-            verdict: the baseline diverged".
+        verdict: "better", "worse", "within noise", "too few seeds: no verdict", "diverged", "diverged in K of N runs", "no
+            verdict: the baseline diverged", "no verdict: its best rate is at an edge", or "no verdict: the baseline's best rate
+            is at an edge".
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         mean_loss: in nats, over the seeds the model finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
-        difference_deviation: the model's own standard deviation of these differences, in nats.
+        difference_deviation: standard deviation of these differences, in nats.
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        is_pooled: whether the test uses the degrees of freedom of `Analysis.pool`, and the larger of the model's own deviation
-            and the pooled one.
-        standard_error: of `mean_difference`, in nats, as the test used it.
-        degrees_of_freedom: of the test.
+        standard_error: of `mean_difference`, in nats: `difference_deviation` / sqrt(`pairs`).
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
-        p: two-sided.
+        p: two-sided, with `pairs` - 1 degrees of freedom.
         holm_p: `p` corrected for the number of models tested.
         loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
         perplexity_improvement_interval: percent, (low, high); exact, as the formula is monotone.
@@ -85,9 +68,7 @@ class Effect:
     difference_deviation: float | None
     loss_improvement: float | None
     perplexity_improvement: float | None
-    is_pooled: bool = False
     standard_error: float | None = None
-    degrees_of_freedom: float | None = None
     t: float | None = None
     p: float | None = None
     holm_p: float | None = None
@@ -104,9 +85,8 @@ class Analysis:
         baseline_mean_loss: in nats, over the seeds it finished.
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
         noise_floor_percent: the same in percent of `baseline_mean_loss`.
-        alpha: the probability that any model at all is wrongly called better or worse, nominally and at given learning rates.
-        confidence: 1 - `alpha`, the nominal level of each interval; see `_pool` for what simulations say of both.
-        pool: the noise that models share.
+        alpha: the probability that any model at all is wrongly called better or worse, nominally.
+        confidence: 1 - `alpha`, the nominal level of each interval.
         effects: of every model but the baseline.
     """
 
@@ -116,42 +96,46 @@ class Analysis:
     noise_floor_percent: float | None
     alpha: float
     confidence: float
-    pool: Pool
     effects: dict[str, Effect]
 
 
-def analyse(losses: dict[str, dict[int, float | None]], baseline: str, alpha: float = 0.05) -> Analysis:
+def analyse(
+    losses: dict[str, dict[int, float | None]], baseline: str, alpha: float = 0.05, unsettled: Collection[str] = ()
+) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
     A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it. Neither is a
-    model tested if the baseline diverged on one of its seeds. Such models do not count among the tests. "Better" and "worse"
-    need a corrected p-value below `alpha`. Otherwise the verdict is "within noise", or "too few seeds" where even the smallest
-    detectable effect, at the strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below two pairs there is no test. A
-    model that equals the baseline in each pair has p = 1; one that differs by the same amount in each has p = 0, the limit for
-    vanishing noise.
+    model tested if the baseline diverged on one of its seeds, or if one of the two is unsettled. Such models do not count among
+    the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise", or "too few
+    seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below
+    two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within noise; one that differs by
+    the same amount in each has p = 0, the limit for vanishing noise.
 
     Args:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         baseline: a key of `losses`.
         alpha: family-wise error rate.
+        unsettled: models whose best learning rate lies at the edge of a search that stopped there. Such a model may be better
+            than its losses say.
 
     Raises:
-        ValueError: if the baseline is unknown, there is nothing to compare it with, or `alpha` is not between 0 and 1.
+        ValueError: if the baseline or an unsettled model is unknown, there is nothing to compare the baseline with, or `alpha`
+            is not between 0 and 1.
     """
     _check_alpha(alpha)
-    if baseline not in losses:
-        raise ValueError(f"unknown baseline {baseline!r}; the models are {', '.join(losses) or 'none'}")
+    for name, what in ((baseline, "baseline"), *((name, "unsettled model") for name in unsettled)):
+        if name not in losses:
+            raise ValueError(f"unknown {what} {name!r}; the models are {', '.join(losses) or 'none'}")
     if len(losses) < 2:
         raise ValueError(f"{baseline!r} is the only model: a comparison needs another one")
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
-    effects = {name: _describe(runs, reference) for name, runs in models.items()}
+    effects = {}
+    for name, runs in models.items():
+        open_question = BASELINE_AT_EDGE if baseline in unsettled else AT_EDGE if name in unsettled else ""
+        effects[name] = _describe(runs, reference, open_question)
 
-    tested = {name: effect for name, effect in effects.items() if not effect.verdict}
-    pool = _pool({name: _differences(models[name], reference) for name in tested})
-    # A model that was set aside because it is less noisy than the pool is tested with the pool: a small variance may be luck
-    quieter = {name for name, effect in tested.items() if effect.difference_deviation < (pool.deviation or 0.0)}
-    tested = {name: _test(effect, pool if name in {*pool.models, *quieter} else None) for name, effect in tested.items()}
+    tested = {name: _test(effect) for name, effect in effects.items() if not effect.verdict}
     for (name, effect), corrected in zip(tested.items(), holm(effect.p for effect in tested.values())):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
         effects[name] = _judge(dataclasses.replace(effect, holm_p=corrected), paired_loss, len(tested), alpha)
@@ -165,7 +149,6 @@ def analyse(losses: dict[str, dict[int, float | None]], baseline: str, alpha: fl
         noise_floor_percent=_percent(noise_floor, mean_loss),
         alpha=alpha,
         confidence=1 - alpha,
-        pool=pool,
         effects=effects,
     )
 
@@ -185,7 +168,7 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The |t| that makes a model better or worse at the strictest of Holm's steps, in the worst case: no pooled variance.
+    """The |t| that makes a model better or worse at the strictest of Holm's steps.
 
     Args:
         seeds: of each model.
@@ -200,12 +183,45 @@ def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
         raise ValueError(f"a test needs at least 2 seeds, not {seeds}")
     if models < 1:
         raise ValueError(f"a comparison needs at least 1 model besides the baseline, not {models}")
-    return _critical_t(seeds - 1, models, alpha)
+    return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 
 def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
     """The mean difference that just reaches `critical_t`, in standard deviations of a paired difference; raises as it does."""
     return critical_t(seeds, models, alpha) / math.sqrt(seeds)
+
+
+def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
+    """The smallest true difference that a comparison finds with probability `power`, even at the strictest of Holm's steps.
+
+    By the noncentral t distribution. The difference of two independent runs has sqrt(2) times the noise of one; where runs of a
+    seed share noise, smaller differences are found.
+
+    Args:
+        seeds: of each model.
+        models: besides the baseline.
+        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats.
+        alpha: family-wise error rate.
+        power: between `alpha` and 1.
+
+    Returns:
+        the difference, in the unit of `noise_floor`.
+
+    Raises:
+        ValueError: as `critical_t` does, or if `power` is not between `alpha` and 1.
+    """
+    critical = critical_t(seeds, models, alpha)
+    if not alpha < power < 1:
+        raise ValueError(f"power is a probability between alpha = {alpha} and 1, not {power}")
+    freedom = seeds - 1
+
+    def excess(shift: float) -> float:
+        return stats.nct.sf(critical, freedom, shift) - power
+
+    # Here |t| stays below the critical one only if the mean is low by luck, or the estimated noise high: half the risk each
+    half = (1 + power) / 2
+    largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
+    return optimize.brentq(excess, 0, largest) * math.sqrt(2 / seeds) * noise_floor
 
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
@@ -244,47 +260,14 @@ def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) ->
     return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
 
 
-def _pool(differences: dict[str, np.ndarray]) -> Pool:
-    """Pools the variances of the models that agree by Bartlett's test; outliers are set aside, the farthest first.
+def _describe(runs: dict[int, float | None], reference: dict[int, float | None], open_question: str) -> Effect:
+    """Describes a model without a test; the verdict says why there is no test, or is empty.
 
-    The pooled variance is s^2 = sum (n_k - 1) s_k^2 / sum (n_k - 1). The differences of all models contain the same runs of the
-    baseline, so it knows less than sum (n_k - 1) independent degrees of freedom. With equal noise in all runs, Cov(d_j, d_k) is
-    the baseline's variance, half of Var(d_k) = sigma^2: the correlation is 1/2, that of s_j^2 and s_k^2 its square. Hence
-
-        Var(s^2) = 2 sigma^4 / sum (n_k - 1) * (1 + (K - 1) / 4),
-
-    while nu independent degrees of freedom would give 2 sigma^4 / nu. Equating the two, as Satterthwaite (1946) does:
-    nu = sum (n_k - 1) / (1 + (K - 1) / 4), a lower bound where models have different seeds.
-
-    With few seeds Bartlett's test often misses one noisy model, and sets aside one that is less noisy by luck. So no model
-    counts as less noisy than its own runs show, or than the pool (see `_test`). In simulations of 3 to 5 seeds, 2 to 5
-    models and alpha = 0.05 (`benchmarks/selection.py`), the family-wise error is then 0.01 to 0.04 with equal noise, 0.04
-    to 0.05 with a baseline four times as noisy as the models, and 0.04 to 0.06 if one model is four times as noisy as the
-    others (0.08 to 0.10 with the pooled deviation alone). Of the intervals, 95 to 97 % hold with equal noise, 91 to 94 %
-    with the noisy baseline, and 90 to 94 % of those of the noisy model.
+    Args:
+        runs: losses of the model by seed.
+        reference: those of the baseline.
+        open_question: the verdict where no run diverged, or empty.
     """
-    deviations = {name: _deviation(values) for name, values in differences.items()}
-    # In the order of names, so that not even rounding depends on the order of the caller
-    candidates = sorted(name for name, deviation in deviations.items() if deviation)
-    agreement_p = None
-    while len(candidates) >= 2:
-        agreement_p = _plain(stats.bartlett(*(differences[name] for name in candidates)).pvalue)
-        if agreement_p >= AGREEMENT:
-            degrees = np.array([len(differences[name]) - 1 for name in candidates])
-            variances = np.square([deviations[name] for name in candidates])
-            return Pool(
-                models=tuple(candidates),
-                deviation=float(np.sqrt(degrees @ variances / degrees.sum())),
-                degrees_of_freedom=float(degrees.sum() / (1 + (len(candidates) - 1) / 4)),
-                agreement_p=agreement_p,
-            )
-        logarithms = np.log([deviations[name] for name in candidates])
-        del candidates[np.argmax(np.abs(logarithms - np.median(logarithms)))]
-    return Pool(agreement_p=agreement_p)
-
-
-def _describe(runs: dict[int, float | None], reference: dict[int, float | None]) -> Effect:
-    """Describes a model without a test; the verdict says why there is no test, or is empty."""
     finished = [loss for loss in runs.values() if loss is not None]
     diverged = len(runs) - len(finished)
     pairs, differences = _pairs(runs, reference), _differences(runs, reference)
@@ -295,7 +278,7 @@ def _describe(runs: dict[int, float | None], reference: dict[int, float | None])
     elif any(seed in reference and reference[seed] is None for seed in runs):
         verdict = "no verdict: the baseline diverged"
     else:
-        verdict = TOO_FEW_SEEDS if len(pairs) < 2 else ""
+        verdict = open_question or (TOO_FEW_SEEDS if len(pairs) < 2 else "")
     mean_difference = _mean(differences)
     return Effect(
         verdict=verdict,
@@ -309,23 +292,15 @@ def _describe(runs: dict[int, float | None], reference: dict[int, float | None])
     )
 
 
-def _test(effect: Effect, pool: Pool | None) -> Effect:
-    """Adds the t-test of a mean difference of 0, with the model's own noise, or that of the pool where it is larger."""
-    deviation = max(pool.deviation, effect.difference_deviation) if pool else effect.difference_deviation
-    degrees_of_freedom = pool.degrees_of_freedom if pool else effect.pairs - 1.0
-    standard_error = deviation / math.sqrt(effect.pairs)
+def _test(effect: Effect) -> Effect:
+    """Adds the t-test of a mean difference of 0."""
+    standard_error = effect.difference_deviation / math.sqrt(effect.pairs)
     if standard_error:
         t = effect.mean_difference / standard_error
     else:
         t = math.copysign(math.inf, effect.mean_difference) if effect.mean_difference else 0.0
-    return dataclasses.replace(
-        effect,
-        is_pooled=pool is not None,
-        standard_error=standard_error,
-        degrees_of_freedom=degrees_of_freedom,
-        t=_plain(t),
-        p=_plain(2 * stats.t.sf(abs(t), degrees_of_freedom)),
-    )
+    p = _plain(2 * stats.t.sf(abs(t), effect.pairs - 1))
+    return dataclasses.replace(effect, standard_error=standard_error, t=_plain(t), p=p)
 
 
 def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effect:
@@ -337,14 +312,13 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effe
         tests: number of models tested.
         alpha: family-wise error rate.
     """
-    # In nats; both use the deviation of the test, so a model without noise of its own never has too few seeds
-    detectable = _critical_t(effect.degrees_of_freedom, tests, alpha) * effect.standard_error
-    plausible = PLAUSIBLE_EFFECT * effect.standard_error * math.sqrt(effect.pairs)
     if effect.holm_p < alpha:
         verdict = "better" if effect.mean_difference < 0 else "worse"
+    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha) > PLAUSIBLE_EFFECT:
+        verdict = TOO_FEW_SEEDS
     else:
-        verdict = TOO_FEW_SEEDS if detectable > plausible else "within noise"
-    margin = _critical_t(effect.degrees_of_freedom, 1, alpha) * effect.standard_error
+        verdict = "within noise"
+    margin = critical_t(effect.pairs, 1, alpha) * effect.standard_error
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
     return dataclasses.replace(
         effect,
@@ -357,10 +331,6 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effe
 def _check_alpha(alpha: float):
     if not 0 < alpha < 1:
         raise ValueError(f"alpha is a probability between 0 and 1, not {alpha}")
-
-
-def _critical_t(degrees_of_freedom: float, tests: int, alpha: float) -> float:
-    return float(stats.t.isf(alpha / tests / 2, degrees_of_freedom))
 
 
 def _pairs(runs: dict[int, float | None], reference: dict[int, float | None]) -> list[int]:

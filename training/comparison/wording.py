@@ -3,11 +3,11 @@
 from typing import Any
 
 from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, power_warning
-from modeling_nlq.training.comparison.tables import p_value
 
 
-# Stands beside every error rate and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
-_SELECTION = (
+# One of these stands beside every p-value and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
+_EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+_SWEEP = (
     "p and the intervals do not include the risk that one run picked the wrong learning rate. In simulations of equal models "
     "whose two best rates lie 1 to 2 standard deviations of a run apart, 8 to 22 % of the comparisons had a wrong verdict, not "
     "5 %, and 85 to 92 % of the intervals held, not 95 %."
@@ -62,10 +62,11 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
 
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
-    """The risk that tests and intervals do not include, if a rate was chosen."""
-    is_chosen = any(model["sweep"] for model in results["models"].values())
+    """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
     is_tested = any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
-    return [_SELECTION] if is_chosen and is_tested else []
+    if not is_tested:
+        return []
+    return {"each_seed": [_EACH_SEED], "sweep": [_SWEEP], None: []}[_rate_choice(results)]
 
 
 def noise_floor_sentence(results: dict[str, Any]) -> str:
@@ -90,7 +91,13 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     ]
     if results["same_tokens"]:
         sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
-    if any(model["sweep"] for model in results["models"].values()):
+    choice = _rate_choice(results)
+    if choice == "each_seed":
+        sentences.append(
+            "Each seed trained every learning rate and took the one with the lowest loss on the validation split. The reported "
+            "loss is that of the same run on the test split, which was not used to choose."
+        )
+    elif choice == "sweep":
         sentences.append(
             f"Each learning rate was chosen on the validation split, in runs with seed {results['sweep_seed']} that are not "
             "reported. The reported losses are measured on the test split, which was not used to choose them."
@@ -98,11 +105,11 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if tested:
-        sentences.append(_noise_of_tests(found, tested))
         sentences.append(
-            f"Intervals are t intervals of one model each, of nominally {level}. Verdicts follow from p, which Holm's method "
-            f"corrects for {len(tested)} test{'s' * (len(tested) != 1)} (better or worse: below {found['alpha']:g}), so an "
-            "interval may exclude 0 where the verdict is within noise."
+            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed, and by them alone. "
+            f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
+            f"below {found['alpha']:g}. Intervals are {level} t intervals of one model each, not corrected, so an interval may "
+            "exclude 0 where the verdict is within noise."
         )
     sentences += selection_sentences(results)
     sentences.append(
@@ -113,19 +120,9 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _noise_of_tests(found: dict[str, Any], tested: list[str]) -> str:
-    pool = found["pool"]
-    agreement = (
-        "" if pool["agreement_p"] is None else f" (Bartlett's test: p = {p_value(pool['agreement_p'])})".replace("= <", "<")
-    )
-    if not pool["models"]:
-        return f"Each model is tested with the noise of its own differences{agreement}."
-    quiet = [name for name in tested if found["effects"][name]["is_pooled"] and name not in pool["models"]]
-    loud = [name for name in tested if not found["effects"][name]["is_pooled"]]
-    return (
-        f"The tests of {', '.join(pool['models'])} share one estimate of the noise, for their variances agree{agreement}: "
-        f"a difference has a standard deviation of {pool['deviation']:.2g} nats, with {pool['degrees_of_freedom']:.3g} degrees "
-        f"of freedom. A model noisier than that is tested with its own noise."
-        + (f" {', '.join(quiet)}: quieter, tested with the same." if quiet else "")
-        + (f" {', '.join(loud)}: noisier, with its own degrees of freedom too." if loud else "")
-    )
+def _rate_choice(results: dict[str, Any]) -> str | None:
+    """How learning rates were chosen, "each_seed" or "sweep"; `None` if no model had a choice."""
+    if all(len(model["learning_rates"]) == 1 for model in results["models"].values()):
+        return None
+    # Results of an earlier version do not have the key
+    return results.get("rate_choice", "sweep")

@@ -166,7 +166,7 @@ class TestStatistics:
         assert results["statistics"]["noise_floor_percent"] == pytest.approx(100 * deviation / mean)
 
     def test_intervals_and_corrected_p_values(self, results):
-        # Twin and "one rate absurd" may equal the baseline to the last bit: their differences have no variance to pool
+        # Twin and "one rate absurd" may equal the baseline to the last bit: their differences have no variance
         base = self.losses(results, "base")
         p_values = {}
         for name in ("twin", "planted", "one rate absurd"):
@@ -175,15 +175,9 @@ class TestStatistics:
             assert effect["mean_difference"] == pytest.approx(sum(differences) / 3, abs=1e-12)
             p_values[name] = 1.0
             if any(differences):
-                deviation, freedom = effect["difference_deviation"], 2
-                if effect["is_pooled"]:
-                    pool = results["statistics"]["pool"]
-                    deviation, freedom = max(deviation, pool["deviation"]), pool["degrees_of_freedom"]
-                else:
-                    assert deviation == pytest.approx(np.std(differences, ddof=1))
-                mean, error = np.mean(differences), deviation / math.sqrt(3)
-                p_values[name] = 2 * stats.t.sf(abs(mean / error), freedom)
-                low, high = mean + np.array([-1, 1]) * stats.t.ppf(0.975, freedom) * error
+                mean, error = np.mean(differences), np.std(differences, ddof=1) / math.sqrt(3)
+                p_values[name] = 2 * stats.t.sf(abs(mean / error), 2)
+                low, high = mean + np.array([-1, 1]) * stats.t.ppf(0.975, 2) * error
                 percent = 100 * np.array([-high, -low]) / np.mean(base)
                 assert effect["loss_improvement_interval"] == pytest.approx(percent, abs=1e-9)
                 perplexity = 100 * (1 - np.exp([high, low]))
