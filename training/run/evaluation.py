@@ -29,9 +29,10 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
         `(batch, length - 1)` each: negative log-likelihood in nats (0 where ignored), and whether the token was the likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
-    logits, targets = logits[:, :-1], labels[:, 1:]
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), targets, ignore_index=-100, reduction="none")
-    return losses, logits.argmax(dim=-1) == targets
+    # In float32 and side by side, which a CPU reads several times as fast
+    logits, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
+    return losses.view(targets.shape), logits.argmax(dim=-1).view(targets.shape) == targets
 
 
 class LanguageModelingMetrics:
