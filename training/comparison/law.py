@@ -171,10 +171,10 @@ class Fit:
         irreducible, exponents = interval(floor, (1.0, 0.0, 0.0)), interval(exponent, (0.0, 0.0, 1.0))
         coefficients = interval(log_coefficient, (0.0, 1.0, self.middle))
         curve = []
-        for place in np.linspace(self.log_flops[0], self.log_flops[-1] + REACH * math.log(10), 61):
+        for place in np.linspace(self.log_flops[0], self.log_flops[-1] + REACH * math.log(10), 31):
             loss = float(self._loss(self.parameters, place))
             ends = interval(math.log(loss), self._jacobian(self.parameters, np.array([place]))[0])
-            curve.append((math.exp(place), loss, *((None, None) if ends is None else map(math.exp, ends))))
+            curve.append((math.exp(place), loss, *((None, None) if ends is None else map(_exp, ends))))
         residuals = [
             np.exp(logs).mean() - self._loss(self.parameters, place) for logs, place in zip(self.log_losses, self.log_flops)
         ]

@@ -167,7 +167,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
 
     Raises:
         ValueError: with fewer than two scales, two of the same compute or name, an unknown baseline or no other model, models
-            or seeds that differ, or FLOPs that are not positive.
+            or seeds that differ, or FLOPs or losses that are not positive.
     """
     _check(scales, baseline, alpha)
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
@@ -328,6 +328,10 @@ def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
         for model, losses in scale.losses.items():
             if set(losses) != set(scale.losses[baseline]) or not losses:
                 raise ValueError(f"at scale {scale.name!r}, {model!r} has other seeds than {baseline!r}, or none")
+            if any(loss is not None and loss <= 0 for loss in losses.values()):
+                raise ValueError(
+                    f"at scale {scale.name!r}, {model!r} has a loss of {min(filter(None, losses.values()))}, not above 0"
+                )
             if not scale.flops.get(model, 0.0) > 0:
                 raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
     ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
