@@ -1,0 +1,342 @@
+"""The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
+
+A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of one seed at
+one scale saw the same tokens, so they are paired; seeds of different scales are independent. Losses are in nats per token,
+compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
+
+All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
+its value on that line a decade further, and to first order the compute multiplier. So `law.add_means` gives all tests and
+intervals. `benchmarks/trend.py` measures how often they err.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from modeling_nlq.training.comparison.law import REACH, Estimate, Fit, Interval, Law, add_means
+from modeling_nlq.training.comparison.statistics import holm
+
+
+# An improvement holds if its change over the whole ladder is shown to be below this share of the improvement at the top.
+HOLDING_SHARE = 0.5
+
+# A line through two points says nothing about a third.
+SCALES_OF_AN_EXTRAPOLATION = 3
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The runs of all models at one scale, with the same seeds for each.
+
+    Attributes:
+        name: of the scale.
+        flops: by model, the FLOPs of a run.
+        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
+    """
+
+    name: str
+    flops: dict[str, float]
+    losses: dict[str, dict[int, float | None]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One model at one scale. What cannot be computed is None; with a diverged run there are no intervals and no multiplier.
+
+    Attributes:
+        flops: of a run of the model.
+        pairs: seeds that both the model and the baseline finished.
+        diverged: runs of the model that diverged.
+        difference: the baseline's loss minus the model's over the pairs, in nats; positive is better.
+        difference_interval: (low, high), a paired t interval.
+        improvement: `difference` in percent of the baseline's mean loss over the pairs.
+        improvement_interval: (low, high); the baseline's mean loss counts as known.
+        multiplier: how many times the model's FLOPs the baseline would need to be as good.
+        multiplier_interval: (low, high). An end is None if it lies more than `REACH` decades beyond the ladder.
+        note: "beyond" if the multiplier or an end of its interval lies there, else why there is no multiplier, or empty.
+    """
+
+    flops: float
+    pairs: int
+    diverged: int
+    difference: float | None
+    difference_interval: Interval | None
+    improvement: float | None
+    improvement_interval: Interval | None
+    multiplier: float | None = None
+    multiplier_interval: Interval | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """The improvement of a model `REACH` decades beyond the largest scale, if its line went on: no measurement.
+
+    Attributes:
+        flops: of a run of the baseline.
+        improvement: percent of the baseline's loss.
+        improvement_interval: (low, high), for the noise of the seeds; a line that bends may miss it.
+    """
+
+    flops: float
+    improvement: float
+    improvement_interval: Interval
+
+
+@dataclass(frozen=True)
+class ModelTrend:
+    """How the improvement of a model changes with compute.
+
+    The improvement of a model that is worse than the baseline is negative. So it "grows" if the model catches up, and "shrinks"
+    if it falls further behind. `meaning` tells these apart.
+
+    Attributes:
+        verdict: "grows", "shrinks", "holds" or "cannot tell".
+        meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
+        steps: by scale, in order of compute.
+        slope: of the least-squares line through the improvements, percent of the loss per decade of compute.
+        slope_interval: (low, high).
+        p: two-sided, of a slope of 0.
+        holm_p: `p` corrected for the number of models tested.
+        holding_p: of a change over the ladder of at least `HOLDING_SHARE` of the improvement at the largest scale.
+        holm_holding_p: `holding_p`, corrected likewise.
+        extrapolation: None below `SCALES_OF_AN_EXTRAPOLATION` scales, and without a test.
+        multiplier_slope: of the least-squares line through log10 of the multipliers, per decade of compute: 0 if the multiplier
+            is the same at all scales. None if it has no value at some scale.
+        multiplier_slope_interval: (low, high).
+    """
+
+    verdict: str
+    meaning: str
+    steps: dict[str, Step]
+    slope: float | None = None
+    slope_interval: Interval | None = None
+    p: float | None = None
+    holm_p: float | None = None
+    holding_p: float | None = None
+    holm_holding_p: float | None = None
+    extrapolation: Extrapolation | None = None
+    multiplier_slope: float | None = None
+    multiplier_slope_interval: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The trends of a ladder; `dataclasses.asdict` makes it plain JSON, without NaN or infinity.
+
+    Attributes:
+        baseline: the model that the others are compared with.
+        alpha: the chance that any model wrongly grows or shrinks, and that any wrongly holds, nominally.
+        confidence: 1 - `alpha`, the nominal level of each interval.
+        flops: by scale, in order of compute, the FLOPs of a run of the baseline.
+        noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
+        law: of the baseline.
+        law_note: why there is no law, or empty.
+        models: by name, without the baseline.
+    """
+
+    baseline: str
+    alpha: float
+    confidence: float
+    flops: dict[str, float]
+    noise_floor_percent: dict[str, float | None]
+    law: Law | None
+    law_note: str
+    models: dict[str, ModelTrend]
+
+
+def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -> Trend:
+    """Compares every model with the baseline at every scale, and over the scales.
+
+    The test of a trend is on the improvement in percent of the loss, which needs no law and cancels the noise that runs of a
+    seed share. It fits no curve: the slope is that of the least-squares line through the true improvements, whatever their
+    course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales
+    makes a percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
+
+    A model "holds" if two one-sided tests show that `|slope * decades|` is below `HOLDING_SHARE * |improvement at the top|`. So
+    a model whose improvement is not clearly different from 0 never holds. A slope that differs from 0 grows or shrinks even
+    if it would also hold. A model with a diverged run is not tested, nor is any if the baseline diverged.
+
+    Args:
+        scales: two or more, in any order.
+        baseline: a model.
+        alpha: family-wise error rate over the models.
+
+    Raises:
+        ValueError: with fewer than two scales, two of the same compute or name, an unknown baseline or no other model, models
+            or seeds that differ, or FLOPs or losses that are not positive.
+    """
+    _check(scales, baseline, alpha)
+    scales = sorted(scales, key=lambda scale: scale.flops[baseline])
+    names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
+    losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
+    whole = [index for index, found in enumerate(losses) if np.isfinite(found[baseline]).all()]
+    fit, law, law_note = None, None, ""
+    try:
+        fit = Fit([flops[index] for index in whole], [losses[index][baseline] for index in whole])
+        law = fit.law([names[index] for index in whole], 1 - alpha)
+    except ValueError as error:
+        law_note = str(error)
+
+    decades, models = np.log10(flops), {}
+    for model in (name for name in scales[0].losses if name != baseline):
+        steps, notes = {}, []
+        for index, (scale, found) in enumerate(zip(scales, losses)):
+            step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
+            if note := _obstacle(found[baseline], found[model]):
+                notes.append(f"{note} at {scale.name}")
+                step = replace(step, note=note)
+            elif fit is None:
+                step = replace(step, note="no law")
+            else:
+                multiplier, interval = fit.multiplier(whole.index(index), found[baseline] - found[model], step.flops, 1 - alpha)
+                note = "beyond" if multiplier is None or None in (interval or ()) else ""
+                step = replace(step, multiplier=multiplier, multiplier_interval=interval, note=note)
+            steps[scale.name] = step
+        if notes:
+            models[model] = ModelTrend("cannot tell", f"no test: {'; '.join(notes)}", steps)
+        else:
+            differences = [found[baseline] - found[model] for found in losses]
+            percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
+            models[model] = _test(steps, decades, percents, 1 - alpha)
+            if fit is not None and all(step.multiplier is not None for step in steps.values()):
+                slope, interval = fit.multiplier_slope(differences, [step.flops for step in steps.values()], 1 - alpha)
+                models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
+    tested = {name: trend for name, trend in models.items() if trend.p is not None}
+    corrected = zip(holm(trend.p for trend in tested.values()), holm(trend.holding_p for trend in tested.values()))
+    for (name, trend), (holm_p, holm_holding_p) in zip(tested.items(), corrected):
+        models[name] = _judge(replace(trend, holm_p=holm_p, holm_holding_p=holm_holding_p), alpha)
+    return Trend(
+        baseline=baseline,
+        alpha=alpha,
+        confidence=1 - alpha,
+        flops=dict(zip(names, flops)),
+        noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
+        law=law,
+        law_note=law_note,
+        models=models,
+    )
+
+
+def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
+    """A step without its multiplier, from the losses `(seed,)` of the baseline and the model, which are NaN if diverged."""
+    pairs = np.isfinite(base) & np.isfinite(model)
+    difference, in_percent, estimate = None, None, None
+    if pairs.any():
+        difference, in_percent = float((base - model)[pairs].mean()), 100 / float(base[pairs].mean())
+    if pairs.all():
+        estimate = add_means([base - model])
+    interval = estimate and estimate.interval(confidence)
+    return Step(
+        flops=flops,
+        pairs=int(pairs.sum()),
+        diverged=int((~np.isfinite(model)).sum()),
+        difference=difference,
+        difference_interval=interval,
+        improvement=None if difference is None else in_percent * difference,
+        improvement_interval=interval and (in_percent * interval[0], in_percent * interval[1]),
+    )
+
+
+def _obstacle(base: np.ndarray, model: np.ndarray) -> str:
+    """Why a scale has no test, or an empty text."""
+    for losses, who in ((model, ""), (base, "the baseline ")):
+        if diverged := int((~np.isfinite(losses)).sum()):
+            return f"{who}diverged in {diverged} of {len(losses)} runs"
+    return "a single seed" if len(base) < 2 else ""
+
+
+def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
+    """Tests the slope of a model, as yet without Holm's correction and a verdict.
+
+    Args:
+        steps: of the model.
+        decades: log10 of the compute of each scale, rising.
+        percents: the improvement of each seed, at each scale `(seed,)`.
+        confidence: of the intervals.
+    """
+
+    def weigh(weights: np.ndarray) -> Estimate:
+        return add_means([weight * values for weight, values in zip(weights, percents)])
+
+    centred = decades - decades.mean()
+    of_slope = centred / (centred @ centred)
+    slope = weigh(of_slope)
+    of_change = of_slope * (decades[-1] - decades[0])
+    of_top = np.eye(len(decades))[-1] * HOLDING_SHARE * (1 if percents[-1].mean() > 0 else -1)
+    extrapolation = None
+    if len(decades) >= SCALES_OF_AN_EXTRAPOLATION:
+        end = decades[-1] + REACH
+        further = weigh(1 / len(decades) + of_slope * (end - decades.mean()))
+        extrapolation = Extrapolation(10.0**end, further.value, further.interval(confidence))
+    return ModelTrend(
+        verdict="",
+        meaning="",
+        steps=steps,
+        slope=slope.value,
+        slope_interval=slope.interval(confidence),
+        p=slope.p(),
+        holding_p=max(weigh(of_top - of_change).p_positive(), weigh(of_top + of_change).p_positive()),
+        extrapolation=extrapolation,
+    )
+
+
+def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
+    top = list(trend.steps.values())[-1].improvement
+    if trend.holm_p < alpha:
+        verdict = "grows" if trend.slope > 0 else "shrinks"
+    else:
+        verdict = "holds" if trend.holm_holding_p < alpha else "cannot tell"
+    meaning = {
+        "grows": "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
+        "shrinks": "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
+        "holds": "keeps its lead over the baseline" if top > 0 else "stays behind the baseline",
+        "cannot tell": "the noise hides whether its distance from the baseline changes",
+    }
+    return replace(trend, verdict=verdict, meaning=meaning[verdict])
+
+
+def _noise_floor(losses: np.ndarray) -> float | None:
+    finished = losses[np.isfinite(losses)]
+    return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
+
+
+def _array(scale: Scale, model: str) -> np.ndarray:
+    """The losses of a model in order of seeds; NaN if diverged."""
+    losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
+    return np.where(np.isfinite(losses), losses, math.nan)
+
+
+def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha is a probability between 0 and 1, not {alpha}")
+    if len(scales) < 2:
+        raise ValueError(f"a trend needs at least 2 scales, not {len(scales)}")
+    first = scales[0]
+    if baseline not in first.losses:
+        raise ValueError(f"unknown baseline {baseline!r}; the models are {', '.join(first.losses) or 'none'}")
+    if len(first.losses) < 2:
+        raise ValueError(f"{baseline!r} is the only model: a trend needs another one")
+    for scale in scales:
+        if set(scale.losses) != set(first.losses):
+            raise ValueError(
+                f"scale {scale.name!r} has the models {sorted(scale.losses)}, {first.name!r} {sorted(first.losses)}"
+            )
+        for model, losses in scale.losses.items():
+            if set(losses) != set(scale.losses[baseline]) or not losses:
+                raise ValueError(f"at scale {scale.name!r}, {model!r} has other seeds than {baseline!r}, or none")
+            if any(loss is not None and loss <= 0 for loss in losses.values()):
+                raise ValueError(
+                    f"at scale {scale.name!r}, {model!r} has a loss of {min(filter(None, losses.values()))}, not above 0"
+                )
+            if not scale.flops.get(model, 0.0) > 0:
+                raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
+    ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
+    for one, other in itertools.pairwise(ordered):
+        if one.flops[baseline] == other.flops[baseline]:
+            raise ValueError(f"scales {one.name!r} and {other.name!r} have the same compute, {one.flops[baseline]:g} FLOPs")
+    if len({scale.name for scale in scales}) < len(scales):
+        raise ValueError(f"two scales have the same name: {', '.join(scale.name for scale in ordered)}")
