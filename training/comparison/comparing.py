@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
+from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder
+from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder, write_ladder_report
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
@@ -133,7 +134,8 @@ def is_main_process() -> bool:
 def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the results without a report.
 
-    The scales of a ladder are made one after another, the smallest first: the rates found at one start the searches at the next.
+    The scales of a ladder are made one after another, the smallest first. The rates found at one start the searches at the
+    next.
 
     Args:
         comparison: the runs to make.

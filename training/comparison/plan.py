@@ -192,10 +192,10 @@ class Comparison:
             "each_seed": "each seed chooses among its own rates",
             "sweep": f"rates swept with seed{'s' * (len(self.sweep_seeds) > 1)} {' '.join(map(str, self.sweep_seeds))}",
         }[self.rate_choice]
+        is_open = any(variant.rates.is_search for variant in self.variants.values())
         yield (
-            f"{runs} runs of {self.tokens_per_run:,} tokens, {runs * self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all"
-            f"{', more if a search goes on' * any(variant.rates.is_search for variant in self.variants.values())}; "
-            f"seeds {' '.join(map(str, self.seeds))}, {how}"
+            f"{runs} runs of {self.tokens_per_run:,} tokens, {runs * self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in "
+            f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}, {how}"
         )
         if warning := self.power_warning():
             yield f"warning: {warning}"

@@ -64,7 +64,7 @@ class Rates:
         return rate if math.isfinite(losses[rate]) else None
 
     def edge(self, losses: Mapping[float, float]) -> str | None:
-        """Tells whether the best rate is the `smallest` or the `largest` of several; where all diverged, smaller ones may not."""
+        """Tells whether the best rate is the `smallest` or the `largest` of several; it is the `smallest` if all diverged."""
         best = self.best(losses)
         if len(losses) > 1 and best in (None, min(losses)):
             return "smallest"
@@ -95,7 +95,9 @@ def read_rates(source: str, given: Any) -> Rates | None:
     if isinstance(given, Mapping):
         search = {"factor": 2, "limit": _LIMIT, **given}
         if search.keys() != {"start", "factor", "limit"}:
-            raise ValueError(f"{source}={dict(given)!r} must be a list of numbers, or {{start: RATE, factor: 2, limit: {_LIMIT}}}")
+            raise ValueError(
+                f"{source}={dict(given)!r} must be a list of numbers, or {{start: RATE, factor: 2, limit: {_LIMIT}}}"
+            )
         if not _is_rate(search["start"]):
             raise ValueError(f"{source}: start={search['start']!r} must be a number above 0")
         if not _is_rate(search["factor"]) or not 1.05 <= search["factor"] <= 100:

@@ -1,5 +1,6 @@
 """From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
 
+import itertools
 import math
 import re
 import shlex
@@ -94,7 +95,9 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         own = {field: entry.get(field, resolved.get(field)) for field in ("tokens_per_parameter", "seeds")}
         scale = {**resolved, **own, "models": _models_of_scale(where, models, entry), "name": f"{own_name}, {name}"}
         del scale["scales"]
-        recipe = _merged({**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where)
+        recipe = _merged(
+            {**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where
+        )
         found[name] = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
     found = dict(sorted(found.items(), key=lambda item: _baseline_flops(item[1])))
     _check_scales(path, found)
@@ -223,12 +226,12 @@ def _check_scales(path: Path, scales: Mapping[str, Comparison]) -> None:
         raise ValueError(f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more")
     names = list(scales)
     first = scales[names[0]].variants[scales[names[0]].baseline].tokenizer
-    for smaller, larger in zip(names, names[1:]):
+    for smaller, larger in itertools.pairwise(names):
         tokenizer = scales[larger].variants[scales[larger].baseline].tokenizer
         if tokenizer != first:
             raise ValueError(
-                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {names[0]!r} {first!r}: losses of other tokens "
-                "cannot be compared; name one tokenizer in the recipe"
+                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {names[0]!r} {first!r}: losses of "
+                "other tokens cannot be compared; name one tokenizer in the recipe"
             )
         if (flops := _baseline_flops(scales[larger])) == _baseline_flops(scales[smaller]):
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops:.3g} FLOPs a run")
@@ -283,7 +286,8 @@ def _check_seeds(source: str, seeds: Any, sweep_seeds: Any) -> None:
             raise ValueError(f"{source}: {field}={given!r} holds a seed twice")
     if both := sorted(set(seeds) & set(sweep_seeds)):
         raise ValueError(
-            f"{source}: sweep_seeds={sweep_seeds} and seeds share {both[0]}: a rate must not be chosen by a run that is reported"
+            f"{source}: sweep_seeds={sweep_seeds} and seeds share {both[0]}: a rate must not be chosen by a run that is "
+            "reported"
         )
 
 

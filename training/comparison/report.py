@@ -32,9 +32,10 @@ _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)",
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
 _NO_VERDICT = ("open", "!")
-_RATES_CAPTION = (
-    "Validation loss in nats per token; ✓ marks the rate chosen. The gap of the two lowest is in standard deviations of the "
-    "validation loss of the model's reported runs; there is none where fewer than two rates, or two of those runs, finished."
+RATES_CAPTION = (
+    "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
+    "many seeds if not in all. The gap of a sweep is that of its two lowest losses, in standard deviations of the validation "
+    "loss of the model's reported runs; there is none where fewer than two rates, or two of those runs, finished."
 )
 
 # Title, caption, and the function that draws it
@@ -73,7 +74,7 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
         results: the content of `results.json`.
         folder: folder of the comparison.
     """
-    figures = _write_figures(results, folder / "figures")
+    figures = write_figures(results, folder / "figures", _FIGURES)
     write_text(folder / "results.md", _markdown(results, figures))
     write_text(folder / "report.html", _page(results, figures, folder / "figures"))
 
@@ -119,17 +120,25 @@ def verdicts(results: dict[str, Any], model: str | None = None) -> str:
         outcome_sentence(results),
         noise_floor_sentence(results),
         *selection_sentences(results),
-        _markdown_table(rows),
+        markdown_table(rows),
         *(f"> **Warning:** {warning}" for warning in warning_sentences(results)),
     ]
     return "\n\n".join(parts)
 
 
-def _write_figures(results: dict[str, Any], folder: Path) -> list[str]:
-    """Draws the figures for which there are data, and returns their names."""
+def write_figures(
+    results: dict[str, Any], folder: Path, figures: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]]
+) -> list[str]:
+    """Draws the figures for which there are data, and returns their names.
+
+    Args:
+        results: the content of `results.json`.
+        folder: of the figures.
+        figures: by name, the title, the caption, and the function that draws it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for name, (_, _, draw) in _FIGURES.items():
+    for name, (_, _, draw) in figures.items():
         figure = draw(results)
         if figure is not None:
             save(figure, folder / f"{name}.png")
@@ -147,17 +156,17 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         *(f"> **Warning:** {warning}" for warning in warning_sentences(results)),
         "\n".join(f"* {sentence}" for sentence in protocol_sentences(results)),
         "## Models",
-        _markdown_table(summary_rows(results)),
+        markdown_table(summary_rows(results)),
         "What differs between them:",
         "\n".join(f"* `{name}`: {_code(given_fields(model))}" for name, model in results["models"].items()),
         *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
-        *(["## Learning rates", _RATES_CAPTION, _markdown_table(rates)] if rates else []),
+        *(["## Learning rates", RATES_CAPTION, markdown_table(rates)] if rates else []),
         "## Every run",
-        _markdown_table(run_rows(results)),
+        markdown_table(run_rows(results)),
         "## Configuration",
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
-        _markdown_table([{"what": name, "value": value} for name, value in provenance(results).items()]),
+        markdown_table([{"what": name, "value": value} for name, value in provenance(results).items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -166,7 +175,7 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else "nothing, it is the recipe's"
 
 
-def _markdown_table(rows: list[dict[str, str]]) -> str:
+def markdown_table(rows: list[dict[str, str]]) -> str:
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
@@ -178,6 +187,46 @@ def _markdown_cell(text: str) -> str:
 
 
 def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
+    return render_page(
+        TEMPLATE,
+        results,
+        figures=embedded_figures(folder, figures, _FIGURES, outcome_sentence(results)),
+        outcome=outcome_sentence(results),
+        warnings=warning_sentences(results),
+        corpus=provenance(results),
+        **parts_of_page(results),
+    )
+
+
+def parts_of_page(results: dict[str, Any]) -> dict[str, Any]:
+    """What a page shows of one scale: verdicts, protocol and tables."""
+    summary = summary_rows(results)
+    return {
+        "protocol": protocol_sentences(results),
+        "badges": {row["model"]: _BADGES.get(row["verdict"], _NO_VERDICT) for row in summary},
+        "bars": _bars(results),
+        "given": {name: given_fields(model) for name, model in results["models"].items()},
+        "summary": summary,
+        "rates": rate_rows(results),
+        "runs": run_rows(results),
+    }
+
+
+def embedded_figures(folder: Path, names: list[str], figures: dict[str, tuple], outcome: str) -> list[dict[str, str]]:
+    """The figures of a folder as a page holds them; readers who cannot see them get the outcome."""
+    return [
+        {
+            "title": figures[name][0],
+            "caption": figures[name][1],
+            "alternative": f"{figures[name][0]}. {outcome}",
+            "data": base64.b64encode((folder / f"{name}.png").read_bytes()).decode(),
+        }
+        for name in names
+    ]
+
+
+def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
+    """Makes the page of a report from a template and its parts."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -185,33 +234,13 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    summary = summary_rows(results)
-    outcome = outcome_sentence(results)
-    return environment.get_template(TEMPLATE).render(
+    return environment.get_template(template).render(
         name=results["name"],
-        outcome=outcome,
-        warnings=warning_sentences(results),
-        protocol=protocol_sentences(results),
-        badges={row["model"]: _BADGES.get(row["verdict"], _NO_VERDICT) for row in summary},
-        bars=_bars(results),
-        given={name: given_fields(model) for name, model in results["models"].items()},
-        summary=summary,
-        figures=[
-            {
-                "title": _FIGURES[name][0],
-                "caption": _FIGURES[name][1],
-                "alternative": f"{_FIGURES[name][0]}. {outcome}",
-                "data": base64.b64encode((folder / f"{name}.png").read_bytes()).decode(),
-            }
-            for name in figures
-        ],
-        rates=rate_rows(results),
-        rates_caption=_RATES_CAPTION,
-        runs=run_rows(results),
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
-        corpus=provenance(results),
+        rates_caption=RATES_CAPTION,
         words=_WORDS,
+        **parts,
     )
 
 

@@ -210,11 +210,6 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     streams: dict[int, set[str]] = {}
     for run in whole:
         streams.setdefault(run["seed"], set()).add(run["token_stream"])
-    # A model that diverged at every rate counts as diverged on every seed
-    losses = {
-        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(comparison.seeds)
-        for name, model in models.items()
-    }
     runs = [run for name in models for run in (*finished.tried(comparison, name), *finished.reported(comparison, name))]
     fingerprints = {finished.metrics(run)["dataset_fingerprint"] for run in runs}
     sample = finished.metrics(runs[0])
@@ -235,7 +230,19 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
-        "statistics": dataclasses.asdict(analyse(losses, comparison.baseline, unsettled=unsettled)),
+        "statistics": dataclasses.asdict(
+            analyse(losses_by_seed(models, comparison.seeds), comparison.baseline, unsettled=unsettled)
+        ),
+    }
+
+
+def losses_by_seed(models: dict[str, Any], seeds: list[int]) -> dict[str, dict[int, float | None]]:
+    """The test losses of the reported runs of `models` in `results.json`, by model and seed, in nats per token.
+
+    It is `None` where a run diverged, and for all seeds of a model that diverged at every rate of a sweep.
+    """
+    return {
+        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(seeds) for name, model in models.items()
     }
 
 

@@ -44,16 +44,23 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """Validation loss of each model at each learning rate tried; empty if there was no choice."""
-    swept = {name: model for name, model in results["models"].items() if model["sweep"]}
-    rates = sorted({run["learning_rate"] for model in swept.values() for run in model["sweep"]})
+    """Validation loss of each model at each learning rate tried, the mean over seeds; empty if there was no choice."""
+    swept = {name: model for name, model in results["models"].items() if len(model["learning_rates"]) > 1}
+    rates = sorted({rate for model in swept.values() for rate in model["learning_rates"]})
     rows = []
     for name, model in swept.items():
         row = {"model": name, **{f"{rate:g}": NOTHING for rate in rates}}
-        for run in model["sweep"]:
-            text = "diverged" if run["diverged"] else number(run["validation_loss"], ".4f")
-            row[f"{run['learning_rate']:g}"] = "✓ " * (run["learning_rate"] == model["learning_rate"]) + text
-        row["gap (deviations)"] = number(model["rate_gap"], ".2f")
+        # The reported runs of a sweep chose nothing
+        tried = model["sweep"] if results["rate_choice"] == "sweep" else [*model["sweep"], *model["runs"]]
+        for rate in model["learning_rates"]:
+            runs = [run for run in tried if run["learning_rate"] == rate]
+            losses = [None if run["diverged"] else run["validation_loss"] for run in runs]
+            text = "diverged" if None in losses else number(statistics.fmean(losses) if losses else None, ".4f")
+            seeds = sum(run["learning_rate"] == rate for run in model["runs"])
+            mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
+            row[f"{rate:g}"] = mark + text
+        if results["rate_choice"] == "sweep":
+            row["gap (deviations)"] = number(model["rate_gap"], ".2f")
         rows.append(row)
     return rows
 
@@ -62,7 +69,9 @@ def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each run."""
     rows = []
     for name, model in results["models"].items():
-        kinds = ["sweep"] * len(model["sweep"]) + ["reported"] * len(model["runs"])
+        kinds = ["sweep" if results["rate_choice"] == "sweep" else "tried"] * len(model["sweep"]) + ["reported"] * len(
+            model["runs"]
+        )
         for kind, run in zip(kinds, [*model["sweep"], *model["runs"]]):
             outcome = "finished"
             if run["diverged"]:
@@ -109,10 +118,13 @@ def p_value(p: float | None) -> str:
 
 
 def _chosen_rate(model: dict[str, Any]) -> str:
-    if model["learning_rate"] is None:
+    """The rates of the reported runs, with the number of runs at each if they differ."""
+    chosen = [run["learning_rate"] for run in model["runs"]]
+    if not chosen:
         return "none"
-    remark = " (edge)" if model["is_at_edge"] else "" if model["sweep"] else " (no choice)"
-    return f"{model['learning_rate']:g}{remark}"
+    rates = sorted(set(chosen))
+    text = " ".join(f"{rate:g}" + (f" ({chosen.count(rate)})" if len(rates) > 1 else "") for rate in rates)
+    return text + (" (edge)" if model["edges"] else "" if len(model["learning_rates"]) > 1 else " (no choice)")
 
 
 def _median(values: list[float | None], form: str) -> str:

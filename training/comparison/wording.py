@@ -31,13 +31,15 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows compares "
             "the data too, and its tests by seed do not hold."
         )
+    for name, model in results["models"].items():
+        warnings += _edge_warnings(name, model)
     if warning := power_warning(len(results["seeds"]), len(results["models"]) - 1, results["statistics"]["alpha"]):
         warnings.append(f"{warning}.")
     for name, model in results["models"].items():
-        rates, rate = model["learning_rates"], model["learning_rate"]
         diverged = sum(run["diverged"] for run in model["runs"])
-        if rate is None:
-            warnings.append(f"{name} diverged at every learning rate tried: {', '.join(f'{tried:g}' for tried in rates)}.")
+        if not model["runs"]:
+            rates = ", ".join(f"{tried:g}" for tried in model["learning_rates"])
+            warnings.append(f"{name} diverged at every learning rate tried: {rates}.")
         if diverged and name == results["baseline"]:
             warnings.append(
                 f"{name}, the baseline, diverged in {diverged} of {len(model['runs'])} runs: there are no verdicts."
@@ -49,15 +51,32 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             )
         elif diverged:
             warnings.append(f"{name} diverged in all of its runs.")
-        if model["is_at_edge"]:
-            end = "smallest" if rate == rates[0] else "largest"
-            warnings.append(f"{name} did best at {rate:g}, the {end} learning rate tried: a better one may lie beyond.")
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
     if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
         warnings.append(
             f"The two best learning rates lie less than {CLEAR_RATE_GAP:g} standard deviations of a run apart for "
             f"{', '.join(unclear)}: the one chosen may not be the best."
         )
+    return warnings
+
+
+def _edge_warnings(name: str, model: dict[str, Any]) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried."""
+    warnings = []
+    for end in ("smallest", "largest"):
+        seeds = [seed for seed, edge in model["edges"].items() if edge == end]
+        if not seeds:
+            continue
+        rates = sorted({run["learning_rate"] for run in model["runs"] if str(run["seed"]) in map(str, seeds)})
+        where = f"at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried"
+        if len(seeds) < len(model["runs"]):
+            where += f", in {len(seeds)} of {len(model['runs'])} seeds"
+        after = (
+            f"the search stopped at its limit of {model['search']['limit']} rates, so there is no verdict"
+            if model["search"]
+            else "the file asked for just these rates, and a better one may lie beyond"
+        )
+        warnings.append(f"{name} did best {where}: {after}.")
     return warnings
 
 
@@ -94,12 +113,18 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     choice = _rate_choice(results)
     if choice == "each_seed":
         sentences.append(
-            "Each seed trained every learning rate and took the one with the lowest loss on the validation split. The reported "
-            "loss is that of the same run on the test split, which was not used to choose."
+            "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
+            "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
+        if any(model["search"] for model in results["models"].values()):
+            sentences.append(
+                "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
+                "beyond was tried, too."
+            )
     elif choice == "sweep":
         sentences.append(
-            f"Each learning rate was chosen on the validation split, in runs with seed {results['sweep_seed']} that are not "
+            "Each learning rate was chosen on the validation split, in runs with the "
+            f"seed{'s' * (len(results['sweep_seeds']) > 1)} {', '.join(map(str, results['sweep_seeds']))} that are not "
             "reported. The reported losses are measured on the test split, which was not used to choose them."
         )
     else:
@@ -124,5 +149,4 @@ def _rate_choice(results: dict[str, Any]) -> str | None:
     """How learning rates were chosen, "each_seed" or "sweep"; `None` if no model had a choice."""
     if all(len(model["learning_rates"]) == 1 for model in results["models"].values()):
         return None
-    # Results of an earlier version do not have the key
-    return results.get("rate_choice", "sweep")
+    return results["rate_choice"]

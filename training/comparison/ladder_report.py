@@ -1,0 +1,223 @@
+"""The report of a ladder, made from its `results.json` alone: what holds at the largest scale, and the trend over scales."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+
+from modeling_nlq.training.comparison.ladder import flops_of_runs
+from modeling_nlq.training.comparison.ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from modeling_nlq.training.comparison.report import (
+    RATES_CAPTION,
+    embedded_figures,
+    markdown_table,
+    parts_of_page,
+    render_page,
+    write_figures,
+)
+from modeling_nlq.training.comparison.tables import number, provenance, rate_rows, run_rows, summary_rows
+from modeling_nlq.training.comparison.wording import outcome_sentence, protocol_sentences, warning_sentences
+from modeling_nlq.training.files import write_text
+from modeling_nlq.training.text import align
+
+
+TEMPLATE = "ladder.html.jinja"
+_IMPROVEMENTS_CAPTION = (
+    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
+    "better. The slope is that of a line through the scales. The last column extrapolates this line by one decade of compute "
+    "beyond the largest scale. It is no measurement."
+)
+_MULTIPLIERS_CAPTION = (
+    "How many times the model's compute the baseline would need to reach the model's loss, by the baseline's law of compute, "
+    "with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the ladder."
+)
+_FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
+    "losses": (
+        "Loss over compute",
+        "Test loss of every run. The line is the baseline's law of compute with its band, dashed where it is extrapolated.",
+        draw_losses,
+    ),
+    "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
+    "improvements": (
+        "Improvement over compute",
+        "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
+        draw_improvements,
+    ),
+    "bowls": (
+        "Loss against learning rate",
+        "Validation loss of every run at each scale, and the mean over its seeds. The best rate has a worse neighbour on both "
+        "sides unless it lies at an edge.",
+        draw_bowls,
+    ),
+}
+
+
+def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
+    """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
+
+    Args:
+        results: the content of `results.json`.
+        folder: folder of the ladder.
+    """
+    figures = write_figures(results, folder / "figures", _FIGURES)
+    write_text(folder / "results.md", _markdown(results, figures))
+    name, top = _top(results)
+    improvements, multipliers = improvement_rows(results), multiplier_rows(results)
+    page = render_page(
+        TEMPLATE,
+        results,
+        figures=embedded_figures(folder / "figures", figures, _FIGURES, trend_sentence(results)),
+        outcome=f"At the largest scale, {name}: {outcome_sentence(top)} {trend_sentence(results)}",
+        warnings=ladder_warnings(results),
+        corpus=provenance(top),
+        top={"name": name, **parts_of_page(top)},
+        improvements=improvements,
+        improvements_caption=_IMPROVEMENTS_CAPTION,
+        multipliers=multipliers,
+        multipliers_caption=_MULTIPLIERS_CAPTION,
+        protocol=trend_protocol(results),
+        scales=[{"name": scale, "cost": _cost(found), **parts_of_page(found)} for scale, found in results["scales"].items()],
+    )
+    write_text(folder / "report.html", page)
+
+
+def describe_ladder(results: dict[str, Any]) -> str:
+    """The outcome for a terminal."""
+    name, top = _top(results)
+    rows = improvement_rows(results)
+    lines = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
+    lines += [f"at the largest scale, {name}: {outcome_sentence(top)}", trend_sentence(results)]
+    return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
+
+
+def trend_sentence(results: dict[str, Any]) -> str:
+    """The verdicts of the trend in one line."""
+    verdicts: dict[str, list[str]] = {}
+    for name, trend in results["trend"]["models"].items():
+        verdicts.setdefault(trend["verdict"], []).append(name)
+    return (
+        "Over the scales, the improvement " + "; ".join(f"{word}: {', '.join(names)}" for word, names in verdicts.items()) + "."
+    )
+
+
+def ladder_warnings(results: dict[str, Any]) -> list[str]:
+    """The limits of the outcome: those of each scale, the largest first, and of the trend."""
+    warnings = []
+    for name, found in reversed(results["scales"].items()):
+        warnings += [f"Scale {name}: {text}" for text in warning_sentences(found)]
+    if note := results["trend"]["law_note"]:
+        warnings.append(f"There are no compute multipliers: {note}.")
+    return warnings
+
+
+def trend_protocol(results: dict[str, Any]) -> list[str]:
+    """How the trend was judged."""
+    trend = results["trend"]
+    sentences = [
+        "The verdict at the largest scale is the judgement. The trend explains it.",
+        "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
+        f"compute. Holm's method corrects its tests for {len(trend['models'])} models; grows and shrinks mean a corrected p "
+        f"below {trend['alpha']:g}.",
+        *(f"{name}: {found['meaning']}." for name, found in trend["models"].items()),
+    ]
+    if law := trend["law"]:
+        sentences.append(
+            f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
+            f"C^-{law['exponent']:.3f}."
+        )
+    return sentences
+
+
+def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model: improvement at each scale, slope, verdict, and the extrapolation."""
+    rows = []
+    for name, trend in results["trend"]["models"].items():
+        beyond = trend["extrapolation"] or {}
+        rows.append(
+            {
+                "model": name,
+                **{
+                    f"{scale} (%)": _with_interval(step["improvement"], step["improvement_interval"], "+.2f")
+                    for scale, step in trend["steps"].items()
+                },
+                "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
+                "trend": trend["verdict"],
+                "extrapolated (%)": _with_interval(beyond.get("improvement"), beyond.get("improvement_interval"), "+.2f"),
+            }
+        )
+    return rows
+
+
+def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model: its compute multiplier at each scale; empty if there is no law."""
+    if results["trend"]["law"] is None:
+        return []
+    return [
+        {
+            "model": name,
+            **{
+                scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
+                for scale, step in trend["steps"].items()
+            },
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
+def _with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+    if interval is None:
+        return number(value, form)
+    return f"{number(value, form)} [{', '.join(number(end, form) for end in interval)}]"
+
+
+def _top(results: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and results of the largest scale."""
+    return list(results["scales"].items())[-1]
+
+
+def _cost(found: dict[str, Any]) -> str:
+    baseline = found["models"][found["baseline"]]
+    flops = flops_of_runs(found)[found["baseline"]]
+    return (
+        f"{baseline['non_embedding_parameters']:,} non-embedding parameters, {found['tokens_per_run']:,} tokens and "
+        f"{flops:.2g} FLOPs a run, {len(found['seeds'])} seeds"
+    )
+
+
+def _markdown(results: dict[str, Any], figures: list[str]) -> str:
+    name, top = _top(results)
+    multipliers = multiplier_rows(results)
+    parts = [
+        f"# {results['name']}",
+        f"At the largest scale, {name}: {outcome_sentence(top)}",
+        trend_sentence(results),
+        *(f"> **Warning:** {warning}" for warning in ladder_warnings(results)),
+        "## The trend over scales",
+        markdown_table(improvement_rows(results)),
+        _IMPROVEMENTS_CAPTION,
+        *([markdown_table(multipliers), _MULTIPLIERS_CAPTION] if multipliers else []),
+        "\n".join(f"* {sentence}" for sentence in trend_protocol(results)),
+        *(
+            f"## {_FIGURES[figure][0]}\n\n![{_FIGURES[figure][0]}](figures/{figure}.png)\n\n{_FIGURES[figure][1]}"
+            for figure in figures
+        ),
+    ]
+    for scale, found in results["scales"].items():
+        parts += [
+            f"## Scale {scale}",
+            f"{_cost(found)[0].upper()}{_cost(found)[1:]}.",
+            "\n".join(f"* {sentence}" for sentence in protocol_sentences(found)),
+            markdown_table(summary_rows(found)),
+        ]
+        if rates := rate_rows(found):
+            parts += ["Learning rates. " + RATES_CAPTION, markdown_table(rates)]
+        parts += [markdown_table(run_rows(found))]
+    parts += [
+        "## Configuration",
+        f"`{results['command']}`, which is after the command line:",
+        f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
+        markdown_table([{"what": what, "value": value} for what, value in provenance(top).items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
