@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import sys
 
 import attention
@@ -10,6 +9,7 @@ import attention_cuda
 import conversion
 import generation
 import measure
+import numpy as np
 import pytest
 import selection
 import torch
@@ -453,23 +453,50 @@ def test_tuning(kernel, capsys):
 
 
 class TestSelection:
-    def test_error_of_a_choice_is_in_neither_p_nor_interval(self):
-        without, chosen, clear = (selection.simulate(5, 1, gap, repetitions=1500) for gap in (None, 1.5, 10.0))
-        # Of 5 and 13 %, with a standard error below 1 %
-        assert without.wrong < 0.08 < 0.1 < chosen.wrong and chosen.covered == 1 - chosen.wrong
-        assert (without.warned, clear.warned) == (0.0, 0.0) and chosen.warned > 0.9
-        # Ten deviations apart, the best rate is chosen always
-        assert clear == dataclasses.replace(clear, wrong_without_warning=clear.wrong) and clear.wrong < 0.08
+    def test_only_the_paired_test_holds_where_noises_differ(self):
+        random = np.random.default_rng(0)
+        found = selection.compare_tests(random, 5, 5, noise="baseline 4 x", repetitions=1500)
+        # Of 2 and 20 %, with a standard error below 1 %
+        assert found["paired"] < 0.05 < 0.15 < found["blocks"]
+        found = selection.compare_tests(random, 5, 2, difference=2.0, repetitions=1500)
+        assert found["paired"] < found["pooled"] < found["blocks"]
+        same = selection.compare_tests(random, 5, 1, repetitions=1500)
+        assert same["paired"] == same["pooled"] == same["blocks"] < 0.08
 
-    def test_shared_noise_chooses_nothing(self):
-        # All but a hundredth of the noise is shared: half a deviation is five of what is left
-        assert selection.simulate(5, 1, 0.5, shared=0.99, repetitions=1500).wrong < 0.08
+    @pytest.mark.parametrize("correlation", [1.0, 0.5])
+    def test_only_a_choice_in_each_seed_is_in_the_test(self, correlation):
+        random = np.random.default_rng(0)
+        rates = np.array([1.5, 0.0, 1.5])
+        found = selection.compare_choices(random, 5, 5, rates, correlation=correlation, repetitions=1500)
+        assert found["each seed"]["wrong"] < 0.08 < 0.16 < found["sweep 1"]["wrong"]
+        runs = {"sweep 1": 3 + 5, "sweep 2": 6 + 5, "sweep 4": 12 + 5, "two best": 3 + 10, "mean": 15, "each seed": 15}
+        assert {name: values["runs"] for name, values in found.items()} == runs
+        # Most wrong verdicts come with a warning
+        assert found["sweep 1"]["unwarned"] < 0.02 < 0.9 < found["sweep 1"]["warned"]
+
+    def test_a_clear_best_rate_leaves_nothing_to_choose(self):
+        found = selection.compare_choices(np.random.default_rng(0), 3, 1, np.array([0.0, 99.0, 99.0]), repetitions=200)
+        assert len({values["wrong"] for values in found.values()}) == 1
+        # All but a hundredth of the noise is shared: 0.5 deviations are 5 of what is left
+        rates = np.array([0.5, 0.0, 0.5])
+        shared = selection.compare_choices(np.random.default_rng(0), 5, 1, rates, shared=0.99, repetitions=1500)
+        assert shared["sweep 1"]["wrong"] < 0.08
+
+    def test_search_ends_between_worse_rates(self):
+        losses = np.random.default_rng(0).standard_normal((50, 2, 13, 3)) + np.square(np.arange(-6, 7.0))[:, None]
+        tried = selection.search(losses)
+        best = np.where(tried, losses, np.inf).argmin(axis=2, keepdims=True)
+        assert ((best > 0) & (best < 12)).all()
+        for neighbour in (best - 1, best + 1):
+            assert np.take_along_axis(tried, neighbour, axis=2).all()
+        # Rates beside each other, as a search tries no others
+        assert (np.diff(tried.astype(int), axis=2, prepend=0) == 1).sum(axis=2).max() == 1
 
     def test_wrong_statistics_give_no_table(self, monkeypatch):
-        selection.gate(400)
-        monkeypatch.setattr(selection, "analyse", functools.partial(selection.analyse, alpha=0.3))
-        with pytest.raises(SystemExit, match="correctness gate: one model is wrong in"):
-            selection.gate(400)
+        selection.gate()
+        monkeypatch.setattr(selection, "paired", lambda losses: selection.paired_t(losses) > 2)
+        with pytest.raises(SystemExit, match="correctness gate: verdicts differ"):
+            selection.gate()
 
 
 @pytest.mark.slow
