@@ -14,6 +14,7 @@ import pytest
 import selection
 import torch
 import training_step
+import trend
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 from support.flex_stand_in import dense_flex_attention
@@ -497,6 +498,21 @@ class TestSelection:
         monkeypatch.setattr(selection, "paired", lambda losses: selection.paired_t(losses) > 2)
         with pytest.raises(SystemExit, match="correctness gate: verdicts differ"):
             selection.gate()
+
+
+class TestTrend:
+    def test_verdicts_are_seldom_wrong(self):
+        # Of 5 % at most, with standard errors of 2 to 3 %
+        loud = trend.Noise(by_scale=(4.0, 1.0, 1.0, 1.0))
+        assert trend.wrong(trend.simulate(trend.with_change(1.0, 0.0), 3, loud, 2, 60)) < 0.15
+        found = trend.shares(trend.simulate(trend.with_change(2.0, 1.0), 3, trend.Noise(1.0, 0.75), 1, 80))
+        assert found["holds"] < 0.15 and found["shrinks"] < 0.15
+
+    def test_wrong_statistics_give_no_table(self, monkeypatch):
+        trend.gate(50)
+        monkeypatch.setattr(trend, "analyse_trend", functools.partial(trend.analyse_trend, alpha=0.4))
+        with pytest.raises(SystemExit, match="correctness gate: intervals of the multiplier hold in"):
+            trend.gate(50)
 
 
 @pytest.mark.slow

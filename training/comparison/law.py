@@ -171,7 +171,9 @@ class Fit:
         irreducible, exponents = interval(floor, (1.0, 0.0, 0.0)), interval(exponent, (0.0, 0.0, 1.0))
         coefficients = interval(log_coefficient, (0.0, 1.0, self.middle))
         curve = []
-        for place in np.linspace(self.log_flops[0], self.log_flops[-1] + REACH * math.log(10), 31):
+        first, last = self.log_flops[[0, -1]]
+        # The largest scale is one of the points; beyond it the law is an extrapolation
+        for place in [*np.linspace(first, last, 20), *np.linspace(last, last + REACH * math.log(10), 11)[1:]]:
             loss = float(self._loss(self.parameters, place))
             ends = interval(math.log(loss), self._jacobian(self.parameters, np.array([place]))[0])
             curve.append((math.exp(place), loss, *((None, None) if ends is None else map(_exp, ends))))

@@ -328,10 +328,8 @@ def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
         for model, losses in scale.losses.items():
             if set(losses) != set(scale.losses[baseline]) or not losses:
                 raise ValueError(f"at scale {scale.name!r}, {model!r} has other seeds than {baseline!r}, or none")
-            if any(loss is not None and loss <= 0 for loss in losses.values()):
-                raise ValueError(
-                    f"at scale {scale.name!r}, {model!r} has a loss of {min(filter(None, losses.values()))}, not above 0"
-                )
+            if bad := [loss for loss in losses.values() if loss is not None and loss <= 0]:
+                raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
             if not scale.flops.get(model, 0.0) > 0:
                 raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
     ordered = sorted(scales, key=lambda scale: scale.flops[baseline])

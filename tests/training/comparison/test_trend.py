@@ -1,0 +1,377 @@
+"""The trend over scales: against references written from the formulas, by properties, and by simulated error rates."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize, special
+from support.properties import examples
+
+from modeling_nlq.training.comparison.law import Fit, add_means
+from modeling_nlq.training.comparison.statistics import holm
+from modeling_nlq.training.comparison.trend import Scale, analyse_trend
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+FLOPS = (1e15, 7e15, 3e16, 2e17)
+
+
+def law(flops):
+    return 2.0 + 95.0 * flops**-0.12
+
+
+def make_scales(multipliers, seeds=4, noise=0.0, flops=FLOPS, own=1.0, random_seed=0):
+    """Scales in which a model is as good as the baseline "base" with so many times its compute; `own` multiplies its FLOPs."""
+    random = np.random.default_rng(random_seed)
+    scales = []
+    for index, compute in enumerate(flops):
+        shared = random.standard_normal(seeds)
+        losses = {}
+        for name, multiplier in {"base": 1.0, **multipliers}.items():
+            errors = 1 + noise * (shared + random.standard_normal(seeds))
+            losses[name] = dict(enumerate((law(compute * multiplier) * errors).tolist()))
+        scales.append(Scale(f"scale {index}", {name: compute * (own if name != "base" else 1.0) for name in losses}, losses))
+    return scales
+
+
+def values(scale, model):
+    return np.array(list(scale.losses[model].values()))
+
+
+def quantile(degrees_of_freedom):
+    return special.stdtrit(degrees_of_freedom, 0.975)
+
+
+def combine(weights, samples):
+    """Value, standard error and degrees of freedom of a weighted sum of means, written from the formulas of `add_means`."""
+    value, parts = 0.0, []
+    for weight, sample in zip(weights, samples):
+        mean = sum(sample) / len(sample)
+        variance = sum((entry - mean) ** 2 for entry in sample) / (len(sample) - 1)
+        value += weight * mean
+        parts.append((weight**2 * variance / len(sample), len(sample) - 1))
+    total = sum(part for part, _ in parts)
+    degrees = total**2 / sum(part**2 / freedom for part, freedom in parts)
+    return value, math.sqrt(total), (degrees + min(freedom for _, freedom in parts)) / 2
+
+
+class TestSums:
+    def test_one_scale_is_students_test(self):
+        found = add_means([np.array([1.0, 2.0, 4.0])])
+        assert (found.value, found.standard_error) == pytest.approx((7 / 3, math.sqrt(7 / 3 / 3)))
+        assert found.degrees_of_freedom == pytest.approx(2)
+        t = found.value / found.standard_error
+        assert found.p() == pytest.approx(special.betainc(1.0, 0.5, 2 / (2 + t * t)))
+        assert found.p_positive() == pytest.approx(found.p() / 2)
+
+    def test_a_single_seed_has_no_noise_to_measure(self):
+        assert add_means([np.array([1.0, 2.0]), np.array([1.0])]) is None
+
+    def test_without_noise_the_test_has_its_limit(self):
+        for value, two_sided, one_sided in ((0.0, 1.0, 1.0), (0.5, 0.0, 0.0), (-0.5, 0.0, 1.0)):
+            found = add_means([np.full(3, value)])
+            assert (found.p(), found.p_positive(), found.interval(0.95)) == (two_sided, one_sided, (value, value))
+
+
+class TestSlope:
+    SCALES = make_scales({"a": 1.3, "b": 0.7}, seeds=3, noise=0.004)
+
+    def percents(self, model):
+        return [100 * (values(scale, "base") - values(scale, model)) / values(scale, "base").mean() for scale in self.SCALES]
+
+    @pytest.mark.parametrize("model", ["a", "b"])
+    def test_is_by_hand(self, model):
+        found = analyse_trend(self.SCALES, "base").models[model]
+        samples, places = self.percents(model), [math.log10(flops) for flops in FLOPS]
+        middle = sum(places) / 4
+        spread = sum((place - middle) ** 2 for place in places)
+        weights = [(place - middle) / spread for place in places]
+        slope, error, degrees = combine(weights, samples)
+        assert slope == pytest.approx(np.polyfit(places, [sample.mean() for sample in samples], 1)[0])
+        assert found.slope == pytest.approx(slope)
+        margin = quantile(degrees) * error
+        assert found.slope_interval == pytest.approx((slope - margin, slope + margin))
+        assert found.p == pytest.approx(2 * special.stdtr(degrees, -abs(slope) / error))
+
+        # Two one-sided tests: the change lies within half of the improvement at the top, which has the sign of this model
+        sign = 1 if model == "a" else -1
+        decades = places[-1] - places[0]
+        p_values = []
+        for direction in (1, -1):
+            value, error, degrees = combine(
+                [0.5 * sign * (index == 3) + direction * decades * weight for index, weight in enumerate(weights)], samples
+            )
+            p_values.append(special.stdtr(degrees, -value / error))
+        assert found.holding_p == pytest.approx(max(p_values))
+
+        further = [0.25 + (places[-1] + 1 - middle) * weight for weight in weights]
+        value, error, degrees = combine(further, samples)
+        assert found.extrapolation.improvement == pytest.approx(value)
+        assert found.extrapolation.improvement_interval[1] == pytest.approx(value + quantile(degrees) * error)
+        assert found.extrapolation.flops == pytest.approx(10 * FLOPS[-1])
+
+    def test_steps_are_paired_t_intervals(self):
+        for scale, sample in zip(self.SCALES, self.percents("a")):
+            step = analyse_trend(self.SCALES, "base").models["a"].steps[scale.name]
+            value, error, _ = combine([1.0], [sample])
+            assert step.improvement == pytest.approx(value)
+            assert step.improvement_interval == pytest.approx((value - quantile(2) * error, value + quantile(2) * error))
+            to_nats = values(scale, "base").mean() / 100
+            assert step.difference_interval == pytest.approx([end * to_nats for end in step.improvement_interval])
+            assert (step.pairs, step.diverged) == (3, 0)
+
+    def test_holm_counts_the_models_tested(self):
+        models = analyse_trend(self.SCALES, "base").models.values()
+        assert [model.holm_p for model in models] == holm(model.p for model in models)
+        assert [model.holm_holding_p for model in models] == holm(model.holding_p for model in models)
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("improvements", "verdict", "meaning"),
+        [
+            ((1.0, 2.0, 3.0, 4.0), "grows", "pulls ahead of the baseline"),
+            ((-4.0, -3.0, -2.0, -1.0), "grows", "catches up with the baseline"),
+            ((4.0, 3.0, 2.0, 1.0), "shrinks", "loses some of its lead over the baseline"),
+            ((1.0, 0.0, -1.0, -2.0), "shrinks", "falls behind the baseline"),
+            ((2.0, 2.0, 2.0, 2.0), "holds", "keeps its lead over the baseline"),
+            ((-2.0, -2.0, -2.0, -2.0), "holds", "stays behind the baseline"),
+            ((0.0, 0.0, 0.0, 0.0), "cannot tell", "the noise hides whether its distance from the baseline changes"),
+        ],
+    )
+    def test_says_which_way(self, improvements, verdict, meaning):
+        errors = np.array([0.05, -0.02, -0.03])
+        scales = []
+        for index, improvement in enumerate(improvements):
+            base = np.array([4.0, 4.01, 3.99]) - 0.3 * index
+            model = base - base.mean() * (improvement + np.roll(errors, index)) / 100
+            losses = {"base": dict(enumerate(base.tolist())), "model": dict(enumerate(model.tolist()))}
+            scales.append(Scale(str(index), dict.fromkeys(losses, FLOPS[index]), losses))
+        found = analyse_trend(scales, "base").models["model"]
+        assert (found.verdict, found.meaning) == (verdict, meaning)
+
+    def test_diverged_runs_leave_no_test(self):
+        scales = make_scales({"a": 1.3, "b": 1.3}, noise=0.003)
+        scales[1].losses["a"][2] = math.nan
+        found = analyse_trend(scales, "base")
+        model = found.models["a"]
+        assert (model.verdict, model.meaning) == ("cannot tell", "no test: diverged in 1 of 4 runs at scale 1")
+        assert model.slope is model.p is model.extrapolation is None
+        step = model.steps["scale 1"]
+        assert (step.pairs, step.diverged, step.difference_interval, step.multiplier) == (3, 1, None, None)
+        assert step.note == "diverged in 1 of 4 runs" and step.improvement is not None
+        assert model.steps["scale 0"].multiplier is not None
+        assert found.models["b"].holm_p == found.models["b"].p  # one test
+
+    def test_baseline_that_diverged(self):
+        scales = make_scales({"a": 1.3}, noise=0.003)
+        scales[0].losses["base"][0] = None
+        found = analyse_trend(scales, "base")
+        assert found.law is None and "4 scales at which every run of the baseline finished, not 3" in found.law_note
+        assert found.models["a"].meaning == "no test: the baseline diverged in 1 of 4 runs at scale 0"
+        assert found.models["a"].steps["scale 1"].note == "no law"
+
+    def test_a_single_seed(self):
+        found = analyse_trend(make_scales({"a": 1.3}, seeds=1), "base")
+        assert found.models["a"].meaning.startswith("no test: a single seed at scale 0; a single seed at scale 1")
+        assert found.models["a"].steps["scale 0"].improvement is not None
+        assert found.law.exponent == pytest.approx(0.12) and found.law.exponent_interval is None
+
+
+class TestLaw:
+    @pytest.mark.parametrize("multiplier", [0.5, 1.0, 1.3, 4.0])
+    def test_exact_losses_give_the_law_and_the_multiplier(self, multiplier):
+        found = analyse_trend(make_scales({"a": multiplier}, own=1.25), "base")
+        fitted = found.law
+        assert (fitted.irreducible_loss, fitted.coefficient, fitted.exponent) == pytest.approx((2.0, 95.0, 0.12), rel=1e-5)
+        assert max(map(abs, fitted.residuals.values())) < 1e-8
+        flops, losses, low, high = np.array(fitted.curve).T
+        assert losses == pytest.approx(law(flops)) and low == pytest.approx(losses) and high == pytest.approx(losses)
+        assert flops[[0, -1]] == pytest.approx([FLOPS[0], 10 * FLOPS[-1]])
+        for step in found.models["a"].steps.values():
+            # The model needs a quarter more FLOPs than the baseline of its scale
+            assert step.multiplier == pytest.approx(multiplier / 1.25, rel=1e-5)
+        assert found.models["a"].multiplier_slope == pytest.approx(0.0, abs=1e-5)
+
+    def test_intervals_are_those_of_refitted_laws(self):
+        """The weights of all losses, from laws fitted anew by other means to losses of which one scale is shifted."""
+        scales = make_scales({"a": 1.3}, seeds=3, noise=0.001)
+        logs = np.array([np.log(values(scale, "base")) for scale in scales])
+        differences = np.array([values(scale, "base") - values(scale, "a") for scale in scales])
+        middle = np.exp(np.log(FLOPS).mean())
+
+        def read(logs, means):
+            """E, log a, b, the logarithms of the multipliers, and their slope per decade."""
+
+            def log_law(flops, floor, height, exponent):
+                return np.log(floor + height * (flops / middle) ** -exponent)
+
+            tolerances = dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)
+            found, _ = optimize.curve_fit(log_law, np.repeat(FLOPS, 3), logs.ravel(), (2.0, 1.9, 0.12), **tolerances)
+            floor, height, exponent = found
+            rises = -np.log(1 - means / (height * (np.array(FLOPS) / middle) ** -exponent)) / exponent
+            slope = np.polyfit(np.log10(FLOPS), rises / math.log(10), 1)[0]
+            return np.array([floor, math.log(height * middle**exponent), exponent, *rises, slope])
+
+        means, samples = differences.mean(axis=1), []
+        for shift in 1e-5 * np.eye(4):
+            by_law = (read(logs + shift[:, None], means) - read(logs - shift[:, None], means)) / 2e-5
+            by_difference = (read(logs, means + shift) - read(logs, means - shift)) / 2e-5
+            scale = shift.argmax()
+            samples.append(np.outer(by_law, logs[scale]) + np.outer(by_difference, differences[scale]))
+
+        trend, expected = analyse_trend(scales, "base"), read(logs, means)
+        model = trend.models["a"]
+        multipliers = [step.multiplier_interval for step in model.steps.values()]
+        found = [
+            trend.law.irreducible_loss_interval,
+            np.log(trend.law.coefficient_interval),
+            trend.law.exponent_interval,
+            *np.log(multipliers),
+            model.multiplier_slope_interval,
+        ]
+        for index, interval in enumerate(found):
+            _, error, degrees = combine([1.0] * 4, [sample[index] for sample in samples])
+            assert np.mean(interval) == pytest.approx(expected[index], abs=1e-4)
+            assert np.ptp(interval) / 2 == pytest.approx(quantile(degrees) * error, rel=0.02)
+
+    def test_what_lies_beyond_has_no_number(self):
+        scales = make_scales({"far": 5000.0, "below": 1.0, "bad": 1 / 5000, "near": 9.0}, noise=0.002)
+        for scale in scales:
+            scale.losses["below"] = {seed: 1.5 + 0.001 * seed for seed in scale.losses["below"]}  # less than E
+        models = analyse_trend(scales, "base").models
+        for name in ("far", "below", "bad"):
+            step = list(models[name].steps.values())[0 if name == "bad" else -1]
+            assert (step.multiplier, step.note) == (None, "beyond")
+            assert models[name].multiplier_slope is None
+        near = list(models["near"].steps.values())[-1]
+        assert near.note == "beyond" and near.multiplier_interval[1] is None and near.multiplier_interval[0] > 5
+
+    def test_needs_four_scales_and_a_falling_loss(self):
+        found = analyse_trend(make_scales({"a": 1.3}, flops=FLOPS[:3]), "base")
+        assert found.law is None and found.law_note.startswith("There is no law of compute: it needs 4 scales")
+        assert found.models["a"].steps["scale 0"].note == "no law"
+        assert found.models["a"].extrapolation is not None
+        assert analyse_trend(make_scales({"a": 1.3}, flops=FLOPS[:2]), "base").models["a"].extrapolation is None
+        with pytest.raises(ValueError, match=r"loss does not fall\.$"):
+            Fit(FLOPS, [np.array([3.0, 3.1])] * 4)
+        with pytest.raises(ValueError, match=r"do not follow E \+ a C\^-b\.$"):
+            Fit(FLOPS, [np.array([4.0, 4.1]), *[np.array([3.0, 3.01])] * 3])  # falls at once, then not at all
+
+
+def leaves(value):
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+any_loss = st.floats(0.5, 12.0) | st.sampled_from([None, 3.0, math.inf])
+
+
+@st.composite
+def ladders(draw):
+    names, seeds = (
+        ["base", *draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))],
+        draw(st.integers(1, 4)),
+    )
+    scales = []
+    for index in range(draw(st.integers(2, 5))):
+        flops = {name: 10.0 ** (15 + index) * draw(st.floats(0.8, 1.25)) for name in names}
+        losses = {name: {seed: draw(any_loss) for seed in range(seeds)} for name in names}
+        scales.append(Scale(str(index), flops, losses))
+    return scales
+
+
+class TestProperties:
+    @examples(40)
+    @given(ladders(), st.randoms(use_true_random=False))
+    def test_order_does_not_matter(self, scales, random):
+        def shuffled(entries):
+            return {key: entries[key] for key in random.sample(list(entries), len(entries))}
+
+        mixed = [
+            Scale(scale.name, scale.flops, shuffled({name: shuffled(runs) for name, runs in scale.losses.items()}))
+            for scale in random.sample(scales, len(scales))
+        ]
+        assert analyse_trend(mixed, "base") == analyse_trend(scales, "base")
+
+    @examples(40)
+    @given(ladders())
+    def test_everything_is_plain_json(self, scales):
+        found = dataclasses.asdict(analyse_trend(scales, "base"))
+        assert {type(leaf) for leaf in leaves(found)} <= {str, int, float, bool, type(None)}
+        assert list(leaves(json.loads(json.dumps(found, allow_nan=False)))) == list(leaves(found))
+
+    @pytest.mark.parametrize("unit", [1e-15, 1e3])
+    def test_the_unit_of_flops_does_not_matter(self, unit):
+        scales = make_scales({"a": 1.3}, noise=0.003)
+        other = [
+            Scale(scale.name, {name: flops * unit for name, flops in scale.flops.items()}, scale.losses) for scale in scales
+        ]
+        before, after = (analyse_trend(found, "base") for found in (scales, other))
+        one, two = before.models["a"], after.models["a"]
+        assert (two.verdict, two.slope, two.holding_p) == (one.verdict, pytest.approx(one.slope), pytest.approx(one.holding_p))
+        assert two.multiplier_slope_interval == pytest.approx(one.multiplier_slope_interval, abs=1e-6)
+        for step, same in zip(one.steps.values(), two.steps.values()):
+            assert (same.multiplier, *same.multiplier_interval) == pytest.approx(
+                (step.multiplier, *step.multiplier_interval), rel=1e-5
+            )
+        law_before, law_after = before.law, after.law
+        assert law_after.exponent_interval == pytest.approx(law_before.exponent_interval, rel=1e-5)
+        assert law_after.coefficient == pytest.approx(law_before.coefficient * unit**law_before.exponent, rel=1e-4)
+
+
+class TestErrors:
+    GOOD = make_scales({"a": 1.3})
+
+    @pytest.mark.parametrize(
+        ("scales", "baseline", "message"),
+        [
+            (GOOD[:1], "base", "a trend needs at least 2 scales, not 1"),
+            (GOOD, "nobody", "unknown baseline 'nobody'; the models are base, a"),
+            (make_scales({}), "base", "'base' is the only model"),
+            ([GOOD[0], dataclasses.replace(GOOD[0], name="twin")], "base", "scales 'scale 0' and 'twin' have the same compute"),
+            ([GOOD[0], dataclasses.replace(GOOD[1], name="scale 0")], "base", "two scales have the same name"),
+            ([GOOD[0], make_scales({"b": 1.0})[1]], "base", "scale 'scale 1' has the models"),
+            (
+                [GOOD[0], make_scales({"a": 1.0})[1], dataclasses.replace(GOOD[2], flops={"base": 1.0})],
+                "base",
+                "the FLOPs of 'a'",
+            ),
+            ([GOOD[0], dataclasses.replace(GOOD[1], losses={"base": {0: 3.0}, "a": {1: 3.0}})], "base", "'a' has other seeds"),
+            ([GOOD[0], dataclasses.replace(GOOD[1], losses={"base": {0: 3.0}, "a": {0: 0.0}})], "base", "a loss of 0.0"),
+        ],
+    )
+    def test_say_what_is_wrong_in_one_line(self, scales, baseline, message):
+        with pytest.raises(ValueError, match=message) as error:
+            analyse_trend(scales, baseline)
+        assert "\n" not in str(error.value)
+
+    def test_alpha(self):
+        with pytest.raises(ValueError, match="alpha is a probability between 0 and 1, not 1"):
+            analyse_trend(self.GOOD, "base", 1.0)
+
+
+def test_intervals_hold():
+    """200 ladders of three seeds: intervals of the multiplier at every scale, and slopes of nothing."""
+    random, held, wrong = np.random.default_rng(5), np.zeros((200, 4)), np.zeros(200)
+    for index in range(200):
+        base = [law(flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
+        model = [law(1.3 * flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
+        fit = Fit(FLOPS, base)
+        for scale, flops in enumerate(FLOPS):
+            low, high = fit.multiplier(scale, base[scale] - model[scale], flops, 0.95)[1]
+            held[index, scale] = (low or 0.0) <= 1.3 <= (high or math.inf)
+        weights = random.permutation([-0.9, -0.3, 0.3, 0.9])
+        noise = [deviation * random.standard_normal(3) for deviation in (4.0, 1.0, 1.0, 1.0)]
+        wrong[index] = add_means([weight * sample for weight, sample in zip(weights, noise)]).p() < 0.05
+    # Standard errors of 0.015
+    assert held.mean(axis=0).min() > 0.90 and held.mean() > 0.93
+    assert wrong.mean() < 0.09
