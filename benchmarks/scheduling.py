@@ -19,7 +19,8 @@ import yaml
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.comparing import make_engine
-from modeling_nlq.training.comparison.plan import Comparison, load_comparison
+from modeling_nlq.training.comparison.plan import Comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
 from modeling_nlq.training.run.unattended import Order, train_unattended
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import sys
 
 import attention

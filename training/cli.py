@@ -199,6 +199,8 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
+    from modeling_nlq.training.comparison.ladder_report import describe_ladder
+    from modeling_nlq.training.comparison.plan import Ladder
     from modeling_nlq.training.comparison.reading import load_comparison
     from modeling_nlq.training.comparison.report import describe
     from modeling_nlq.training.comparison.status import describe_status
@@ -221,7 +223,8 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         return
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
-        print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
+        outcome = describe_ladder(results) if isinstance(comparison, Ladder) else describe(results)
+        print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
 
 
 def _describe(metrics: dict) -> str:

@@ -15,7 +15,7 @@ from support.runs import write_comparison
 
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 
 
 # Enough steps that a run can be lost after a checkpoint

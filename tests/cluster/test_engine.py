@@ -14,7 +14,7 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run.on_ray import train_on_ray
 from modeling_nlq.training.run.recipe import load_recipe

@@ -16,7 +16,7 @@ from support.runs import without_times
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.status import describe_status
 
 

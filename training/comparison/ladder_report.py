@@ -108,7 +108,7 @@ def ladder_warnings(results: dict[str, Any]) -> list[str]:
     for name, found in reversed(results["scales"].items()):
         warnings += [f"Scale {name}: {text}" for text in warning_sentences(found)]
     if note := results["trend"]["law_note"]:
-        warnings.append(f"There are no compute multipliers: {note}.")
+        warnings.append(note)
     return warnings
 
 

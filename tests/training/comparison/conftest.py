@@ -6,7 +6,7 @@ import pytest
 from support.runs import write_comparison
 
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 
 

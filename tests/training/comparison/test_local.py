@@ -22,7 +22,7 @@ from support.runs import without_times
 from modeling_nlq.configuration import find
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 
 

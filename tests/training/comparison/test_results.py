@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run.data import prepare_data
 

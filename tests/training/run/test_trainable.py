@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config

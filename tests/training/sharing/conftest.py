@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.plan import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 
 

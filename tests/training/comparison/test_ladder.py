@@ -1,0 +1,172 @@
+"""Comparisons at several scales: their plan, their order, their results and their report."""
+
+import itertools
+import json
+import re
+
+import pytest
+from support.planted import Interrupted, PlantedEngine
+from support.runs import without_times
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
+
+
+WIDTHS = {"small": 16, "middle": 32, "large": 48, "largest": 64}
+SCALES = {
+    name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}, "tokens_per_parameter": 1}
+    for name, width in WIDTHS.items()
+}
+TRAINING = {"save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+
+
+@pytest.fixture(scope="module")
+def ladder_file(make_file, recipe_file):
+    """A function from the fields of a ladder to its file."""
+
+    def make(**fields) -> str:
+        from pathlib import Path
+
+        from modeling_nlq.training.files import read_yaml
+
+        recipe = read_yaml(Path(recipe_file))
+        recipe["training"].pop("max_steps", None)
+        defaults = {"recipe": recipe, "scales": SCALES, "training": TRAINING, "learning_rates": {"start": 1e-2, "factor": 2}}
+        return make_file(**{**defaults, **fields})
+
+    return make
+
+
+def planted(multiplier: float):
+    """A law of compute, `2 + 40 C^-0.2`, that the model `twin` follows as with `multiplier` times its compute.
+
+    The best rate halves from scale to scale.
+    """
+
+    def loss(comparison, run):
+        width = WIDTHS[comparison.name.split(", ")[1]]
+        flops = comparison.tokens_per_run * comparison.variants[run.model].size.flops_per_token
+        gain = multiplier if run.model == "twin" else 1.0
+        wiggle = 1e-4 * ((7 * run.seed + 3 * width + (run.model == "twin")) % 5 - 2)
+        tuned = 0.01 * abs(run.learning_rate / (0.16 / width) - 1)
+        return 2 + 40 * (gain * flops) ** -0.2 + wiggle + tuned
+
+    return loss
+
+
+class TestPlan:
+    def test_tokens_and_order(self, ladder_file):
+        ladder = load_comparison(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
+        assert list(ladder.scales) == list(SCALES)
+        for name, comparison in ladder.scales.items():
+            content = comparison.variants["base"].content
+            size = measure(load_config(content["model"], content["switches"]), 64)
+            assert size.non_embedding <= comparison.tokens_per_run < size.non_embedding + 8 * 64
+            assert content["switches"]["hidden_size"] == WIDTHS[name]
+
+    def test_fields_of_a_scale(self, ladder_file):
+        own = {"seeds": [5], "models": {"twin": {"switches": {"intermediate_size": 99}}}, "training": {"warmup_steps": 7}}
+        ladder = load_comparison(ladder_file(scales={**SCALES, "middle": {**SCALES["middle"], **own}}))
+        small, middle = ladder.scales["small"], ladder.scales["middle"]
+        assert (small.seeds, middle.seeds) == ([0, 1], [5])
+        assert (small.variants["twin"].intermediate_size, middle.variants["twin"].intermediate_size) == (64, 99)
+        assert middle.variants["base"].intermediate_size == 128
+        assert middle.variants["base"].content["training"]["warmup_steps"] == 7
+
+    def test_dry_run(self, ladder_file, capsys, tmp_path):
+        assert main(["compare", ladder_file(), "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0
+        out = capsys.readouterr().out
+        assert [line for line in out.splitlines() if line.startswith("scale ")] == [f"scale {name}" for name in SCALES]
+        assert "FLOPs in all: small" in out and not (tmp_path / "none").exists()
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"scales": {"small": SCALES["small"]}}, "scales holds only 'small'; a ladder needs two or more"),
+            ({"scales": {"a": SCALES["small"], "b": SCALES["small"]}}, "the scales 'a' and 'b' have the same compute"),
+            (
+                {"scales": {**SCALES, "large": {**SCALES["large"], "tokenizer": "bpe:300"}}},
+                "scale 'large' has the tokenizer 'bpe:300', scale 'small' 'bpe:",
+            ),
+            ({"scales": {**SCALES, "b": {"widht": 3}}}, "scale 'b': unknown field 'widht'"),
+            ({"scales": {**SCALES, "../b": {}}}, "scale '../b': a name must be made of"),
+            (
+                {"scales": {**SCALES, "b": {"models": {"twn": {}}}}},
+                "scale 'b': models: unknown field 'twn'; did you mean 'twin'",
+            ),
+            ({"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}}, "tokens_per_parameter=0 must be a number above 0"),
+            ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of tokens"),
+            ({"rate_choice": "best"}, "rate_choice='best' must be one of each_seed, sweep"),
+            ({"sweep_seeds": [7]}, "needs rate_choice: sweep"),
+        ],
+    )
+    def test_bad_input(self, ladder_file, capsys, tmp_path, fields, message):
+        assert main(["compare", ladder_file(**fields), "--output_dir", str(tmp_path / "none")]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1 and not (tmp_path / "none").exists()
+
+
+class TestRuns:
+    def test_planted_ladder(self, ladder_file, tmp_path, capsys):
+        """A planted multiplier of 1.3 is found, with a search at each scale that starts where the one before ended."""
+        file = ladder_file(seeds=[0, 1, 2])
+        engine = PlantedEngine(planted(1.3))
+        results = run_and_report(load_comparison(file), tmp_path / "ladder", engine)
+        trend = results["trend"]["models"]["twin"]
+        assert list(results["scales"]) == list(trend["steps"]) == list(SCALES)
+        for step in trend["steps"].values():
+            assert step["multiplier"] == pytest.approx(1.3, rel=0.05) and step["multiplier_interval"][0] > 1
+        # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere: the search needs few rates
+        best = {
+            name: {run["learning_rate"] for run in found["models"]["base"]["runs"]} for name, found in results["scales"].items()
+        }
+        assert best == {"small": {1e-2}, "middle": {5e-3}, "large": {2.5e-3}, "largest": {2.5e-3}}
+        tried = {name: found["models"]["base"]["learning_rates"] for name, found in results["scales"].items()}
+        assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
+        page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
+        for text in (*SCALES, "extrapolat", "+1.30"[1:4]):
+            assert text in page and text in table
+        assert not re.search(r"(src|href)=.(?!data:)", page)
+        figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
+        assert figures == {"losses.png", "multipliers.png", "improvements.png", "bowls.png"}
+
+    def test_interrupted_ladder_goes_on(self, ladder_file, tmp_path):
+        file = ladder_file(seeds=[0, 1])
+        whole = PlantedEngine(planted(1.0))
+        expected = run_comparison(load_comparison(file), tmp_path / "whole", whole)
+        made = []
+        for most in (5, 11, 17, None):
+            engine = PlantedEngine(planted(1.0), most)
+            try:
+                results = run_comparison(load_comparison(file), tmp_path / "parts", engine)
+            except Interrupted:
+                assert main(["compare", "any", "--status", "--output_dir", str(tmp_path / "parts")]) == 0
+            made += engine.made
+        assert sorted(made) == sorted(whole.made)
+        assert results == expected
+
+    def test_three_scales_have_no_law(self, ladder_file, tmp_path):
+        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])
+        results = run_and_report(load_comparison(file), tmp_path / "ladder", PlantedEngine(planted(1.3)))
+        assert results["trend"]["law"] is None and "it needs 4 scales" in results["trend"]["law_note"]
+        assert results["trend"]["models"]["twin"]["extrapolation"] is not None
+
+    def test_trained_ladder(self, ladder_file, tmp_path, capsys):
+        """Two scales, really trained: the command ends with a report, and the folder of each scale is that of a comparison."""
+        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), learning_rates=[1e-2], seeds=[0])
+        folder = tmp_path / "ladder"
+        assert main(["compare", file, "--output_dir", str(folder)]) == 0
+        assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+        results = json.loads((folder / "results.json").read_text())
+        for name, found in results["scales"].items():
+            metrics = json.loads(
+                (folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"] / "metrics.json").read_text()
+            )
+            assert metrics["tokens_seen"] == found["tokens_per_run"]
+        again = run_comparison(load_comparison(file), folder)
+        assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(
+            {"models": results["scales"]["small"]["models"]}
+        )

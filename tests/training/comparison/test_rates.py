@@ -1,0 +1,127 @@
+"""Learning rates that find their own best: the search on planted bowls, and who chooses with whom."""
+
+import itertools
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.planted import PlantedEngine
+
+from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.rates import Rates, read_rates
+from modeling_nlq.training.comparison.reading import load_comparison
+
+
+def bowl(best: float, depth: float = 0.1):
+    """A loss with its minimum at a rate."""
+    return lambda rate: 3.0 + depth * math.log2(rate / best) ** 2
+
+
+def search(rates: Rates, loss) -> dict[float, float]:
+    losses = {}
+    while tried := rates.next(losses):
+        assert not set(tried) & set(losses)
+        losses |= {rate: loss(rate) for rate in tried}
+    return losses
+
+
+class TestSearch:
+    @given(
+        start=st.floats(1e-6, 1e1),
+        factor=st.sampled_from([1.25, 1.5, 2.0, 3.0, 10.0]),
+        offset=st.floats(-4.4, 4.4),
+    )
+    def test_the_best_has_worse_neighbours_on_both_sides(self, start, factor, offset):
+        rates, loss = Rates(start=start, factor=factor, limit=20), bowl(start * factor**offset)
+        losses = search(rates, loss)
+        best, tried = rates.best(losses), sorted(losses)
+        assert rates.edge(losses) is None and tried[0] < best < tried[-1]
+        assert abs(math.log(best / (start * factor**offset), factor)) <= 0.5 + 1e-4  # the nearest of the grid
+        assert len(tried) <= 4 + math.ceil(abs(offset))
+        assert all(above / below == pytest.approx(factor, rel=1e-4) for below, above in itertools.pairwise(tried))
+
+    def test_limit(self):
+        rates = Rates(start=1e-3, factor=2, limit=5)
+        losses = search(rates, bowl(1.0))
+        assert sorted(losses) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3] and rates.edge(losses) == "largest"
+
+    def test_divergence_is_worse_than_any_loss(self):
+        rates = Rates(start=1.0, factor=10)
+        losses = search(rates, lambda rate: math.inf if rate > 0.05 else bowl(0.01)(rate))
+        assert sorted(losses) == [0.001, 0.01, 0.1, 1.0, 10.0] and rates.best(losses) == 0.01
+        losses = search(rates, lambda rate: math.inf)
+        assert rates.best(losses) is None and len(losses) == rates.limit and min(losses) == pytest.approx(1e-6)
+
+    def test_equal_losses_take_the_smaller_rate(self):
+        assert Rates(listed=(1.0, 2.0)).best({2.0: 3.0, 1.0: 3.0}) == 1.0
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ([1e-3, "fast"], r"learning_rates=\[0.001, 'fast'\] must be a list of numbers above 0"),
+            ([1e-3, 1e-3], "holds a rate twice"),
+            ({"factor": 2}, "must be a list of numbers, or {start: RATE, factor: 2, limit: 8}"),
+            ({"start": 1e-3, "step": 2}, "must be a list of numbers, or"),
+            ({"start": 0}, "start=0 must be a number above 0"),
+            ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
+            ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
+        ],
+    )
+    def test_bad_input(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            read_rates("learning_rates", fields)
+
+
+class TestChoice:
+    def test_each_seed_chooses_by_itself(self, make_file, tmp_path):
+        """Seed 0 is best at 1e-2, seed 1 at 4e-2, whatever the model."""
+        file = make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1])
+        engine = PlantedEngine(lambda comparison, run: bowl(1e-2 * 4**run.seed)(run.learning_rate))
+        results = run_comparison(load_comparison(file), tmp_path / "results", engine)
+        for model in results["models"].values():
+            assert {run["seed"]: run["learning_rate"] for run in model["runs"]} == {0: 1e-2, 1: 4e-2}
+            assert {(run["seed"], run["learning_rate"]) for run in model["sweep"]} == {
+                *((0, rate) for rate in (5e-3, 2e-2)),
+                *((1, rate) for rate in (5e-3, 1e-2, 2e-2, 8e-2)),
+            }
+            assert model["edges"] == {} and model["rate_gap"] is None
+        assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
+        assert results["statistics"]["effects"]["twin"]["p"] is not None
+
+    def test_sweep_chooses_by_the_mean_of_its_seeds(self, make_file, tmp_path):
+        """Of two sweep seeds, one is slightly better at 1e-2 and the other much better at 2e-2."""
+
+        def loss(comparison, run):
+            return {(1e-2, 7): 3.0, (2e-2, 7): 3.1, (1e-2, 8): 3.5, (2e-2, 8): 3.0}.get((run.learning_rate, run.seed), 4.0)
+
+        fields = {"rate_choice": "sweep", "sweep_seeds": [7, 8], "learning_rates": [1e-2, 2e-2]}
+        results = run_comparison(load_comparison(make_file(**fields)), tmp_path / "results", PlantedEngine(loss))
+        model = results["models"]["base"]
+        assert {run["learning_rate"] for run in model["runs"]} == {2e-2} and len(model["sweep"]) == 4
+        assert {run["seed"] for run in model["sweep"]} == {7, 8} and model["edges"] == {"0": "largest", "1": "largest"}
+
+    def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
+        def results(name, rates):
+            comparison = load_comparison(make_file(learning_rates=rates, seeds=[0, 1, 2]))
+            engine = PlantedEngine(lambda comparison, run: bowl(1.0)(run.learning_rate) - 0.5 * (run.model == "twin"))
+            return run_comparison(comparison, tmp_path / name, engine)
+
+        found = results("search", {"start": 1e-3, "factor": 2, "limit": 4})
+        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at an edge"
+        assert found["models"]["twin"]["edges"] == dict.fromkeys("012", "largest")
+        found = results("list", [1e-3, 2e-3])
+        assert found["statistics"]["effects"]["twin"]["verdict"] == "better"
+        assert found["models"]["twin"]["edges"] == dict.fromkeys("012", "largest")
+
+    def test_a_seed_that_diverges_at_every_rate_counts_as_diverged(self, make_file, tmp_path):
+        def loss(comparison, run):
+            return None if (run.model, run.seed) == ("twin", 1) else bowl(1e-2)(run.learning_rate)
+
+        file = make_file(learning_rates=[5e-3, 1e-2, 2e-2], seeds=[0, 1, 2])
+        results = run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(loss))
+        twin = results["models"]["twin"]
+        assert results["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 3 runs"
+        assert [run["learning_rate"] for run in twin["runs"]] == [1e-2, 5e-3, 1e-2]
+        assert json.dumps(twin["edges"]) == "{}"
