@@ -141,27 +141,25 @@ def show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def show_multipliers(repetitions: int) -> None:
+    noises = {f"{share:g} %, {shared:.0%} shared": Noise(share, shared) for shared in (0.0, 0.75) for share in (0.3, 1.0)}
+    unlike = {"0.3 %, largest scale 4 x": Noise(by_scale=(1.0, 1.0, 1.0, 4.0)), "0.3 %, heavy tails": Noise(heavy=True)}
     rows = []
     for multiplier in (1.0, 1.3):
         improvement = with_multiplier(multiplier)
         for seeds in (3, 5):
-            for shared in (0.0, 0.75):
-                for share in (0.3, 1.0):
-                    trends = simulate(improvement, seeds, Noise(share, shared), 1, repetitions)
-                    models = [trend.models["1"] for trend in trends]
-                    at_scales = covered(trends, multiplier)
-                    ends = [list(model.steps.values())[-1].multiplier_interval for model in models]
-                    ends = [(low or 0.0, high or np.inf) for low, high in (end or (None, None) for end in ends)]
-                    low, high = np.median(ends, axis=0)
-                    slopes = [model.multiplier_slope_interval for model in models if model.multiplier_slope_interval]
-                    further = [holds(model.extrapolation.improvement_interval, improvement(NEXT)) for model in models]
-                    row = [f"{multiplier:g}", str(seeds), f"{shared:.0%}", f"{share:g} %", f"{at_scales.min():.1%}"]
-                    row += [f"{at_scales[-1]:.1%}", f"{low:.2f} to {high:.2f}"]
-                    row += [f"{np.mean([holds(slope, 0.0) for slope in slopes]):.1%}", f"{np.mean(further):.1%}"]
-                    rows.append([*row, f"{wrong(trends):.1%}", f"{np.mean([trend.law is None for trend in trends]):.1%}"])
-    header = ["M", "seeds", "shared", "noise", "held, worst scale", "held, top scale", "median interval at the top"]
-    header += ["slope of log M held", "extrapolation held", "grows or shrinks", "no law"]
-    show("Multiplier", header, rows)
+            for name, noise in (noises if multiplier == 1 else noises | unlike).items():
+                trends = simulate(improvement, seeds, noise, 1, repetitions)
+                models = [trend.models["1"] for trend in trends]
+                at_scales = covered(trends, multiplier)
+                ends = [list(model.steps.values())[-1].multiplier_interval for model in models]
+                low, high = np.median([(low or 0.0, high or np.inf) for low, high in filter(None, ends)], axis=0)
+                slopes = [model.multiplier_slope_interval for model in models if model.multiplier_slope_interval]
+                row = [f"{multiplier:g}", str(seeds), name, f"{at_scales.min():.1%}", f"{at_scales[-1]:.1%}"]
+                row += [f"{low:.2f} to {high:.2f}", f"{np.mean([holds(slope, 0.0) for slope in slopes]):.1%}"]
+                further = [holds(model.extrapolation.improvement_interval, improvement(NEXT)) for model in models]
+                rows.append([*row, f"{np.mean(further):.1%}", f"{wrong(trends):.1%}"])
+    header = ["M", "seeds", "noise", "interval of M holds, worst scale", "top scale", "median interval, top scale"]
+    show("Multiplier", [*header, "slope of log10 M holds", "extrapolation holds", "grows or shrinks"], rows)
 
 
 def show_errors(repetitions: int) -> None:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from modeling_nlq.training.comparison.figures import _BASELINE, _NOISE, _add_legend, _noise_patch, _scale_percent, _styles
 
@@ -40,7 +40,8 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
         axes.plot(flops[is_near], values[is_near], **line)
         axes.plot(flops[is_far], values[is_far], linestyle="--", **line)
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
-        others = [Line2D([], [], label=formula, **line), Patch(label=f"its {_level(ladder)} interval", **_NOISE)]
+        band = Patch(label=f"its {100 * trend['confidence']:g} % interval", **_NOISE)
+        others = [Line2D([], [], label=formula, **line)] + [band] * bool(law["exponent_interval"])
     for name, found in losses.items():
         places = [_flops(ladder, scale, name) for scale in found]
         style = {**styles[name], "linewidth": 0.7 * styles[name]["linewidth"], "markersize": 4}
@@ -97,10 +98,8 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
                 sign = r"$\uparrow$" if end > 0.5 else r"$\downarrow$"
                 axes.plot(place, end, color=style["color"], marker=sign, markersize=14, transform=axes.get_xaxis_transform())
     _scale_compute(axes, ladder)
-    ticks = [value for decade in (0.01, 0.1, 1, 10, 100) for value in np.round(np.array((1, 1.2, 1.5, 2, 3, 5, 7)) * decade, 4)]
-    if top / bottom > 10:
-        ticks = [value for value in ticks if f"{value:e}"[:3] in ("1.0", "2.0", "5.0")]
-    axes.yaxis.set_major_locator(FixedLocator([*ticks, 0.8, 0.9, 1.1] if top / bottom < 3 else ticks))
+    digits = (1, 2, 5) if top / bottom > 10 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=digits))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="y", alpha=0.25)
@@ -228,10 +227,6 @@ def _ladder_styles(ladder: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _without_baseline(ladder: dict[str, Any], styles: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: style for name, style in styles.items() if name != ladder["baseline"]}
-
-
-def _level(ladder: dict[str, Any]) -> str:
-    return f"{100 * ladder['trend']['confidence']:g} %"
 
 
 def _flops(ladder: dict[str, Any], scale: str, model: str) -> float:

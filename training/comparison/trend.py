@@ -186,16 +186,18 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         steps, notes = {}, []
         for index, (scale, found) in enumerate(zip(scales, losses)):
             step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
-            if note := _obstacle(found[baseline], found[model]):
-                notes.append(f"{note} at {scale.name}")
+            note = _divergence(found[baseline], found[model])
+            if note:
                 step = replace(step, note=note)
             elif fit is None:
                 step = replace(step, note="no law")
             else:
                 multiplier, interval = fit.multiplier(whole.index(index), found[baseline] - found[model], step.flops, 1 - alpha)
-                note = "beyond" if multiplier is None or None in (interval or ()) else ""
-                step = replace(step, multiplier=multiplier, multiplier_interval=interval, note=note)
+                is_beyond = multiplier is None or None in (interval or ())
+                step = replace(step, multiplier=multiplier, multiplier_interval=interval, note="beyond" * is_beyond)
             steps[scale.name] = step
+            if note or len(found[model]) < 2:
+                notes.append(f"{note or 'a single seed'} at {scale.name}")
         if notes:
             models[model] = ModelTrend("cannot tell", f"no test: {'; '.join(notes)}", steps)
         else:
@@ -241,12 +243,12 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     )
 
 
-def _obstacle(base: np.ndarray, model: np.ndarray) -> str:
-    """Why a scale has no test, or an empty text."""
+def _divergence(base: np.ndarray, model: np.ndarray) -> str:
+    """Says how many runs of a scale diverged, if any did."""
     for losses, who in ((model, ""), (base, "the baseline ")):
         if diverged := int((~np.isfinite(losses)).sum()):
             return f"{who}diverged in {diverged} of {len(losses)} runs"
-    return "a single seed" if len(base) < 2 else ""
+    return ""
 
 
 def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
@@ -271,7 +273,7 @@ def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray
     if len(decades) >= SCALES_OF_AN_EXTRAPOLATION:
         end = decades[-1] + REACH
         further = weigh(1 / len(decades) + of_slope * (end - decades.mean()))
-        extrapolation = Extrapolation(10.0**end, further.value, further.interval(confidence))
+        extrapolation = Extrapolation(float(10.0**end), further.value, further.interval(confidence))
     return ModelTrend(
         verdict="",
         meaning="",

@@ -179,7 +179,9 @@ class TestVerdict:
     def test_a_single_seed(self):
         found = analyse_trend(make_scales({"a": 1.3}, seeds=1), "base")
         assert found.models["a"].meaning.startswith("no test: a single seed at scale 0; a single seed at scale 1")
-        assert found.models["a"].steps["scale 0"].improvement is not None
+        step = found.models["a"].steps["scale 0"]
+        assert step.improvement is not None and step.multiplier == pytest.approx(1.3)
+        assert step.difference_interval is step.improvement_interval is step.multiplier_interval is None
         assert found.law.exponent == pytest.approx(0.12) and found.law.exponent_interval is None
 
 
@@ -303,7 +305,7 @@ class TestProperties:
         assert analyse_trend(mixed, "base") == analyse_trend(scales, "base")
 
     @examples(40)
-    @given(ladders())
+    @given(ladders() | st.just(make_scales({"a": 1.3, "far": 5000.0}, noise=0.003)))
     def test_everything_is_plain_json(self, scales):
         found = dataclasses.asdict(analyse_trend(scales, "base"))
         assert {type(leaf) for leaf in leaves(found)} <= {str, int, float, bool, type(None)}
