@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from modeling_nlq.training.comparison.comparing import compare
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.evaluation import evaluate
+    from modeling_nlq.training.run.tasks import evaluate_tasks
     from modeling_nlq.training.run.trainer import train
     from modeling_nlq.training.sharing.publishing import publish
 
@@ -18,11 +19,12 @@ _MODULES = {
     "compare": "comparison.comparing",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
+    "evaluate_tasks": "run.tasks",
     "publish": "sharing.publishing",
     "train": "run.trainer",
 }
 
-__all__ = ["compare", "convert", "evaluate", "publish", "train"]
+__all__ = ["compare", "convert", "evaluate", "evaluate_tasks", "publish", "train"]
 
 
 def __getattr__(name: str) -> Any:

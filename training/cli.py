@@ -92,18 +92,30 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=_generate)
 
-    command = commands.add_parser("evaluate", help="loss, perplexity, bits per byte and token accuracy", allow_abbrev=False)
-    command.add_argument("model", help="folder or Hub name of a saved model")
-    command.add_argument("--dataset", default="python-stdlib", help="as in a recipe; its validation split is evaluated")
-    command.add_argument("--dataset_config", default=None)
-    command.add_argument("--text_column", default="text")
-    command.add_argument(
-        "--validation_fraction", type=float, default=None, help="as in a recipe; by default a local file is evaluated whole"
+    command = _add_listing_parser(
+        commands,
+        "evaluate",
+        help="loss, perplexity, bits per byte and token accuracy on text, or downstream tasks",
+        description="Evaluate a saved model on held-out text: loss, perplexity, bits per byte and token accuracy. With "
+        "--tasks, evaluate it on downstream tasks by lm_eval instead.",
+        epilog="--tasks takes the tasks of lm_eval too; `lm-eval ls tasks` lists them.",
+        kind="tasks",
     )
-    command.add_argument("--max_validation_documents", type=int, default=None, help="evaluate at most this many documents")
-    command.add_argument("--block_size", type=int, default=None, help="in tokens; by default the model's context")
-    command.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as in a recipe")
-    command.add_argument("--batch_size", type=int, default=8, help="blocks per device")
+    command.add_argument("model", help="folder or Hub name of a saved model")
+    command.add_argument("--batch_size", type=int, default=8, help="blocks or texts per device")
+    text = command.add_argument_group("text")
+    text.add_argument("--dataset", help="as in a recipe; its validation split is evaluated. By default python-stdlib")
+    text.add_argument("--dataset_config")
+    text.add_argument("--text_column", help="by default text")
+    text.add_argument("--validation_fraction", type=float, help="as in a recipe; by default a local file is evaluated whole")
+    text.add_argument("--max_validation_documents", type=int, help="evaluate at most this many documents")
+    text.add_argument("--block_size", type=int, help="in tokens; by default the model's context")
+    text.add_argument("--packing", choices=["stream", "documents"], help="as in a recipe; by default stream")
+    tasks = command.add_argument_group("tasks")
+    tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks or groups, or YAML files of lm_eval")
+    tasks.add_argument("--num_fewshot", type=int, help="solved examples before each item; by default as the task says")
+    tasks.add_argument("--limit", type=float, help="evaluate this many items of each task, or below 1 this share")
+    tasks.add_argument("--output", metavar="FILE", help="write lm_eval's results there, as JSON")
     command.set_defaults(run=_evaluate)
 
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
@@ -249,13 +261,41 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     print(generate_text(arguments.model, arguments.prompt, **{name: getattr(arguments, name) for name in options}))
 
 
-def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.run.evaluation import evaluate
+_TEXT_OPTIONS = (
+    "dataset",
+    "dataset_config",
+    "text_column",
+    "validation_fraction",
+    "max_validation_documents",
+    "block_size",
+    "packing",
+)
+_TASK_OPTIONS = ("num_fewshot", "limit", "output")
 
-    options = ("dataset_config", "text_column", "validation_fraction", "max_validation_documents")
-    options += ("block_size", "packing", "batch_size")
-    metrics = evaluate(arguments.model, arguments.dataset, **{name: getattr(arguments, name) for name in options})
-    print(f"{arguments.model}: {_describe(metrics)}")
+
+def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
+    of_text, of_tasks = (
+        {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
+        for options in (_TEXT_OPTIONS, _TASK_OPTIONS)
+    )
+    if arguments.tasks is None and of_tasks:
+        raise ValueError(f"--{next(iter(of_tasks))} needs --tasks")
+    if arguments.tasks is not None and of_text:
+        raise ValueError(f"--{next(iter(of_text))} is for text, and cannot be given with --tasks")
+    if arguments.tasks is None:
+        from modeling_nlq.training.run.evaluation import evaluate
+
+        metrics = evaluate(arguments.model, **of_text, batch_size=arguments.batch_size)
+        print(f"{arguments.model}: {_describe(metrics)}")
+        return
+    from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
+    from modeling_nlq.training.text import align
+
+    output = of_tasks.pop("output", None)
+    results = evaluate_tasks(arguments.model, arguments.tasks, **of_tasks, batch_size=arguments.batch_size)
+    print("\n".join(align(tabulate_tasks(results))))
+    if output is not None:
+        write_task_results(results, output)
 
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:

@@ -1,0 +1,180 @@
+"""Downstream tasks: saved models evaluated by lm_eval, on the tasks of configuration/tasks and on its own."""
+
+import importlib.util
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from modeling_nlq.activations_nlq import did_you_mean
+from modeling_nlq.configuration import find, names
+from modeling_nlq.training.files import write_text
+from modeling_nlq.training.models import load_model
+from modeling_nlq.training.text import first_line, root_cause
+
+
+# Metrics whose value by guessing is one over the number of choices; lm_eval's own begin with `acc`
+_GUESSABLE = ("acc", "answer_probability")
+
+
+def evaluate_tasks(
+    model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Evaluates a saved model on tasks of lm_eval.
+
+    Args:
+        model: folder or Hub name of a saved model with its tokenizer.
+        tasks: names of tasks or groups, shipped here or with lm_eval, or paths of YAML files; also one text with commas.
+        num_fewshot: solved examples before each item; by default as the task says, else none.
+        limit: evaluate the first items only: this many, or below 1 this share.
+        batch_size: texts per forward pass.
+
+    Returns:
+        lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of choices, or
+        `None` where there are no choices.
+
+    Raises:
+        ImportError: without lm_eval.
+        ValueError: for a model or a task that cannot be loaded, a model that was trained on a task's documents, or a number out
+            of range.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("tasks need lm_eval: pip install modeling-nlq[eval]")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    for name, value, is_wrong, allowed in (
+        ("num_fewshot", num_fewshot, num_fewshot is not None and num_fewshot < 0, "at least 0"),
+        ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))), _ALLOWED_LIMIT),
+        ("batch_size", batch_size, batch_size < 1, "at least 1"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{name}={value} must be {allowed}")
+    loaded, tokenizer = load_model(str(model))
+    loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    with _without_warnings():
+        specs, single = _load_tasks(tasks, str(model))
+        wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
+    results = simple_evaluate(wrapped, tasks=specs, num_fewshot=num_fewshot, limit=limit, log_samples=False)
+    counts = results["n-samples"]
+    return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
+
+
+_ALLOWED_LIMIT = "a whole number of items, or a share between 0 and 1"
+
+
+def task_scores(
+    model: str | Path, tasks: str | Sequence[str] | None = None, *, limit: float | None = None, batch_size: int = 8
+) -> dict[str, dict[str, float | None]]:
+    """Evaluates a saved model on tasks and keeps the numbers, which JSON can hold. Called again, it returns the same.
+
+    Args:
+        model, tasks, limit, batch_size: as in `evaluate_tasks`; by default all shipped tasks.
+
+    Returns:
+        By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number, and
+        `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
+    """
+    return _numbers(evaluate_tasks(model, names("tasks") if tasks is None else tasks, limit=limit, batch_size=batch_size))
+
+
+def _numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    scores = {}
+    for task, values in results["results"].items():
+        found = {
+            name.removesuffix(",none"): float(value)
+            for name, value in values.items()
+            if name != "sample_len" and isinstance(value, int | float)
+        }
+        count = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
+        scores[task] = {**found, "items": count, "chance": results["chance"].get(task)}
+    return scores
+
+
+def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
+    """The cells of a table of the results of `evaluate_tasks`; the first row is the header."""
+    rows = [["task", "metric", "value", "standard error", "chance", "items"]]
+    for task, scores in _numbers(results).items():
+        for name, value in scores.items():
+            metric, _, kept = name.partition(",")
+            if name in ("items", "chance") or metric.endswith("_stderr"):
+                continue
+            error = scores.get(",".join(filter(None, (f"{metric}_stderr", kept))))
+            chance = scores["chance"] if metric.startswith(_GUESSABLE) else None
+            cells = ["-" if number is None else f"{number:.4f}" for number in (value, error, chance)]
+            rows.append([task, name, *cells, "-" if scores["items"] is None else f"{scores['items']:,}"])
+    return rows
+
+
+def write_task_results(results: dict[str, Any], path: str | Path) -> None:
+    """Writes results of `evaluate_tasks` as JSON, as lm_eval writes its own."""
+    from lm_eval.utils import handle_non_serializable
+
+    text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    write_text(Path(path), text + "\n")
+
+
+def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[list, dict[str, Any]]:
+    """Loads tasks by name.
+
+    Args:
+        tasks: as in `evaluate_tasks`.
+        model: told to the shipped tasks, as lm_eval's own command does.
+
+    Returns:
+        What `simple_evaluate` takes, and each single task by name.
+    """
+    from lm_eval.tasks import TaskManager
+
+    tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
+    own = names("tasks")
+    if not tasks or "" in tasks:
+        raise ValueError(f"tasks={','.join(tasks)!r} must name tasks; shipped are {', '.join(own)}")
+    has_others = not all(name in own or Path(name).is_file() for name in tasks)  # to read lm_eval's own list takes seconds
+    folder = find("tasks", own[0]).parent
+    manager = TaskManager(include_path=str(folder), include_defaults=has_others, metadata={"pretrained": model})
+    for name in tasks:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            near = did_you_mean(name, manager.all_tasks)
+            raise ValueError(
+                f"there is no task {name!r}; {near}shipped are {', '.join(own)}, and `lm-eval ls tasks` lists the others"
+            )
+    specs, single = [], {}
+    for name in dict.fromkeys(tasks):
+        try:
+            found = manager.load([name])
+        except Exception as error:  # of datasets, or of the code of the task
+            raise ValueError(f"task {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
+        single.update(found["tasks"])
+        specs += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+    return specs, single
+
+
+def _chance(task: Any, count: int) -> float | None:
+    """The mean of one over the number of choices, of the first items of a task of lm_eval."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None
+    return fmean(1 / len(task.doc_to_choice(item)) for item in itertools.islice(task.eval_docs, count))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keeps lm_eval from warning of what is meant: a model that is loaded already, and datasets made by a function."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
