@@ -145,7 +145,7 @@ def _read_comparison(
         recipe_source: its origin, for messages.
     """
     models, baseline = given["models"], given["baseline"]
-    _check_seeds(source, given.get("seeds"), given["sweep_seeds"])
+    _check_seeds(source, given.get("seeds"), given["sweep_seeds"], given["rate_choice"])
     learning_rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
     shared = resolve_recipe(shared, overrides, recipe_source).given
     if (ratio := given.get("tokens_per_parameter")) is not None:
@@ -278,9 +278,10 @@ def _is_seed(seed: Any) -> bool:
     return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
 
 
-def _check_seeds(source: str, seeds: Any, sweep_seeds: Any) -> None:
-    for field, given, least in (("seeds", seeds, 1), ("sweep_seeds", sweep_seeds, 0)):
-        if not isinstance(given, list) or len(given) < least or not all(map(_is_seed, given)):
+def _check_seeds(source: str, seeds: Any, sweep_seeds: Any, rate_choice: str) -> None:
+    lists = {"seeds": seeds, **({"sweep_seeds": sweep_seeds} if rate_choice == "sweep" else {})}
+    for field, given in lists.items():
+        if not isinstance(given, list) or not given or not all(map(_is_seed, given)):
             raise ValueError(f"{source}: {field}={given!r} must be a list of at least one whole number from 0 to 2**32 - 1")
         if len(set(given)) < len(given):
             raise ValueError(f"{source}: {field}={given!r} holds a seed twice")

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from modeling_nlq.configuration import names
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison.plan import Ladder
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
@@ -29,7 +30,7 @@ class TestPlan:
         for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
             size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
-        assert f"10 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
+        assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
 
     def test_advice_on_gpus_is_for_runs(self, make_file, tmp_path, caplog, monkeypatch):
         monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
@@ -67,12 +68,13 @@ class TestPlan:
 
     @pytest.mark.parametrize("name", names("comparisons"))
     def test_shipped_comparisons(self, name):
-        comparison = load_comparison(name)
-        assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
-        for model in comparison.variants:
-            for run in [*comparison.sweep(model), *comparison.reported(model, comparison.variants[model].learning_rates[0])]:
-                comparison.resolve(run, Path("runs"))
-        assert list(comparison.describe())
+        plan = load_comparison(name)
+        for comparison in plan.scales.values() if isinstance(plan, Ladder) else [plan]:
+            assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
+            for model, variant in comparison.variants.items():
+                for run in comparison.sweep(model, variant.rates.first[0], comparison.groups[0]):
+                    comparison.resolve(run, Path("runs"))
+        assert list(plan.describe())
 
 
 class TestBadInput:
@@ -92,7 +94,7 @@ class TestBadInput:
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             ({"seeds": None}, "seeds=None must be a list"),
             ({"seeds": []}, r"seeds=\[\] must be a list"),
-            ({"models": {"base": None, "Base": None}}, "the same name but for capitals"),
+            ({"models": {"base": None, "Base": None}}, "names are the same but for capitals"),
             ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
             ({"models": {"base": None, "x.": None}}, "model 'x.': a name must be made of"),
             ({"models": {"base": None, "x": {"switches": {"query_projection": "linaer"}}}}, "model 'x': .*'linaer'"),
@@ -104,7 +106,8 @@ class TestBadInput:
             ({"seeds": [True]}, "seeds="),
             ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
             ({"seeds": [0, 0]}, "holds a seed twice"),
-            ({"seeds": [1000]}, "sweep_seed=1000 is one of the seeds"),
+            ({"seeds": [1000], "rate_choice": "sweep"}, r"sweep_seeds=\[1000\] and seeds share 1000"),
+            ({"sweep_seeds": [], "rate_choice": "sweep"}, r"sweep_seeds=\[\] must be a list of at least one"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
             ({"learning_rates": [-1.0]}, "must be a list of numbers above 0"),

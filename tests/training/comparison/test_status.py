@@ -26,8 +26,8 @@ class TestStatus:
         lines = capsys.readouterr().out.splitlines()
         # The model whose rates all diverged has no reported runs
         assert lines[-1] == "18 of 18 runs finished, 0 running, 0 waiting"
-        assert re.search(r"^absurd +2 of 2 +every rate diverged +0 of 3$", "\n".join(lines), flags=re.MULTILINE)
-        assert re.search(r"^planted +2 of 2 +0\.\d+ +3 of 3$", "\n".join(lines), flags=re.MULTILINE)
+        assert re.search(r"^absurd +2 of 2 +0 of 3 +every rate diverged$", "\n".join(lines), flags=re.MULTILINE)
+        assert re.search(r"^planted +5 of 5 +3 of 3 +0\.\d+$", "\n".join(lines), flags=re.MULTILINE)
 
     def test_at_work(self, finished, tmp_path):
         folder = tmp_path / "results"
@@ -51,7 +51,7 @@ class TestStatus:
         )
         assert re.search(r"^base/rate-0.01-seed-1 +interrupted +3 of 8 .* 3600 s ago$", text, flags=re.MULTILINE)
         assert "base/rate-0.01-seed-2: OSError: no memory" in text and "twin/rate" not in text
-        assert re.search(r"^planted +1 of 2 +waits for the sweep +0 of 3$", text, flags=re.MULTILINE)
+        assert re.search(r"^planted +1 of 5 +0 of 3 +none yet$", text, flags=re.MULTILINE)
         assert "11 of 18 runs finished, 1 running, 4 waiting, 2 failed or interrupted" in text
 
     def test_nothing_there(self, make_file, tmp_path, capsys):
