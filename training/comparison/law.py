@@ -57,9 +57,9 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     """Adds the means of several scales, each with the noise of its own seeds.
 
     The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s. Welch (1947) and Satterthwaite (1946) give it
-    V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With three seeds, and noise that differs fourfold between scales, a test at
+    V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With four scales of three seeds, one of them four times as noisy, a test at
     5 % then errs in 6.3 %. With the mean of this number and of the smallest n_s - 1, which is never too many (Banerjee 1960),
-    it errs in 2.8 to 5 %. Both numbers are the same for a single scale, where the test is Student's.
+    it errs in 5 % at most (`benchmarks/trend.py`). For a single scale both numbers are n - 1, and the test is Student's.
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so pairs stay
@@ -194,10 +194,10 @@ class Fit:
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
     ) -> tuple[float | None, Interval | None]:
-        """The compute multiplier of a model: M = C' / C_k, where L(C') lies as far below L(C_0) as the model's mean loss below
-        the baseline's at this scale.
+        """The compute multiplier M = C' / C_k of a model.
 
-        With d that difference and r = a C_0^-b,
+        L(C') lies as far below L(C_0) as the model's mean loss lies below the baseline's at this scale. With d that difference
+        and r = a C_0^-b,
 
             log M = log(C_0 / C_k) - log(1 - d / r) / b.
 
