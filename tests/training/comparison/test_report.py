@@ -18,6 +18,7 @@ from matplotlib.image import imread
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+from modeling_nlq.training.comparison.wording import protocol_sentences, selection_sentences
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -262,6 +263,16 @@ def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
         for kind, text in texts_of(others, tmp_path).items():
             assert words not in text, kind
             assert ("two best learning rates" in text) == (len(rates) > 1), kind
+
+
+def test_a_choice_in_each_seed_is_part_of_the_test(results):
+    """Results that do not say how rates were chosen had a sweep."""
+    assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
+    chosen = {**results, "rate_choice": "each_seed"}
+    text = " ".join(protocol_sentences(chosen))
+    assert "Each seed trained every learning rate" in text and "p and the intervals include the risk of that choice" in text
+    assert "picked the wrong" not in text and "seed 1000" not in text
+    assert selection_sentences({**make_results(LOSSES, [4e-3]), "rate_choice": "each_seed"}) == []
 
 
 def test_names_break_neither_table_nor_figure(results, tmp_path):
