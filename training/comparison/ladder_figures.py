@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from modeling_nlq.training.comparison.figures import _BASELINE, _NOISE, _add_legend, _noise_patch, _scale_percent, _styles
+from modeling_nlq.training.comparison.tables import losses_by_rate
 
 
 _GREY = "#555555"
@@ -157,13 +158,13 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
 
 
 def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
-    """Validation loss over learning rate at every scale: the runs of the sweeps, and their means over seeds.
+    """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
     A cross at the top is a run that diverged; a rate at which one did has no mean. A ring marks the lowest mean.
     """
     styles, names = _ladder_styles(ladder), list(ladder["trend"]["flops"])
-    sweeps = {scale: {name: _sweep(ladder, scale, name) for name in styles} for scale in names}
-    panels = [scale for scale in names if any(sweeps[scale].values())]
+    sweeps = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
+    panels = [scale for scale in names if any(len(found) > 1 for found in sweeps[scale].values())]
     if not panels:
         return None
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
@@ -236,14 +237,6 @@ def _flops(ladder: dict[str, Any], scale: str, model: str) -> float:
 
 def _finished_losses(ladder: dict[str, Any], scale: str, model: str) -> list[float]:
     return [run["test_loss"] for run in ladder["scales"][scale]["models"][model]["runs"] if not run["diverged"]]
-
-
-def _sweep(ladder: dict[str, Any], scale: str, model: str) -> dict[float, list[float | None]]:
-    """The validation losses of the sweep by learning rate; None for a run that diverged."""
-    found: dict[float, list[float | None]] = {}
-    for run in ladder["scales"][scale]["models"][model]["sweep"]:
-        found.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
-    return found
 
 
 def _dodge_models(ladder: dict[str, Any], names: list[str]) -> dict[str, list[float]]:

@@ -50,12 +50,8 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     rows = []
     for name, model in swept.items():
         row = {"model": name, **{f"{rate:g}": NOTHING for rate in rates}}
-        # The reported runs of a sweep chose nothing
-        tried = model["sweep"] if results["rate_choice"] == "sweep" else [*model["sweep"], *model["runs"]]
-        for rate in model["learning_rates"]:
-            runs = [run for run in tried if run["learning_rate"] == rate]
-            losses = [None if run["diverged"] else run["validation_loss"] for run in runs]
-            text = "diverged" if None in losses else number(statistics.fmean(losses) if losses else None, ".4f")
+        for rate, losses in losses_by_rate(results, name).items():
+            text = "diverged" if None in losses else number(statistics.fmean(losses), ".4f")
             seeds = sum(run["learning_rate"] == rate for run in model["runs"])
             mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
             row[f"{rate:g}"] = mark + text
@@ -63,6 +59,17 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
             row["gap (deviations)"] = number(model["rate_gap"], ".2f")
         rows.append(row)
     return rows
+
+
+def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[float | None]]:
+    """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
+    found = results["models"][model]
+    # The reported runs of a sweep chose nothing
+    tried = found["sweep"] if results["rate_choice"] == "sweep" else [*found["sweep"], *found["runs"]]
+    losses: dict[float, list[float | None]] = {}
+    for run in sorted(tried, key=lambda run: run["learning_rate"]):
+        losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
+    return losses
 
 
 def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:

@@ -52,7 +52,7 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
             for run in runs:
                 run["test_loss"] = None if run["diverged"] else run["test_loss"]
             models[name] = {"runs": runs, "sweep": sweep}
-        contents[scale] = {"name": scale, "baseline": "softmax", "models": models}
+        contents[scale] = {"name": scale, "baseline": "softmax", "rate_choice": "sweep", "models": models}
         own = {name: flops * (1 + 0.02 * index) for index, name in enumerate(MODELS)}
         parts.append(
             Scale(
