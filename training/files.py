@@ -30,6 +30,7 @@ RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
+TASKS_FILE = "tasks.json"
 
 # Files of a saved model, as patterns
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -106,6 +107,17 @@ def copy_files(source: "Path | UPath", target: "Path | UPath", last: str | None 
     """
     for path in sorted(files_below(source), key=lambda path: path.rpartition("/")[2] == last):
         copy_file(source / path, target / path)
+
+
+@contextlib.contextmanager
+def local_copy(folder: "Path | UPath") -> Iterator[Path]:
+    """The folder itself, or a copy of what lies at an address, for as long as a `with` block lasts."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        copy_files(folder, Path(copy))
+        yield Path(copy)
 
 
 def files_below(folder: "Path | UPath") -> list[str]:

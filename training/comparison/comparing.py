@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
+from modeling_nlq.training.comparison.downstream import read_scores, score_runs
 from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
@@ -164,7 +165,9 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                 engine.make_runs(scale, folders[name], data, finished)
                 for checkpoint in folders[name].glob("runs/*/*/checkpoint-*"):
                     remove_folder(checkpoint)  # of a run that was killed after its last step
-                gathered[name] = gather(scale, finished)
+                if scale.tasks:
+                    score_runs(scale, folders[name], finished)
+                gathered[name] = {**gather(scale, finished), "tasks": read_scores(scale, folders[name], finished)}
                 starts = starts_of_next_scale(scale, finished)
             results = gather_ladder(comparison, gathered) if isinstance(comparison, Ladder) else gathered[""]
             text = json.dumps(results, allow_nan=False)

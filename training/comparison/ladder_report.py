@@ -11,13 +11,14 @@ from modeling_nlq.training.comparison.ladder import flops_of_runs
 from modeling_nlq.training.comparison.ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from modeling_nlq.training.comparison.report import (
     RATES_CAPTION,
+    TASKS_CAPTION,
     embedded_figures,
     markdown_table,
     parts_of_page,
     render_page,
     write_figures,
 )
-from modeling_nlq.training.comparison.tables import number, provenance, rate_rows, run_rows, summary_rows
+from modeling_nlq.training.comparison.tables import number, provenance, rate_rows, run_rows, summary_rows, task_rows
 from modeling_nlq.training.comparison.wording import outcome_sentence, protocol_sentences, warning_sentences
 from modeling_nlq.training.files import write_text
 from modeling_nlq.training.text import align
@@ -211,6 +212,8 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
             "\n".join(f"* {sentence}" for sentence in protocol_sentences(found)),
             markdown_table(summary_rows(found)),
         ]
+        if tasks := task_rows(found):
+            parts += [f"Downstream tasks. {TASKS_CAPTION}", markdown_table(tasks)]
         if rates := rate_rows(found):
             parts += ["Learning rates. " + RATES_CAPTION, markdown_table(rates)]
         parts += [markdown_table(run_rows(found))]

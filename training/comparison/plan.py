@@ -96,6 +96,7 @@ class Comparison:
         rate_choice: `each_seed`: every seed tries the rates of a model, and reports its own run at the rate with the lowest
             validation loss. `sweep`: runs with `sweep_seeds` choose one rate, and every seed reports its run at that rate.
         sweep_seeds: seeds of the runs that choose the learning rate; none with `each_seed`.
+        tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
@@ -107,6 +108,7 @@ class Comparison:
     seeds: list[int]
     rate_choice: RateChoice
     sweep_seeds: list[int]
+    tasks: list[str]
     tokens_per_run: int
     command: str
     given: dict[str, Any]

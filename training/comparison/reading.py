@@ -17,6 +17,7 @@ from modeling_nlq.training.files import check_keys, read_section, read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.run.tasks import check_tasks
 from modeling_nlq.training.text import one_line
 from modeling_nlq.training.traces import without_folders
 
@@ -32,6 +33,7 @@ _FIELDS = (
     "rate_choice",
     "seeds",
     "sweep_seeds",
+    "tasks",
     "match",
     "training",
     "switches",
@@ -80,6 +82,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved["name"] = own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
     resolved["rate_choice"] = _check_rate_choice(path, given)
+    resolved["tasks"] = _check_tasks(path, given.get("tasks"))
     resolved["sweep_seeds"] = given.get("sweep_seeds", _SWEEP_SEEDS) if resolved["rate_choice"] == "sweep" else []
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
@@ -117,7 +120,7 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
             variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
         seeds = (fields or {}).get("seeds") or given["seeds"]
         choice, sweep_seeds = given["rate_choice"], given["sweep_seeds"]
-        return Comparison(name, given["baseline"], variants, seeds, choice, sweep_seeds, 0, "", dict(given))
+        return Comparison(name, given["baseline"], variants, seeds, choice, sweep_seeds, [], 0, "", dict(given))
 
     if given.get("scales") is None:
         return make(given["name"], given)
@@ -172,6 +175,7 @@ def _read_comparison(
         list(given["seeds"]),
         given["rate_choice"],
         list(given["sweep_seeds"]),
+        list(given["tasks"]),
         variants[baseline].tokens,
         command,
         resolved,
@@ -272,6 +276,15 @@ def _check_rate_choice(path: Path, given: Mapping[str, Any]) -> str:
     if choice != "sweep" and given.get("sweep_seeds"):
         raise ValueError(f"{path}: sweep_seeds={given['sweep_seeds']!r} needs rate_choice: sweep")
     return choice
+
+
+def _check_tasks(path: Path, tasks: Any) -> list[str]:
+    if tasks is None:
+        return []
+    if not isinstance(tasks, list) or not tasks or not all(isinstance(name, str) for name in tasks):
+        raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
+    check_tasks(tasks)
+    return tasks
 
 
 def _is_seed(seed: Any) -> bool:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability, save
-from modeling_nlq.training.comparison.tables import given_fields, provenance, rate_rows, run_rows, summary_rows
+from modeling_nlq.training.comparison.tables import given_fields, provenance, rate_rows, run_rows, summary_rows, task_rows
 from modeling_nlq.training.comparison.wording import (
     noise_floor_sentence,
     outcome_sentence,
@@ -27,7 +27,7 @@ from modeling_nlq.training.text import align
 TEMPLATE = "report.html.jinja"
 _TERMINAL_WIDTH = 120
 # Columns of words; columns of numbers are aligned at the right
-_WORDS = ("model", "verdict", "learning rate", "kind", "outcome", "backend", "tokens seen")
+_WORDS = ("model", "task", "metric", "verdict", "learning rate", "kind", "outcome", "backend", "tokens seen")
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
@@ -36,6 +36,12 @@ RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
     "many seeds if not in all. The gap of a sweep is that of its two lowest losses, in standard deviations of the validation "
     "loss of the model's reported runs; there is none where fewer than two rates, or two of those runs, finished."
+)
+TASKS_CAPTION = (
+    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement is "
+    "in percent of the baseline's score where lower is better, of its distance from 1 for accuracies and probabilities (the "
+    "rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some verdicts are "
+    "chance."
 )
 
 # Title, caption, and the function that draws it
@@ -149,7 +155,7 @@ def write_figures(
 
 
 def _markdown(results: dict[str, Any], figures: list[str]) -> str:
-    rates = rate_rows(results)
+    rates, tasks = rate_rows(results), task_rows(results)
     parts = [
         f"# {results['name']}",
         outcome_sentence(results),
@@ -160,6 +166,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "What differs between them:",
         "\n".join(f"* `{name}`: {_code(given_fields(model))}" for name, model in results["models"].items()),
         *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
+        *(["## Downstream tasks", TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
         *(["## Learning rates", RATES_CAPTION, markdown_table(rates)] if rates else []),
         "## Every run",
         markdown_table(run_rows(results)),
@@ -207,6 +214,7 @@ def parts_of_page(results: dict[str, Any]) -> dict[str, Any]:
         "bars": _bars(results),
         "given": {name: given_fields(model) for name, model in results["models"].items()},
         "summary": summary,
+        "tasks": task_rows(results),
         "rates": rate_rows(results),
         "runs": run_rows(results),
     }
@@ -239,6 +247,7 @@ def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
         rates_caption=RATES_CAPTION,
+        tasks_caption=TASKS_CAPTION,
         words=_WORDS,
         **parts,
     )

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from modeling_nlq.training.run.tasks import is_guessable
+
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
@@ -58,6 +60,29 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
         if results["rate_choice"] == "sweep":
             row["gap (deviations)"] = number(model["rate_gap"], ".2f")
         rows.append(row)
+    return rows
+
+
+def task_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
+    rows = []
+    for task, metrics in results["tasks"].items():
+        for metric, found in metrics.items():
+            for name, scores in found["scores"].items():
+                effect = found["statistics"]["effects"].get(name, {})
+                rows.append(
+                    {
+                        "task": task,
+                        "metric": f"{metric} ({'higher' if found['higher_is_better'] else 'lower'} is better)",
+                        "model": name,
+                        "verdict": effect.get("verdict", "baseline"),
+                        "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
+                        "improvement (%)": _improvement(effect, "loss_improvement"),
+                        "Holm p": p_value(effect.get("holm_p")),
+                        "chance": number(found["chance"], ".3f") if is_guessable(metric) else NOTHING,
+                        "items": number(found["items"], ","),
+                    }
+                )
     return rows
 
 

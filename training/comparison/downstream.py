@@ -1,0 +1,87 @@
+"""Downstream tasks of a comparison: every reported run is evaluated once, and each metric is judged like a loss."""
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from tqdm.auto import tqdm
+
+from modeling_nlq.training.comparison.plan import Comparison
+from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
+from modeling_nlq.training.comparison.statistics import analyse
+from modeling_nlq.training.files import TASKS_FILE, read_json, write_text
+from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
+from modeling_nlq.training.storage import local_copy, lock_file
+from modeling_nlq.training.text import bar_options
+
+
+def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+    """Evaluates the reported runs that have no `tasks.json` yet, one after another, in this process.
+
+    A run that diverged has no weights to evaluate.
+    """
+    runs = [run for model in comparison.variants for run in finished.reported(comparison, model)]
+    runs = [run for run in runs if not finished.metrics(run)["diverged"]]
+    for run in tqdm(runs, unit="run", desc="tasks", **bar_options()):
+        path = run_folder(folder, run)
+        with FileLock(lock_file(path)) if isinstance(path, Path) else nullcontext():  # an address has one driver
+            if not (path / TASKS_FILE).is_file():
+                with local_copy(path) as model:
+                    results = evaluate_tasks(model, comparison.tasks)
+                content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
+                write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def read_scores(comparison: Comparison, folder: Path, finished: FinishedRuns) -> dict[str, Any]:
+    """Reads and judges the scores of the reported runs.
+
+    Returns:
+        By task and metric: `items` and `chance`, whether `higher_is_better`, `scores` by model and seed (`None` where the run
+        diverged), and `statistics`, the result of `analyse` (see `judged_losses`). Holm's correction is over the models, for
+        each metric by itself.
+    """
+    found: dict[str, Any] = {}
+    for model in comparison.variants:
+        for run in finished.reported(comparison, model):
+            path = run_folder(folder, run) / TASKS_FILE
+            if not comparison.tasks or not path.is_file():
+                continue
+            content = read_json(path)
+            for task, values in content["scores"].items():
+                for metric, is_higher_better in content["higher_is_better"].get(task, {}).items():
+                    if is_higher_better is None or metric not in values:
+                        continue
+                    entry = found.setdefault(task, {}).setdefault(
+                        metric,
+                        {
+                            "items": values["items"],
+                            "chance": values["chance"],
+                            "higher_is_better": is_higher_better,
+                            "scores": {name: dict.fromkeys(comparison.seeds) for name in comparison.variants},
+                        },
+                    )
+                    entry["scores"][model][run.seed] = values[metric]
+    for metrics in found.values():
+        for entry in metrics.values():
+            entry["statistics"] = dataclasses.asdict(analyse(judged_losses(entry), comparison.baseline))
+    return found
+
+
+def judged_losses(entry: dict[str, Any]) -> dict[str, dict[Any, float | None]]:
+    """The scores of a metric as numbers of which lower ones are better, by model and seed.
+
+    Of an accuracy or a probability that is its distance from 1, the rate of errors; of other metrics of which higher values are
+    better, the negative.
+    """
+    scores = entry["scores"]
+    if not entry["higher_is_better"]:
+        return scores
+    known = [value for of_model in scores.values() for value in of_model.values() if value is not None]
+    ceiling = 1.0 if all(0 <= value <= 1 for value in known) else 0.0
+    return {
+        model: {seed: None if value is None else ceiling - value for seed, value in of_model.items()}
+        for model, of_model in scores.items()
+    }
