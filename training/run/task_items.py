@@ -131,6 +131,7 @@ def next_identifiers(source: Source) -> Iterator[Place]:
 
 def argument_names(source: Source) -> Iterator[Place]:
     """Asks for an argument of a function. The context is its signature and, perhaps after a gap, the lines before the use."""
+    places = {}  # by start: inner functions come after outer ones
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -144,7 +145,8 @@ def argument_names(source: Source) -> Iterator[Place]:
             if body <= start < end and name in names and source.text[start - 1] != ".":
                 place = source.place_of_name(start, name, source.text[signature:body], body)
                 if place is not None:
-                    yield replace(place, near=tuple(other for other in names if other != name))
+                    places[start] = replace(place, near=tuple(other for other in names if other != name))
+    yield from places.values()
 
 
 def closing_brackets(source: Source) -> Iterator[Place]:

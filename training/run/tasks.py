@@ -1,6 +1,5 @@
 """Downstream tasks: saved models evaluated by lm_eval, on the tasks of configuration/tasks and on its own."""
 
-import importlib.util
 import itertools
 import json
 import logging
@@ -21,6 +20,7 @@ from modeling_nlq.training.text import first_line, root_cause
 
 # Metrics whose value by guessing is one over the number of choices; lm_eval's own begin with `acc`
 _GUESSABLE = ("acc", "answer_probability")
+_ALLOWED_LIMIT = "a whole number of items, or a share between 0 and 1"
 
 
 def evaluate_tasks(
@@ -49,11 +49,11 @@ def evaluate_tasks(
         ValueError: for a model or a task that cannot be loaded, a model that was trained on a task's documents, or a number out
             of range.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError("tasks need lm_eval: pip install modeling-nlq[eval]")
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
     for name, value, is_wrong, allowed in (
         ("num_fewshot", num_fewshot, num_fewshot is not None and num_fewshot < 0, "at least 0"),
         ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))), _ALLOWED_LIMIT),
@@ -64,14 +64,12 @@ def evaluate_tasks(
     loaded, tokenizer = load_model(str(model))
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     with _without_warnings():
-        specs, single = _load_tasks(tasks, str(model))
+        manager, specs, single = _load_tasks(tasks, str(model))
         wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
-    results = simple_evaluate(wrapped, tasks=specs, num_fewshot=num_fewshot, limit=limit, log_samples=False)
+    options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
+    results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
     counts = results["n-samples"]
     return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
-
-
-_ALLOWED_LIMIT = "a whole number of items, or a share between 0 and 1"
 
 
 def task_scores(
@@ -125,7 +123,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
     write_text(Path(path), text + "\n")
 
 
-def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[list, dict[str, Any]]:
+def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
     """Loads tasks by name.
 
     Args:
@@ -133,7 +131,7 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[list, dict[str,
         model: told to the shipped tasks, as lm_eval's own command does.
 
     Returns:
-        What `simple_evaluate` takes, and each single task by name.
+        lm_eval's `TaskManager`, the tasks and groups for `simple_evaluate`, and each single task by name.
     """
     from lm_eval.tasks import TaskManager
 
@@ -158,7 +156,7 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[list, dict[str,
             raise ValueError(f"task {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
         single.update(found["tasks"])
         specs += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
-    return specs, single
+    return manager, specs, single
 
 
 def _chance(task: Any, count: int) -> float | None:

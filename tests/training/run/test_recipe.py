@@ -73,7 +73,7 @@ def test_small_tokenizer_wastes_rows():
     assert "'bpe:1024' uses 1,024 of the model's vocab_size=8,192" in message and "--set vocab_size=1024" in message
 
 
-@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons")])
+@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons"), ("evaluate", "tasks")])
 def test_help_lists_what_is_shipped(command, kind, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -1,0 +1,141 @@
+"""Downstream tasks: items that are right, lm_eval's own numbers, and one line for each error."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modeling_nlq.configuration import find, names
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.run.documents import load_documents
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.task_items import CHOICES, TASKS, Source, check_unseen, held_out_documents, make_items
+
+
+@pytest.fixture(scope="module")
+def items() -> dict[str, list[dict]]:
+    return {task: make_items(task, held_out_documents()) for task in TASKS}
+
+
+def test_documents_are_none_that_a_comparison_trains_on():
+    documents = load_documents(load_recipe("study").recipe)
+    held_out = {row["text"] for row in held_out_documents()}
+    assert held_out == {text for split in ("validation", "test") for text in documents[split]["text"]}
+    assert not held_out & set(documents["train"]["text"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_items_are_right(task, items):
+    texts = {row["path"]: row["text"] for row in held_out_documents()}
+    assert len(items[task]) >= 1000
+    for item in items[task]:
+        text, offset, choices = texts[item["path"]], item["offset"], item["choices"]
+        assert text.startswith(choices[item["answer"]], offset)
+        last = item["context"].splitlines()[-1]
+        assert text[:offset].endswith(last) and 0 < len(item["context"]) <= 256
+        assert len(set(choices)) == CHOICES
+    assert len({(item["path"], item["offset"]) for item in items[task]}) == len(items[task])
+    positions = Counter(item["answer"] for item in items[task])
+    assert max(positions.values()) - min(positions.values()) <= 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_choices_do_not_give_the_answer_away(task, items):
+    """Guessing 1 of 4; the bound is five standard errors above."""
+    for length in (len, lambda choice: -len(choice)):
+        right = 0.0
+        for item in items[task]:
+            values = [length(choice) for choice in item["choices"]]
+            right += (values[item["answer"]] == max(values)) / values.count(max(values))
+        assert right / len(items[task]) < 0.25 + 5 * (0.25 * 0.75 / len(items[task])) ** 0.5
+
+
+def test_items_of_a_short_text():
+    text = "def first(alpha, beta):\n    total = alpha[beta]\n    return first(total, [beta])\n"
+    places = {task: list(maker.find_places(Source("x.py", text))) for task, maker in TASKS.items()}
+    arguments = places["nlq_argument_names"]
+    assert [(place.before + place.answer, place.near) for place in arguments] == [
+        (" alpha", ("beta",)),
+        ("beta", ("alpha",)),
+        ("beta", ("alpha",)),
+    ]
+    assert arguments[0].context == "def first(alpha, beta):\n    total ="
+    assert [place.answer + place.after for place in places["nlq_brackets"]] == ["):\n   ", "]\n   ", "])\n"]
+    assert [place.answer for place in places["nlq_next_identifier"]] == ["alpha", "beta", "first", "total", "beta"]
+
+
+def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    arguments = ["--tasks", ",".join(TASKS), "--limit", "8", "--batch_size", "4"]
+    assert main(["evaluate", str(run[0]), *arguments, "--output", str(tmp_path / "ours.json")]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + 3 * len(TASKS) and table[1].split()[-2:] == ["0.2500", "8"]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", *arguments]
+    command += ["--model_args", f"pretrained={run[0]},trust_remote_code=True"]
+    command += ["--include_path", str(find("tasks", "nlq_brackets").parent), "--output_path", str(tmp_path / "theirs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours = json.loads((tmp_path / "ours.json").read_text())
+    theirs = json.loads(next(tmp_path.glob("theirs_*.json")).read_text())
+    assert ours["results"].keys() == theirs["results"].keys() == set(TASKS)
+    for task, values in theirs["results"].items():
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        assert len(numbers) == 6
+        assert {name: ours["results"][task][name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
+
+
+def test_scores_are_numbers_and_the_same_again(run):
+    pytest.importorskip("lm_eval")
+    from modeling_nlq.training.run.tasks import task_scores
+
+    scores = task_scores(run[0], ["nlq_brackets"], limit=6)
+    assert json.loads(json.dumps(scores)) == scores == task_scores(run[0], ["nlq_brackets"], limit=6)
+    values = scores["nlq_brackets"]
+    assert values["items"] == 6 and values["chance"] == 0.25
+    assert {"acc", "answer_probability", "answer_bits_per_byte", "acc_stderr"} <= values.keys()
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--tasks", "nlq_bracket"], ["'nlq_bracket'", "did you mean 'nlq_brackets'?"]),
+        (["--tasks", "own.yaml"], ["'own.yaml' cannot be loaded", "Hub"]),
+        (["--tasks", "nlq_brackets", "--limit", "1.5"], ["limit=1.5", "whole number"]),
+        (["--tasks", "nlq_brackets", "--dataset", "x.txt"], ["--dataset", "--tasks"]),
+        (["--limit", "3"], ["--limit needs --tasks"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_bad_input_gets_one_line(arguments, parts, run, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lm_eval.tasks.TaskIndex._iter_yaml_files", lambda root: sorted(Path(root).glob("nlq_*.yaml")))
+    task = {"task": "own", "dataset_path": "owner/nothing-there", "test_split": "test", "doc_to_text": "text"}
+    Path("own.yaml").write_text(yaml.safe_dump(task))
+    assert main(["evaluate", str(run[0]), *arguments]) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("nlq: error: ") and all(part in line for part in parts), line
+
+
+def test_without_lm_eval(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["evaluate", str(run[0]), "--tasks", "nlq_brackets"]) == 1
+    assert "pip install modeling-nlq[eval]" in capsys.readouterr().err
+
+
+def test_a_model_that_has_seen_the_documents_is_refused(run, tmp_path):
+    shutil.copy(run[0] / "config.json", tmp_path)
+    (tmp_path / "recipe.yaml").write_text("model: tiny-linear\nvalidation_fraction: 0.01\n")
+    with pytest.raises(ValueError, match=r"validation_fraction=0.01 and test_fraction=0.0, so it has seen"):
+        check_unseen(str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("model: tiny-linear\nvalidation_fraction: 0.008\ntest_fraction: 0.01\n")
+    check_unseen(str(tmp_path))
+
+
+def test_every_shipped_task_has_items():
+    assert names("tasks") == sorted(TASKS)
