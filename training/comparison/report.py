@@ -38,10 +38,10 @@ RATES_CAPTION = (
     "loss of the model's reported runs; there is none where fewer than two rates, or two of those runs, finished."
 )
 TASKS_CAPTION = (
-    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement is "
-    "in percent of the baseline's score where lower is better, of its distance from 1 for accuracies and probabilities (the "
-    "rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some verdicts are "
-    "chance."
+    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
+    "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
+    "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some "
+    "verdicts are chance."
 )
 
 # Title, caption, and the function that draws it

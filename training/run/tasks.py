@@ -53,7 +53,7 @@ def evaluate_tasks(
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
+        raise ImportError(_needs_lm_eval(error)) from error
     for name, value, is_wrong, allowed in (
         ("num_fewshot", num_fewshot, num_fewshot is not None and num_fewshot < 0, "at least 0"),
         ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))), _ALLOWED_LIMIT),
@@ -84,10 +84,11 @@ def task_scores(
         By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number, and
         `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
     """
-    return _numbers(evaluate_tasks(model, names("tasks") if tasks is None else tasks, limit=limit, batch_size=batch_size))
+    return score_numbers(evaluate_tasks(model, names("tasks") if tasks is None else tasks, limit=limit, batch_size=batch_size))
 
 
-def _numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """The numbers of the results of `evaluate_tasks`, as `task_scores` returns them."""
     scores = {}
     for task, values in results["results"].items():
         found = {
@@ -100,16 +101,21 @@ def _numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     return scores
 
 
+def is_guessable(metric: str) -> bool:
+    """Whether the chance level of a task is one of this metric."""
+    return metric.startswith(_GUESSABLE)
+
+
 def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
     """The cells of a table of the results of `evaluate_tasks`; the first row is the header."""
     rows = [["task", "metric", "value", "standard error", "chance", "items"]]
-    for task, scores in _numbers(results).items():
+    for task, scores in score_numbers(results).items():
         for name, value in scores.items():
             metric, _, kept = name.partition(",")
             if name in ("items", "chance") or metric.endswith("_stderr"):
                 continue
             error = scores.get(",".join(filter(None, (f"{metric}_stderr", kept))))
-            chance = scores["chance"] if metric.startswith(_GUESSABLE) else None
+            chance = scores["chance"] if is_guessable(metric) else None
             cells = ["-" if number is None else f"{number:.4f}" for number in (value, error, chance)]
             rows.append([task, name, *cells, "-" if scores["items"] is None else f"{scores['items']:,}"])
     return rows
@@ -123,6 +129,25 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
     write_text(Path(path), text + "\n")
 
 
+def check_tasks(tasks: str | Sequence[str]) -> None:
+    """Checks the names of tasks without loading their data.
+
+    Raises:
+        ImportError: without lm_eval.
+        ValueError: for an unknown task.
+    """
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise ImportError(_needs_lm_eval(error)) from error
+    with _without_warnings():
+        _find_tasks(tasks, "")
+
+
+def _needs_lm_eval(error: ImportError) -> str:
+    return f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})"
+
+
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
     """Loads tasks by name.
 
@@ -133,6 +158,20 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict
     Returns:
         lm_eval's `TaskManager`, the tasks and groups for `simple_evaluate`, and each single task by name.
     """
+    tasks, manager = _find_tasks(tasks, model)
+    specs, single = [], {}
+    for name in dict.fromkeys(tasks):
+        try:
+            found = manager.load([name])
+        except Exception as error:  # of datasets, or of the code of the task
+            raise ValueError(f"task {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
+        single.update(found["tasks"])
+        specs += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+    return manager, specs, single
+
+
+def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]:
+    """The names of tasks, and lm_eval's `TaskManager`, which knows them; raises `ValueError` for an unknown one."""
     from lm_eval.tasks import TaskManager
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
@@ -148,15 +187,7 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict
             raise ValueError(
                 f"there is no task {name!r}; {near}shipped are {', '.join(own)}, and `lm-eval ls tasks` lists the others"
             )
-    specs, single = [], {}
-    for name in dict.fromkeys(tasks):
-        try:
-            found = manager.load([name])
-        except Exception as error:  # of datasets, or of the code of the task
-            raise ValueError(f"task {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
-        single.update(found["tasks"])
-        specs += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
-    return manager, specs, single
+    return tasks, manager
 
 
 def _chance(task: Any, count: int) -> float | None:
