@@ -211,20 +211,21 @@ def make_items(task: str, documents: Iterable[dict[str, str]]) -> list[dict[str,
             places += maker.find_places(Source(document["path"], document["text"]))
         except (SyntaxError, tokenize.TokenError):
             continue  # the standard library tests itself with broken files
-    places.sort(key=lambda place: _fraction(task, place.path, place.offset))
+
+    def by_hash(place: Place) -> float:
+        return _fraction(task, place.path, place.offset)
+
+    places.sort(key=by_hash)
     places = _evened(places) if maker.even else places
     weights = Counter(place.answer for place in places[:ITEMS])
+    wrong = ((place, _choose_wrong(place, maker.near, weights)) for place in places)
+    kept = list(itertools.islice((pair for pair in wrong if len(pair[1]) == CHOICES - 1), ITEMS))
     items = []
-    for place in places:
-        if len(items) == ITEMS:
-            break
-        wrong = _choose_wrong(place, maker.near, weights)
-        if len(wrong) == CHOICES - 1:
-            answer = len(items) % CHOICES
-            choices = [*wrong[:answer], place.answer, *wrong[answer:]]
-            choices = [place.before + choice + place.after for choice in choices]
-            row = {"context": place.context, "choices": choices, "answer": answer}
-            items.append({**row, "path": place.path, "offset": place.offset})
+    for index, (place, others) in enumerate(sorted(kept, key=lambda pair: by_hash(pair[0]))):  # the first are like all
+        answer = index % CHOICES
+        choices = [place.before + choice + place.after for choice in (*others[:answer], place.answer, *others[answer:])]
+        row = {"context": place.context, "choices": choices, "answer": answer}
+        items.append({**row, "path": place.path, "offset": place.offset})
     return items
 
 
