@@ -1,0 +1,102 @@
+"""Downstream tasks of comparisons: each reported run is evaluated once, and scores are judged like losses."""
+
+import json
+
+import pytest
+from support.planted import PlantedEngine
+
+from modeling_nlq.training.comparison import downstream
+from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.statistics import analyse
+from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
+
+
+@pytest.fixture
+def task_file(tmp_path) -> str:
+    """An ordinary task of lm_eval, over a file of eight items."""
+    pytest.importorskip("lm_eval")
+    items = [{"context": f"def f{n}(", "choices": ["self):", "0, 1]", "import"], "answer": n % 3} for n in range(8)]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
+    fields = {
+        "task": "endings",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "context",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "endings.yaml").write_text(json.dumps(fields))  # JSON is YAML
+    return str(tmp_path / "endings.yaml")
+
+
+def test_report_has_the_numbers_of_lm_eval(make_file, task_file, tmp_path):
+    file = make_file(tasks=[task_file], seeds=[0], learning_rates=[1e-2])
+    folder = tmp_path / "results"
+    results = run_and_report(load_comparison(file), folder)
+    found = results["tasks"]["endings"]["acc"]
+    assert (found["items"], found["chance"], found["higher_is_better"]) == (8, pytest.approx(1 / 3), True)
+    for name, model in results["models"].items():
+        own = score_numbers(evaluate_tasks(folder / model["runs"][0]["folder"], [task_file]))["endings"]
+        assert found["scores"][name] == {"0": own["acc"]}
+        assert f"{own['acc']:.4f}" in (folder / "results.md").read_text()
+    scores = folder / results["models"]["base"]["runs"][0]["folder"] / "tasks.json"
+    before = scores.stat().st_mtime_ns
+    assert run_comparison(load_comparison(file), folder)["tasks"] == results["tasks"]
+    assert scores.stat().st_mtime_ns == before
+
+
+def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
+    """`twin` has a higher accuracy and fewer bits in every seed, and one of its runs diverged in another comparison."""
+    pytest.importorskip("lm_eval")
+    seeds = [0, 1, 2, 3]
+
+    def planted(model, tasks):
+        seed, is_twin = int(str(model)[-1]), "twin" in str(model)
+        values = {
+            "acc,none": 0.4 + 0.02 * seed + 0.1 * is_twin + 0.001 * (seed % 2) * is_twin,
+            "bits,none": 3.0 - 0.1 * is_twin,
+        }
+        better = {"acc": True, "bits": False}
+        return {
+            "results": {"nlq_brackets": {"alias": "x", **values}},
+            "n-samples": {"nlq_brackets": {"effective": 1000}},
+            "chance": {"nlq_brackets": 0.25},
+            "higher_is_better": {"nlq_brackets": better},
+        }
+
+    monkeypatch.setattr(downstream, "evaluate_tasks", planted)
+    file = make_file(tasks=["nlq_brackets"], seeds=seeds)
+    results = run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
+    metrics = results["tasks"]["nlq_brackets"]
+    assert {name: found["statistics"]["effects"]["twin"]["verdict"] for name, found in metrics.items()} == {
+        "acc": "better",
+        "bits": "better",
+    }
+    errors = {name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()}
+    assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base").effects["twin"].p
+
+    def diverging(comparison, run):
+        return None if (run.model, run.seed) == ("twin", 2) else 3.0
+
+    results = run_comparison(load_comparison(file), tmp_path / "diverged", PlantedEngine(diverging))
+    found = results["tasks"]["nlq_brackets"]["acc"]
+    assert found["scores"]["twin"]["2"] is None
+    assert found["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 4 runs"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["nlq_bracket"], "there is no task 'nlq_bracket'; did you mean 'nlq_brackets'"),
+        ("nlq_brackets", "tasks='nlq_brackets' must be a list of names of tasks"),
+        ([], r"tasks=\[\] must be a list"),
+    ],
+)
+def test_bad_input(make_file, tasks, message):
+    pytest.importorskip("lm_eval")
+    with pytest.raises(ValueError, match=message):
+        load_comparison(make_file(tasks=tasks))
