@@ -32,7 +32,8 @@ _IMPROVEMENTS_CAPTION = (
 )
 _MULTIPLIERS_CAPTION = (
     "How many times the model's compute the baseline would need to reach the model's loss, by the baseline's law of compute, "
-    "with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the ladder."
+    "with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the ladder. "
+    "The slope is 0 if the multiplier is the same at all scales."
 )
 _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
     "losses": (
@@ -162,6 +163,7 @@ def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
                 for scale, step in trend["steps"].items()
             },
+            "slope of log10 per decade": _with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
         }
         for name, trend in results["trend"]["models"].items()
     ]

@@ -271,7 +271,10 @@ def test_a_choice_in_each_seed_is_part_of_the_test(results):
     assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
     chosen = {**results, "rate_choice": "each_seed"}
     text = " ".join(protocol_sentences(chosen))
-    assert "Each seed tried the learning rates of a model by itself" in text and "p and the intervals include the risk of that choice" in text
+    assert (
+        "Each seed tried the learning rates of a model by itself" in text
+        and "p and the intervals include the risk of that choice" in text
+    )
     assert "picked the wrong" not in text and "seed 1000" not in text
     assert selection_sentences({**make_results(LOSSES, [4e-3]), "rate_choice": "each_seed"}) == []
 
