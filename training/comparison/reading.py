@@ -82,7 +82,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved["name"] = own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
     resolved["rate_choice"] = _check_rate_choice(path, given)
-    resolved["tasks"] = _check_tasks(path, given.get("tasks"))
+    _check_tasks(path, given.get("tasks"))
     resolved["sweep_seeds"] = given.get("sweep_seeds", _SWEEP_SEEDS) if resolved["rate_choice"] == "sweep" else []
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
@@ -168,6 +168,7 @@ def _read_comparison(
             )
     variants = {model: variants[model] for model in models}
     resolved = {**given, "recipe": shared, "models": {model: item.given for model, item in variants.items()}}
+    resolved.pop("tokens_per_parameter", None)  # the recipe has the steps
     return Comparison(
         name,
         baseline,
@@ -175,7 +176,7 @@ def _read_comparison(
         list(given["seeds"]),
         given["rate_choice"],
         list(given["sweep_seeds"]),
-        list(given["tasks"]),
+        list(given.get("tasks") or []),
         variants[baseline].tokens,
         command,
         resolved,
@@ -278,13 +279,12 @@ def _check_rate_choice(path: Path, given: Mapping[str, Any]) -> str:
     return choice
 
 
-def _check_tasks(path: Path, tasks: Any) -> list[str]:
+def _check_tasks(path: Path, tasks: Any) -> None:
     if tasks is None:
-        return []
+        return
     if not isinstance(tasks, list) or not tasks or not all(isinstance(name, str) for name in tasks):
         raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
     check_tasks(tasks)
-    return tasks
 
 
 def _is_seed(seed: Any) -> bool:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import TrainingArguments
 
 from modeling_nlq.configuration import names
@@ -62,6 +63,17 @@ class TestPlan:
         base, identity, as_it_is = (getattr(variants[name].size, field) for name in models)
         assert abs(identity - base) <= unit / 2 < base - as_it_is
         assert variants["base"].intermediate_size == variants["as it is"].intermediate_size == 128
+
+    def test_tokens_per_parameter(self, make_file, tmp_path):
+        """It sets the steps, also when the folder's own file is read again."""
+        training = {"save_strategy": "no", "report_to": "none"}
+        recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
+        recipe["training"].pop("max_steps", None)
+        comparison = load_comparison(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
+        size = comparison.variants["base"].size.non_embedding
+        assert size / 2 <= comparison.tokens_per_run < size / 2 + 8 * 64
+        (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.given))
+        assert load_comparison(tmp_path / "comparison.yaml").given == comparison.given
 
     def test_command_line_overrides_the_file(self, make_file):
         assert load_comparison(make_file(), {"max_steps": 5}).tokens_per_run == 5 * 8 * 64
