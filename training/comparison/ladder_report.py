@@ -96,12 +96,11 @@ def describe_ladder(results: dict[str, Any]) -> str:
 
 def trend_sentence(results: dict[str, Any]) -> str:
     """The verdicts of the trend in one line."""
-    verdicts: dict[str, list[str]] = {}
+    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "holds", "shrinks", "cannot tell")}
     for name, trend in results["trend"]["models"].items():
-        verdicts.setdefault(trend["verdict"], []).append(name)
-    return (
-        "Over the scales, the improvement " + "; ".join(f"{word}: {', '.join(names)}" for word, names in verdicts.items()) + "."
-    )
+        verdicts[trend["verdict"]].append(name)
+    found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
+    return f"Trend of the improvement over the scales: {', '.join(found)}."
 
 
 def ladder_warnings(results: dict[str, Any]) -> list[str]:
