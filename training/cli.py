@@ -78,7 +78,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_max_retries(command)
     command.add_argument("--status", action="store_true", help="print what is finished, running and waiting, and stop")
-    command.add_argument("--dry-run", "--dry_run", action="store_true", help="print the plan and its cost, and stop")
+    command.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="print the plan, how long it takes here by a short trial, and the smallest difference it can find, and stop",
+    )
+    command.add_argument(
+        "--noise-floor",
+        "--noise_floor",
+        metavar="PERCENT",
+        help="with --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of "
+        "an earlier comparison that measured it. It makes the smallest difference a percentage",
+    )
     command.set_defaults(run=_compare)
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
@@ -219,6 +231,8 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
+    if arguments.noise_floor is not None and not arguments.dry_run:
+        raise ValueError("--noise-floor needs --dry-run")
     if arguments.status and arguments.output_dir:  # also on a machine without the engine, the models and the data
         print("\n".join(describe_status(open_folder(arguments.output_dir))))
         return
@@ -229,14 +243,26 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         return
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
+    if arguments.dry_run:
+        if is_main_process():
+            _describe_plan(comparison, arguments)
+        return
     if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
-    if arguments.dry_run:
-        return
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
         outcome = describe_ladder(results) if isinstance(comparison, Ladder) else describe(results)
         print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
+
+
+def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
+    from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors
+
+    given = arguments.noise_floor
+    noise_floors = None if given is None else read_noise_floors(given, comparison)
+    print("\n".join(comparison.describe()), flush=True)
+    for line in describe_estimate(comparison, arguments.cpus_per_run, noise_floors):
+        print(line, flush=True)
 
 
 def _describe(metrics: dict) -> str:

@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, progress bars, and errors in one line."""
+"""Text for a terminal: tables, durations, progress bars, and errors in one line."""
 
 import math
 import sys
@@ -21,6 +21,16 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
         )
         lines.append("  ".join(cells) if right else "  ".join(cells).rstrip())
     return lines
+
+
+def duration(seconds: float) -> str:
+    """A duration in the units that suit it: 12 s, 3 min, 2 h 10 min, 4 d 3 h."""
+    if seconds < 99.5:
+        return f"{max(seconds, 0.1):.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"
 
 
 def bar_options() -> dict[str, Any]:

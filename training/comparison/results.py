@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
 from modeling_nlq.training.files import METRICS_FILE, STATE_FILE, read_json
 from modeling_nlq.training.run.stability import loss_spikes, read_stability
 from modeling_nlq.training.traces import without_folders
@@ -179,6 +179,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in the same
       order; `None` if every run was stopped early.
     * `statistics`: the result of `analyse` for the test losses.
+    * `noise_from_text`: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them has
+      no losses of parts of the text.
     """
     models = {}
     for name, variant in comparison.variants.items():
@@ -233,7 +235,13 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "statistics": dataclasses.asdict(
             analyse(losses_by_seed(models, comparison.seeds), comparison.baseline, unsettled=unsettled)
         ),
+        "noise_from_text": _noise_from_text(models[comparison.baseline]["runs"]),
     }
+
+
+def _noise_from_text(runs: list[dict[str, Any]]) -> float | None:
+    parts = [run["test_loss_parts"] for run in runs if not run["diverged"]]
+    return None if None in parts else noise_from_text(parts)
 
 
 def losses_by_seed(models: dict[str, Any], seeds: list[int]) -> dict[str, dict[int, float | None]]:

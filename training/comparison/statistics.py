@@ -15,7 +15,7 @@ choice, and `rate_gap` tells how large it may be.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -258,6 +258,32 @@ def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) ->
     best = sorted(loss for loss in map(_plain, sweep) if loss is not None)[:2]
     deviation = _deviation([loss for loss in map(_plain, reported) if loss is not None])
     return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
+
+
+def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
+    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to training.
+
+    The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
+    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well on the
+    one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts keeps
+    var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
+
+    Args:
+        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size. All seeds have the same parts.
+
+    Returns:
+        At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
+    """
+    losses = np.array(parts, dtype=float)
+    if losses.ndim != 2 or min(losses.shape) < 2:
+        return None
+    seeds, count = losses.shape
+    by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
+    residuals = losses - by_seed - by_part + losses.mean()
+    between = _deviation(by_seed.ravel())
+    if not between:
+        return None
+    return min(1.0, float((residuals**2).sum() / ((seeds - 1) * (count - 1)) / (count * between**2)))
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None], open_question: str) -> Effect:

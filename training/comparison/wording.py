@@ -91,10 +91,16 @@ def noise_floor_sentence(results: dict[str, Any]) -> str:
     found = results["statistics"]
     if found["noise_floor"] is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results['baseline']}."
-    return (
+    sentence = (
         f"Noise floor: the test loss of the baseline {results['baseline']} varies by {found['noise_floor']:.2g} nats from seed "
-        f"to seed, {found['noise_floor_percent']:.2g} % (standard deviation)."
+        f"to seed, {found['noise_floor_percent']:.2g} % (standard deviation)"
     )
+    share = results.get("noise_from_text")  # older results have none
+    if share is None:
+        return f"{sentence}."
+    text = "the test text" if results["test_tokens"] is None else f"the test text of {results['test_tokens']:,} tokens"
+    percent = "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+    return f"{sentence}; {percent} of this variance comes from the choice of {text}, the rest from training."
 
 
 def protocol_sentences(results: dict[str, Any]) -> list[str]:

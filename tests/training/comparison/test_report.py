@@ -18,7 +18,11 @@ from matplotlib.image import imread
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+<<<<<<< HEAD
 from modeling_nlq.training.comparison.wording import protocol_sentences, selection_sentences
+=======
+from modeling_nlq.training.comparison.wording import noise_floor_sentence
+>>>>>>> dry
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -324,6 +328,22 @@ def test_terminal_has_a_line_for_each_model(results):
     assert lines[len(LOSSES) + 1].startswith("Noise floor: the test loss of the baseline linear varies by 0.005 nats")
     assert sum(line.startswith("warning: tanh diverged at every learning rate") for line in lines) == 1
     assert sum(line.startswith("warning: relu_squared diverged in 1 of 3 runs") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens", "words"),
+    [
+        (
+            0.1234,
+            222336,
+            " 12 % of this variance comes from the choice of the test text of 222,336 tokens, the rest from training.",
+        ),
+        (0.001, None, "; less than 1 % of this variance comes from the choice of the test text, the rest from training."),
+        (None, 1000, "(standard deviation)."),
+    ],
+)
+def test_noise_floor_has_two_parts(results, share, tokens, words):
+    assert noise_floor_sentence({**results, "noise_from_text": share, "test_tokens": tokens}).endswith(words)
 
 
 def test_curves_are_means_of_finished_runs(results):

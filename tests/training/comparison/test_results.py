@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.statistics import noise_from_text
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run.data import prepare_data
 
@@ -163,6 +164,14 @@ class TestStatistics:
         deviation = math.sqrt(sum((loss - mean) ** 2 for loss in base) / 2)
         assert results["statistics"]["noise_floor"] == pytest.approx(deviation)
         assert results["statistics"]["noise_floor_percent"] == pytest.approx(100 * deviation / mean)
+
+    def test_noise_from_text(self, results):
+        """The mean of the parts is the loss, so the variance of the means is the squared noise floor."""
+        runs = results["models"]["base"]["runs"]
+        parts = [run["test_loss_parts"] for run in runs]
+        assert [sum(losses) / len(losses) for losses in parts] == pytest.approx([run["test_loss"] for run in runs], rel=0.01)
+        assert 0 < results["noise_from_text"] <= 1
+        assert results["noise_from_text"] == noise_from_text(parts)
 
     def test_intervals_and_corrected_p_values(self, results):
         # Twin and "one rate absurd" may equal the baseline to the last bit: their differences have no variance

@@ -18,6 +18,7 @@ from modeling_nlq.training.comparison.statistics import (
     critical_t,
     detectable_effect,
     holm,
+    noise_from_text,
     power_warning,
     rate_gap,
     smallest_difference,
@@ -347,6 +348,37 @@ class TestRateGap:
     )
     def test_is_unknown_where_it_cannot_be_computed(self, sweep, reported):
         assert rate_gap(sweep, reported) is None
+
+
+class TestNoiseFromText:
+    @pytest.mark.parametrize(("training", "text", "expected"), [(0.01, 0.05, 1 / 3), (0.02, 0.05, 1 / 9), (0.01, 0.0, 0.0)])
+    def test_of_planted_noise(self, training, text, expected):
+        """The text adds text^2 / 50 to the variance of a mean over 50 parts; how hard a part is for all seeds adds nothing."""
+        random = np.random.default_rng(0)
+        parts = 3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
+        assert noise_from_text(parts) == pytest.approx(expected, rel=0.05, abs=1e-9)
+
+    @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 50)], ids=str)
+    def test_is_that_of_a_regression(self, shape):
+        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the seeds."""
+        parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
+        seeds, count = shape
+        by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
+
+        def residual(design):
+            solution = np.linalg.lstsq(design, parts.ravel())[0]
+            return ((parts.ravel() - design @ solution) ** 2).sum()
+
+        whole, without = residual(np.hstack([by_seed, by_part])), residual(by_part)
+        f = ((without - whole) / (seeds - 1)) / (whole / ((seeds - 1) * (count - 1)))
+        assert noise_from_text(parts.tolist()) == pytest.approx(1 / f) and f > 1
+
+    def test_is_at_most_1(self):
+        assert noise_from_text([[3.0, 4.0], [4.001, 3.0]]) == 1.0
+
+    @pytest.mark.parametrize("parts", [[], [[3.0, 3.1]], [[3.0], [3.1]], [[3.0, 4.0], [4.0, 3.0]]])
+    def test_is_unknown_where_it_cannot_be_computed(self, parts):
+        assert noise_from_text(parts) is None
 
 
 class TestPlan:

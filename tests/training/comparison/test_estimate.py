@@ -1,0 +1,188 @@
+"""`nlq compare --dry-run`: the time on this machine, by trials whose clock is planted, and the smallest difference."""
+
+import json
+import os
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer
+
+from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison import estimate
+from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors, seconds_per_token
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.statistics import smallest_difference
+from modeling_nlq.training.text import duration
+
+
+TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "report_to": "none", "use_cpu": True}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """A function from the seconds of the steps of a trial, the last of which goes on, to a list of its batches."""
+
+    def plant(*seconds):
+        clock, batches, original = SimpleNamespace(now=0.0), [], Trainer.training_step
+
+        def step(self, model, inputs, *args, **kwargs):
+            clock.now += seconds[min(len(batches), len(seconds) - 1)]
+            batches.append((tuple(inputs["input_ids"].shape), torch.get_num_threads()))
+            return original(self, model, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(Trainer, "training_step", step)
+        return batches
+
+    return plant
+
+
+class TestTrial:
+    @pytest.mark.parametrize(
+        ("seconds", "count", "expected"),
+        [
+            ((5.0, 0.5), 3, 0.5),  # the first step warms up
+            ((0.5, 0.25), 8, 0.25),  # two seconds
+            ((11.0,), 1, 11.0),
+            ((4.0, 7.0), 2, 7.0),
+            ((0.0, 0.0), 100, 0.0),  # no more than a run has
+        ],
+    )
+    def test_steps(self, make_file, steps, seconds, count, expected):
+        batches = steps(*seconds)
+        found = seconds_per_token(load_comparison(make_file(training=TRAINING)))
+        assert [shape for shape, _ in batches] == [(8, 64)] * count
+        assert found == pytest.approx(expected / (8 * 64))
+
+    def test_batch_and_threads(self, make_file, steps):
+        """A large batch is cut, steps of a batch are not accumulated, and the threads are those of the runs."""
+        before = torch.get_num_threads()
+        batches = steps(11.0)
+        training = {**TRAINING, "per_device_train_batch_size": 1000, "gradient_accumulation_steps": 3}
+        comparison = load_comparison(make_file(training=training))
+        assert seconds_per_token(comparison, before + 1) == pytest.approx(11 / 8192)
+        assert batches == [((128, 64), before + 1)] and torch.get_num_threads() == before
+
+    def test_leaves_nothing(self, make_file, tmp_path, monkeypatch, capfd):
+        """With all that writes or prints in a run, a trial does neither."""
+        training = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "logging_first_step": True, "log_level": "info"}
+        training |= {
+            "eval_strategy": "steps",
+            "load_best_model_at_end": True,
+            "report_to": "tensorboard",
+            "torch_compile": True,
+        }
+        comparison, environment = load_comparison(make_file(training=training)), dict(os.environ)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        capfd.readouterr()
+        assert 0 < seconds_per_token(comparison) < 60
+        assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir()) and dict(os.environ) == environment
+
+
+class TestOutput:
+    def test_times(self, make_file, steps):
+        """The wide model takes as much longer as it has more FLOPs."""
+        steps(11.0)
+        models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
+        comparison = load_comparison(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
+        base, wide = (variant.size.flops_per_token for variant in comparison.variants.values())
+        lines = list(describe_estimate(comparison))
+        everything = 11 * 100 * (4 + 2 * wide / base)
+        assert lines[0] == (
+            f"time on this machine: about 18 min a run of base, {duration(everything)} in all, one run at a time"
+        )
+        assert "evaluation and start-up are not included" in lines[1]
+
+    def test_ladder(self, make_file, recipe_file, steps, capsys, tmp_path):
+        steps(11.0)
+        scales = {
+            "small": {"switches": {"hidden_size": 16}, "seeds": [0]},
+            "large": {"switches": {"hidden_size": 64}},
+        }
+        file = make_file(training=TRAINING, scales=scales, learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1, 2])
+        options = ["--dry-run", "--output_dir", str(tmp_path / "none"), "--noise-floor", "0.5"]
+        assert main(["compare", file, *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("time on")] == [
+            "time on this machine, scale small: about 18 min a run of base, 1 h 50 min in all, more if a search goes on",
+            "time on this machine, scale large: about 18 min a run of base, 5 h 30 min in all, more if a search goes on",
+            "time on this machine, all scales: about 7 h 20 min, one run at a time",
+        ]
+        found = 0.5 * smallest_difference(3, 1, 1.0)
+        found = f"{found:.2g} % of the loss, if the noise floor is 0.5 %"
+        assert lines[-2:] == [
+            "smallest difference found with probability 80 %, scale small: none, for a test needs two seeds or more",
+            f"smallest difference found with probability 80 %, scale large: {found}",
+        ]
+        assert not (tmp_path / "none").exists()
+
+    def test_trial_that_fails(self, make_file, monkeypatch, capsys):
+        def fail(*_, **__):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+        monkeypatch.setattr(Trainer, "training_step", fail)
+        assert main(["compare", make_file(seeds=[0, 1, 2]), "--dry-run"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-3:] == [
+            "warning: time on this machine unknown, the trial failed: OutOfMemoryError: CUDA out of memory.",
+            f"smallest difference found with probability 80 %: {smallest_difference(3, 1, 1.0):.2g} times the noise floor",
+            "--noise-floor PERCENT gives the smallest difference in percent of the loss",
+        ]
+
+    @pytest.mark.parametrize(
+        ("seconds", "text"),
+        [
+            (0.01, "0.1 s"),
+            (9.96, "10 s"),
+            (99.6, "2 min"),
+            (99 * 60, "99 min"),
+            (7800, "2 h 10 min"),
+            (48 * 3600, "2 d 0 h"),
+            (1e8, "1,157 d 10 h"),
+        ],
+    )
+    def test_duration(self, seconds, text):
+        assert duration(seconds) == text
+
+
+class TestNoiseFloor:
+    @staticmethod
+    def measured(percent):
+        return {"statistics": {"noise_floor_percent": percent}}
+
+    def test_of_earlier_results(self, make_file, tmp_path):
+        scales = {name: {"switches": {"hidden_size": width}} for name, width in (("small", 16), ("large", 64))}
+        ladder, plain = load_comparison(make_file(scales=scales)), load_comparison(make_file())
+        assert read_noise_floors("0.5", ladder) == {"small": 0.5, "large": 0.5}
+        (tmp_path / "results.json").write_text(json.dumps(self.measured(0.25)))
+        assert read_noise_floors(str(tmp_path), ladder) == {"small": 0.25, "large": 0.25}
+        found = {"scales": {"small": self.measured(0.75), "larger": self.measured(0.5)}}
+        (tmp_path / "ladder.json").write_text(json.dumps(found))
+        assert read_noise_floors(str(tmp_path / "ladder.json"), ladder) == {"small": 0.75, "large": 0.5}
+        assert read_noise_floors(str(tmp_path / "ladder.json"), plain) == {"": 0.5}
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("0", "must be a number above 0, not 0.0"),
+            ("nan", "must be a number above 0, not nan"),
+            ("no/such/folder", "must be a number above 0, in percent, or the results of a comparison"),
+            ("one-seed.json", "must be a number above 0, not None"),
+            ("other.json", "other.json holds no results of a comparison"),
+        ],
+    )
+    def test_bad_input(self, make_file, tmp_path, monkeypatch, capsys, given, message):
+        file = make_file()
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "one-seed.json").write_text(json.dumps(self.measured(None)))
+        (tmp_path / "other.json").write_text("[]")
+        assert main(["compare", file, "--dry-run", "--noise-floor", given]) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+    def test_needs_dry_run(self, make_file, capsys):
+        assert main(["compare", make_file(), "--noise-floor", "1"]) == 1
+        assert capsys.readouterr().err == "nlq: error: --noise-floor needs --dry-run\n"
