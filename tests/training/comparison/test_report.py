@@ -18,11 +18,7 @@ from matplotlib.image import imread
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
-<<<<<<< HEAD
-from modeling_nlq.training.comparison.wording import protocol_sentences, selection_sentences
-=======
-from modeling_nlq.training.comparison.wording import noise_floor_sentence
->>>>>>> dry
+from modeling_nlq.training.comparison.wording import noise_floor_sentence, protocol_sentences, selection_sentences
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
