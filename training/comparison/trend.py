@@ -185,8 +185,9 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     whole = [index for index, found in enumerate(losses) if np.isfinite(found[baseline]).all()]
     fit, law, law_note = None, None, ""
     try:
-        points = [(flops[index], losses[index][baseline], groups[index]) for index in whole]
-        fit = Fit(*zip(*points)) if points else Fit([], [])
+        fit = Fit(
+            [flops[index] for index in whole], [losses[index][baseline] for index in whole], [groups[index] for index in whole]
+        )
         law = fit.law([names[index] for index in whole], 1 - alpha)
     except ValueError as error:
         law_note = str(error)
@@ -347,11 +348,11 @@ def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
                 raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
             if not scale.flops.get(model, 0.0) > 0:
                 raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
-    by_name = {scale.name: scale for scale in scales}
+    first_of_group: dict[str, Scale] = {}
     for scale in scales:
-        trunk = by_name.get(scale.group, scale)
-        if set(scale.losses[baseline]) != set(trunk.losses[baseline]):
-            raise ValueError(f"scale {scale.name!r} has other seeds than its trunk {trunk.name!r}")
+        other = first_of_group.setdefault(scale.group, scale)
+        if set(scale.losses[baseline]) != set(other.losses[baseline]):
+            raise ValueError(f"scales {other.name!r} and {scale.name!r} share a trunk, and have other seeds")
     ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
     for one, other in itertools.pairwise(ordered):
         if one.flops[baseline] == other.flops[baseline]:

@@ -430,7 +430,7 @@ class TestSharedTrunk:
         scales = make_scales({"model": 1.3}, 4, 0.01)
         other = make_scales({"model": 1.3}, 3, 0.01)
         mixed = [dataclasses.replace(other[0], trunk="scale 3"), *scales[1:]]
-        with pytest.raises(ValueError, match="scale 'scale 0' has other seeds than its trunk 'scale 3'"):
+        with pytest.raises(ValueError, match="scales 'scale 0' and 'scale 3' share a trunk, and have other seeds"):
             analyse_trend(mixed, "base")
 
 
