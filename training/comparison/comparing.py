@@ -10,14 +10,18 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
+<<<<<<< HEAD
 from modeling_nlq.training.comparison.downstream import read_scores, score_runs
 from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder
+=======
+from modeling_nlq.training.comparison.ladder import gather_ladder, in_turn, scale_folder
+>>>>>>> trunk
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
+from modeling_nlq.training.comparison.plan import Comparison, Ladder
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather, starts_of_next_scale
+from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather
 from modeling_nlq.training.files import (
     COMPARISON_FILE,
     RESULTS_FILE,
@@ -28,6 +32,7 @@ from modeling_nlq.training.files import (
     write_yaml,
     written_whole,
 )
+from modeling_nlq.training.run.checkpoints import KEPT
 from modeling_nlq.training.storage import open_folder, remove_folder
 
 
@@ -135,8 +140,8 @@ def is_main_process() -> bool:
 def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the results without a report.
 
-    The scales of a ladder are made one after another, the smallest first. The rates found at one start the searches at the
-    next.
+    The scales of a ladder are made one after another, the smallest first, and a trunk before its smaller budgets (see
+    `in_turn`).
 
     Args:
         comparison: the runs to make.
@@ -144,32 +149,44 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
         engine: by default `LocalEngine()`.
 
     Raises:
-        ValueError: if the folder holds another comparison or something else; nothing in it is touched.
+        ValueError: if the folder holds another comparison or something else, or is an address and a scale has smaller budgets;
+            nothing in it is touched.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
-    scales = comparison.scales if isinstance(comparison, Ladder) else {"": comparison}
-    folders = {name: scale_folder(folder, name) if name else folder for name in scales}
-    gathered, starts = {}, {}
+    is_ladder = isinstance(comparison, Ladder)
+    scales = comparison.scales if is_ladder else {"": comparison}
+    if not isinstance(folder, Path) and (trunks := {scale.trunk for scale in scales.values() if scale.trunk is not None}):
+        raise ValueError(
+            f"{folder} is no folder: the checkpoints with which budgets of scale {min(trunks)!r} begin need one; choose a "
+            "folder that all nodes share, or remove budgets"
+        )
+    gathered = {}
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison.given)
         with engine.alone_in(folder):
-            for name, scale in scales.items():
-                scale = with_starts(scale, starts)
-                finished = FinishedRuns(folders[name])
+            for name, scale, finished in in_turn(comparison, folder) if is_ladder else [("", comparison, FinishedRuns(folder))]:
                 check_same_models(scale, finished)
                 data, fingerprint = engine.prepare_data(scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
-                engine.make_runs(scale, folders[name], data, finished)
-                for checkpoint in folders[name].glob("runs/*/*/checkpoint-*"):
+                engine.make_runs(scale, finished.folder, data, finished)
+                for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
                     remove_folder(checkpoint)  # of a run that was killed after its last step
+<<<<<<< HEAD
                 if scale.tasks:
                     score_runs(scale, folders[name], finished)
                 gathered[name] = {**gather(scale, finished), "tasks": read_scores(scale, folders[name], finished)}
                 starts = starts_of_next_scale(scale, finished)
             results = gather_ladder(comparison, gathered) if isinstance(comparison, Ladder) else gathered[""]
+=======
+                gathered[name] = gather(scale, finished)
+                if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
+                    for checkpoint in scale_folder(folder, scale.trunk).glob(f"runs/*/*/{KEPT}*"):
+                        remove_folder(checkpoint)  # each run that begins with one is finished
+            results = gather_ladder(comparison, gathered) if is_ladder else gathered[""]
+>>>>>>> trunk
             text = json.dumps(results, allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)

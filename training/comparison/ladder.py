@@ -1,11 +1,13 @@
 """A comparison at several scales: where its parts lie, and its results."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.plan import Ladder
-from modeling_nlq.training.comparison.results import losses_by_seed
+from modeling_nlq.training.comparison.budgets import with_rates_of_trunk
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
+from modeling_nlq.training.comparison.results import FinishedRuns, losses_by_seed, starts_of_next_scale
 from modeling_nlq.training.comparison.trend import Scale, analyse_trend
 from modeling_nlq.training.traces import without_folders
 
@@ -15,14 +17,38 @@ def scale_folder(folder: Path, name: str) -> Path:
     return folder / "scales" / name
 
 
+def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
+    """Goes through the scales in the order in which they are made.
+
+    The rates of a scale are known when the scale before it is finished: the rates found at one scale start the searches at the
+    next, and a smaller budget has those that its trunk tried.
+
+    Yields:
+        Name, comparison and finished runs of a scale. The runs may be made before the next scale is asked for.
+    """
+    starts, trunks = {}, {}
+    for name in ladder.in_order_of_making():
+        scale, finished = ladder.scales[name], FinishedRuns(scale_folder(folder, name))
+        if scale.trunk is None:
+            scale = with_starts(scale, starts)
+            trunks[name] = (scale, finished)
+        else:
+            scale = with_rates_of_trunk(scale, *trunks[scale.trunk])
+        yield name, scale, finished
+        if scale.trunk is None:
+            starts = starts_of_next_scale(scale, finished)
+
+
 def gather_ladder(ladder: Ladder, gathered: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gathers the content of a ladder's `results.json` from the results of its scales.
 
-    * `scales`: by name, from the smallest to the largest, the results as `gather` returns them.
+    * `scales`: by name, from the smallest to the largest, the results as `gather` returns them, and the `trunk` with whose
+      runs those of the scale begin (`None` if they begin at the start).
     * `trend`: the result of `analyse_trend` for the test losses.
     """
+    gathered = {name: {**gathered[name], "trunk": scale.trunk} for name, scale in ladder.scales.items()}
     scales = [
-        Scale(name, flops_of_runs(results), losses_by_seed(results["models"], results["seeds"]))
+        Scale(name, flops_of_runs(results), losses_by_seed(results["models"], results["seeds"]), results["trunk"])
         for name, results in gathered.items()
     ]
     return {

@@ -123,6 +123,16 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
         f"below {trend['alpha']:g}.",
         *(f"{name}: {found['meaning']}." for name, found in trend["models"].items()),
     ]
+    trunks: dict[str, list[str]] = {}
+    for name, found in results["scales"].items():
+        if found.get("trunk") is not None:
+            trunks.setdefault(found["trunk"], []).append(name)
+    if trunks:
+        begun = "; ".join(f"those of {', '.join(names)} with those of {trunk}" for trunk, names in trunks.items())
+        sentences.append(
+            f"Some runs begin with others: {begun}. Scales that share a trunk in this way share noise, and do not count as "
+            "independent."
+        )
     if law := trend["law"]:
         sentences.append(
             f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "

@@ -5,7 +5,7 @@ L is the test loss in nats per token after training with C FLOPs, E the irreduci
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,7 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so pairs stay
-            pairs.
+            pairs, and scales that share noise are merged first (see `merge_groups`).
         value: the estimate, if the parts give only its noise (delta method).
 
     Returns:
@@ -78,6 +78,19 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
     satterthwaite = variances.sum() ** 2 / (variances**2 / freedoms).sum()
     return Estimate(total, math.sqrt(variances.sum()), float(satterthwaite + freedoms.min()) / 2)
+
+
+def merge_groups(parts: Sequence[np.ndarray], groups: Sequence[Hashable]) -> list[np.ndarray]:
+    """Adds the parts of each group seed by seed, for `add_means`: only groups are independent.
+
+    Args:
+        parts: z_s of each scale, with its weight; those of a group have the same seeds.
+        groups: of each scale.
+    """
+    merged: dict[Hashable, np.ndarray] = {}
+    for part, group in zip(parts, groups, strict=True):
+        merged[group] = merged[group] + part if group in merged else part
+    return list(merged.values())
 
 
 @dataclass(frozen=True)
@@ -114,12 +127,13 @@ class Fit:
     pseudoinverse of the Jacobian, and `add_means` gives the noise of that sum.
     """
 
-    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray]):
+    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray], groups: Sequence[Hashable] | None = None):
         """Fits the law.
 
         Args:
             flops: of the baseline's run at each scale, rising.
             losses: of the baseline at each scale `(seed,)`, in nats.
+            groups: of each scale; scales of one group share noise. By default, each is independent.
 
         Raises:
             ValueError: if there are too few scales, or the losses follow no such law; the message is a sentence.
@@ -127,6 +141,7 @@ class Fit:
         if len(losses) < SCALES_OF_A_LAW:
             scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished"
             raise ValueError(f"There is no law of compute: it needs {scales}, not {len(losses)}.")
+        self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)
         self.middle = self.log_flops.mean()
         self.log_losses = [np.log(values) for values in losses]
@@ -271,7 +286,7 @@ class Fit:
         parts = [len(logs) * (gradient @ weights) * logs for weights, logs in zip(self._weights, self.log_losses)]
         for scale, other in (others or {}).items():
             parts[scale] = parts[scale] + other
-        return add_means(parts, value)
+        return add_means(merge_groups(parts, self.groups), value)
 
 
 def _exp(value: float) -> float | None:

@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
+from modeling_nlq.training.comparison.budgets import trunk_checkpoint
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
 from modeling_nlq.training.run.data import prepare_data
@@ -101,12 +102,15 @@ class LocalEngine:
         path = run_folder(folder, run)
         if _is_locked(path):
             return False
+        begin_with = trunk_checkpoint(comparison, run, folder)
         order = Order(
             name=run.name,
             content=comparison.resolve(run, path).given,
             folder=str(path),
             data=str(data),
             threads=self.cpus_per_run or torch.get_num_threads(),
+            begin_with=None if begin_with is None else str(begin_with),
+            keep=comparison.variants[run.model].keep,
         )
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_make_order, args=(order, sender))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from modeling_nlq.training.comparison.budgets import trunk_checkpoint
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
 from modeling_nlq.training.run.lease import alone_at
@@ -105,8 +106,10 @@ class RayEngine:
                     begun[run.name] = run
                     path = run_folder(place, run)
                     content = comparison.resolve(run, path).given
-                    model = models[comparison.variants[run.model].content["model"]]
-                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, model=model))
+                    variant, begin_with = comparison.variants[run.model], trunk_checkpoint(comparison, run, place)
+                    fields = {"model": models[variant.content["model"]], "keep": variant.keep}
+                    fields["begin_with"] = None if begin_with is None else str(begin_with)
+                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, **fields))
 
             submit(ready)
             for order, metrics in jobs.finished():

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +72,9 @@ class Variant:
         tokens: number of training tokens of each run, if every batch is full.
         tokenizer: the tokenizer of its recipe.
         given: its entry in the comparison's file.
+        keep: steps whose checkpoints its runs keep, for those of smaller budgets.
+        begins_at: the step of the trunk's checkpoint with which its runs begin; 0 without a trunk.
+        rates_by_seed: the rates of a group of seeds, by its first seed, where it does not have `rates`.
     """
 
     content: dict[str, Any]
@@ -82,6 +85,18 @@ class Variant:
     tokens: int
     tokenizer: str
     given: dict[str, Any]
+    keep: tuple[int, ...] = ()
+    begins_at: int = 0
+    rates_by_seed: dict[int, Rates] = field(default_factory=dict)
+
+    def rates_of(self, seeds: Sequence[int]) -> Rates:
+        """The rates among which a group of seeds chooses."""
+        return self.rates_by_seed.get(seeds[0], self.rates)
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens on which each run trains itself."""
+        return self.tokens // self.steps * (self.steps - self.begins_at)
 
 
 @dataclass
@@ -100,6 +115,7 @@ class Comparison:
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
+        trunk: the scale with whose runs those of this smaller budget begin (see `budgets`); `None` if they begin at the start.
     """
 
     name: str
@@ -112,6 +128,7 @@ class Comparison:
     tokens_per_run: int
     command: str
     given: dict[str, Any]
+    trunk: str | None = None
 
     @property
     def default_folder(self) -> Path:
@@ -150,7 +167,7 @@ class Comparison:
     @property
     def flops(self) -> int:
         """Of all runs; a search may need more."""
-        return sum(self.runs_of(name) * item.size.flops_per_token for name, item in self.variants.items()) * self.tokens_per_run
+        return sum(self.runs_of(name) * item.trained_tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def in_order(self, runs: list[Run]) -> list[Run]:
         """Sorts runs: all sweeps first, then seed by seed, so that early results cover all models."""
@@ -195,8 +212,10 @@ class Comparison:
             "sweep": f"rates swept with seed{'s' * (len(self.sweep_seeds) > 1)} {' '.join(map(str, self.sweep_seeds))}",
         }[self.rate_choice]
         is_open = any(variant.rates.is_search for variant in self.variants.values())
+        trained = sum(self.runs_of(name) * variant.trained_tokens for name, variant in self.variants.items())
+        begun = "" if self.trunk is None else f" that begin with runs of {self.trunk}"
         yield (
-            f"{runs} runs of {self.tokens_per_run:,} tokens, {runs * self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in "
+            f"{runs} runs of {self.tokens_per_run:,} tokens{begun}, {trained:,} tokens, {self.flops:.3g} FLOPs in "
             f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}, {how}"
         )
         if warning := self.power_warning():
@@ -222,6 +241,15 @@ class Ladder:
     def default_folder(self) -> Path:
         """The results folder, unless another one is given."""
         return Path(f"runs/compare-{self.name}")
+
+    def budgets_of(self, trunk: str) -> list[str]:
+        """The scales whose runs begin with those of another, from the smallest to the largest."""
+        return [name for name, comparison in self.scales.items() if comparison.trunk == trunk]
+
+    def in_order_of_making(self) -> list[str]:
+        """The names of the scales from the smallest to the largest, but each trunk before its smaller budgets."""
+        trunks = [name for name, comparison in self.scales.items() if comparison.trunk is None]
+        return [name for trunk in trunks for name in (trunk, *self.budgets_of(trunk))]
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""

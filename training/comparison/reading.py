@@ -1,5 +1,6 @@
 """From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -11,6 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant, without_gpu_advice
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.files import check_keys, read_section, read_yaml
@@ -40,7 +42,7 @@ _FIELDS = (
 )
 _MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
-_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
+_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds", "budgets")
 _MATCHES = ("parameters", "flops")
 _RATE_CHOICES = ("each_seed", "sweep")
 _SWEEP_SEEDS = [1000]
@@ -87,7 +89,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
     if given.get("scales") is None:
-        return _read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source)
+        return with_whole_decay(_read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source))
 
     scales, found = read_section(given["scales"], f"{path}: scales"), {}
     _check_names(f"{path}: scale", scales)
@@ -101,11 +103,17 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         recipe = _merged(
             {**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where
         )
-        found[name] = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+        made = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+        budgets = entry.get("budgets", [])
+        if "budgets" in entry:
+            check_budgets(where, budgets)
+        _check_names(f"{path}: scale", [*scales, *(budget_name(name, share) for share in budgets)])
+        found |= split_into_budgets(where, name, made, budgets)
     found = dict(sorted(found.items(), key=lambda item: _baseline_flops(item[1])))
     _check_scales(path, found)
     recipe = resolve_recipe(shared, overrides, recipe_source).given
-    return Ladder(own_name, given["baseline"], found, command, {**resolved, "recipe": recipe})
+    in_order = {name: scales[name] for name in found if name in scales}
+    return Ladder(own_name, given["baseline"], found, command, {**resolved, "scales": in_order, "recipe": recipe})
 
 
 def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
@@ -124,7 +132,11 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
 
     if given.get("scales") is None:
         return make(given["name"], given)
-    scales = {name: make(name, fields) for name, fields in given["scales"].items()}
+    scales = {}
+    for name, fields in given["scales"].items():
+        scales[name] = scale = make(name, fields)
+        for share in sorted((fields or {}).get("budgets", [])):
+            scales[budget_name(name, share)] = dataclasses.replace(scale, name=budget_name(name, share), trunk=name)
     return Ladder(given["name"], given["baseline"], scales, "", dict(given))
 
 

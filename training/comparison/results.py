@@ -49,7 +49,7 @@ class FinishedRuns:
 
     def _tune(self, comparison: Comparison, model: str, seeds: list[int]) -> "Tuning":
         """Goes through the search of a group as it went, with the losses of the finished runs."""
-        rates, losses = comparison.variants[model].rates, {}
+        rates, losses = comparison.variants[model].rates_of(seeds), {}
         while next_rates := rates.next(losses):
             runs = [run for rate in next_rates for run in comparison.sweep(model, rate, seeds)]
             if ready := [run for run in runs if self.metrics(run) is None]:
@@ -102,7 +102,7 @@ class FinishedRuns:
         runs += [
             run
             for tuning in self.tunings(comparison, model)
-            for rate in comparison.variants[model].rates.next(tuning.losses)
+            for rate in comparison.variants[model].rates_of(tuning.seeds).next(tuning.losses)
             for run in comparison.sweep(model, rate, tuning.seeds)
         ]
         return sum(self.metrics(run) is not None for run in runs)

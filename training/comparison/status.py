@@ -5,10 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.ladder import scale_folder
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
+from modeling_nlq.training.comparison.ladder import in_turn
+from modeling_nlq.training.comparison.plan import Comparison, Ladder
 from modeling_nlq.training.comparison.reading import outline
-from modeling_nlq.training.comparison.results import FinishedRuns, starts_of_next_scale
+from modeling_nlq.training.comparison.results import FinishedRuns
 from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
 from modeling_nlq.training.run.unattended import PROGRESS
 from modeling_nlq.training.text import align
@@ -32,12 +32,9 @@ def describe_status(folder: Path) -> list[str]:
     plan = outline(read_yaml(folder / COMPARISON_FILE))
     if not isinstance(plan, Ladder):
         return _describe(plan, folder, FinishedRuns(folder))
-    lines, starts, is_begun = [], {}, True
-    for name, scale in plan.scales.items():
-        finished = FinishedRuns(scale_folder(folder, name))
-        scale = with_starts(scale, starts)
+    lines, is_begun = [], True
+    for name, scale, finished in in_turn(plan, folder):
         lines += [f"scale {name}", *(f"  {line}" for line in _describe(scale, finished.folder, finished, is_begun))]
-        starts = starts_of_next_scale(scale, finished)
         is_begun = is_begun and not any(finished.unfinished(scale, model)[1] for model in scale.variants)
     return lines
 

@@ -1,8 +1,8 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
 A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of one seed at
-one scale saw the same tokens, so they are paired; seeds of different scales are independent. Losses are in nats per token,
-compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
+one scale saw the same tokens, so they are paired; seeds of different scales are independent, unless their runs share a trunk.
+Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
 its value on that line a decade further, and to first order the compute multiplier. So `law.add_means` gives all tests and
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from modeling_nlq.training.comparison.law import REACH, Estimate, Fit, Interval, Law, add_means
+from modeling_nlq.training.comparison.law import REACH, Estimate, Fit, Interval, Law, add_means, merge_groups
 from modeling_nlq.training.comparison.statistics import holm
 
 
@@ -35,11 +35,19 @@ class Scale:
         name: of the scale.
         flops: by model, the FLOPs of a run.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
+        trunk: name of the scale with whose runs these begin. So they share noise, seed by seed, with that scale and with all
+            others that name it, and all these have the same seeds.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
+    trunk: str | None = None
+
+    @property
+    def group(self) -> str:
+        """Scales of different groups are independent."""
+        return self.trunk or self.name
 
 
 @dataclass(frozen=True)
@@ -172,11 +180,14 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     _check(scales, baseline, alpha)
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
+    groups = [scale.group for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
     whole = [index for index, found in enumerate(losses) if np.isfinite(found[baseline]).all()]
     fit, law, law_note = None, None, ""
     try:
-        fit = Fit([flops[index] for index in whole], [losses[index][baseline] for index in whole])
+        fit = Fit(
+            [flops[index] for index in whole], [losses[index][baseline] for index in whole], [groups[index] for index in whole]
+        )
         law = fit.law([names[index] for index in whole], 1 - alpha)
     except ValueError as error:
         law_note = str(error)
@@ -203,7 +214,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         else:
             differences = [found[baseline] - found[model] for found in losses]
             percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
-            models[model] = _test(steps, decades, percents, 1 - alpha)
+            models[model] = _test(steps, decades, percents, groups, 1 - alpha)
             if fit is not None and all(step.multiplier is not None for step in steps.values()):
                 slope, interval = fit.multiplier_slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
@@ -251,18 +262,21 @@ def _divergence(base: np.ndarray, model: np.ndarray) -> str:
     return ""
 
 
-def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
+def _test(
+    steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], groups: list[str], confidence: float
+) -> ModelTrend:
     """Tests the slope of a model, as yet without Holm's correction and a verdict.
 
     Args:
         steps: of the model.
         decades: log10 of the compute of each scale, rising.
         percents: the improvement of each seed, at each scale `(seed,)`.
+        groups: of each scale; those of a group share noise.
         confidence: of the intervals.
     """
 
     def weigh(weights: np.ndarray) -> Estimate:
-        return add_means([weight * values for weight, values in zip(weights, percents)])
+        return add_means(merge_groups([weight * values for weight, values in zip(weights, percents)], groups))
 
     centred = decades - decades.mean()
     of_slope = centred / (centred @ centred)
@@ -334,6 +348,11 @@ def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
                 raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
             if not scale.flops.get(model, 0.0) > 0:
                 raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
+    first_of_group: dict[str, Scale] = {}
+    for scale in scales:
+        other = first_of_group.setdefault(scale.group, scale)
+        if set(scale.losses[baseline]) != set(other.losses[baseline]):
+            raise ValueError(f"scales {other.name!r} and {scale.name!r} share a trunk, and have other seeds")
     ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
     for one, other in itertools.pairwise(ordered):
         if one.flops[baseline] == other.flops[baseline]:

@@ -31,7 +31,7 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             "the data too, and its tests by seed do not hold."
         )
     for name, model in results["models"].items():
-        warnings += _edge_warnings(name, model)
+        warnings += _edge_warnings(name, model, results.get("trunk"))
     if warning := power_warning(len(results["seeds"]), len(results["models"]) - 1, results["statistics"]["alpha"]):
         warnings.append(f"{warning}.")
     for name, model in results["models"].items():
@@ -59,9 +59,12 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
     return warnings
 
 
-def _edge_warnings(name: str, model: dict[str, Any]) -> list[str]:
-    """Says where the best rate of a model is the smallest or the largest tried."""
+def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried, of a scale that may have a trunk."""
     warnings = []
+    limit = f"stopped at its limit of {model['search']['limit']} rates" if model["search"] else ""
+    if trunk is not None:
+        limit = f"was for the best rate of scale {trunk}, whose runs it has"
     for end in ("smallest", "largest"):
         seeds = [seed for seed, edge in model["edges"].items() if edge == end]
         if not seeds:
@@ -71,7 +74,7 @@ def _edge_warnings(name: str, model: dict[str, Any]) -> list[str]:
         if len(seeds) < len(model["runs"]):
             where += f", in {len(seeds)} of {len(model['runs'])} seeds"
         after = (
-            f"the search stopped at its limit of {model['search']['limit']} rates, so there is no verdict"
+            f"the search {limit}, so there is no verdict"
             if model["search"]
             else "the file asked for just these rates, and a better one may lie beyond"
         )
@@ -121,7 +124,12 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
-        if any(model["search"] for model in results["models"].values()):
+        if results.get("trunk"):
+            sentences.append(
+                f"Each run begins with that of scale {results['trunk']} at the same rate and seed, so the rates are those that "
+                "were tried there."
+            )
+        elif any(model["search"] for model in results["models"].values()):
             sentences.append(
                 "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
                 "beyond was tried, too."

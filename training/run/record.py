@@ -89,6 +89,8 @@ class RunRecord(TrainerCallback, ExportableState):
             self._reset()
         else:
             self.restore(state)
+            # Trainer (Transformers 5.23) takes them from the checkpoint, which may be that of a longer run
+            state.compute_steps(args, state.max_steps)
             state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
 
     def on_step_begin(self, args, state, control, **kwargs):

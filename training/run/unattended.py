@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 
 import modeling_nlq
 from modeling_nlq.training.files import has_little_space, write_text
+from modeling_nlq.training.run.checkpoints import KeptCheckpoints
 from modeling_nlq.training.run.mirror import CHECKPOINT, LOG, Mirror, log_file, wait_for_all
 from modeling_nlq.training.run.recipe import ResolvedRecipe, resolve_recipe
 from modeling_nlq.training.run.shared_files import local_data, local_model
@@ -51,6 +52,8 @@ class Order:
         pace: seconds between two reports of progress.
         patience: seconds to wait for another process that makes the same run.
         keeps_checkpoints: whether the checkpoints stay when the run is finished.
+        begin_with: the path of another run's checkpoint that this one begins with.
+        keep: steps whose checkpoints are kept for other runs, in a folder that is no address.
         version: the version of this package where the order was given.
     """
 
@@ -64,6 +67,8 @@ class Order:
     pace: float = 1.0
     patience: float = 0.0
     keeps_checkpoints: bool = False
+    begin_with: str | None = None
+    keep: tuple[int, ...] = ()
     version: str = modeling_nlq.__version__
 
 
@@ -248,7 +253,9 @@ def _train(
     resolved = resolve_recipe(order.content, {"output_dir": str(folder), "disable_tqdm": True})
     places = {"model": order.model and str(local_model(order.model)), "dataset": order.dataset}
     resolved = _with_places(resolved, **{name: place for name, place in places.items() if place})
-    metrics = train_recipe(resolved, data, callbacks)
+    if order.keep:
+        callbacks = [*callbacks, KeptCheckpoints(order.keep)]
+    metrics = train_recipe(resolved, data, callbacks, None if order.begin_with is None else Path(order.begin_with))
     if not is_first:
         return metrics
     if not order.keeps_checkpoints:

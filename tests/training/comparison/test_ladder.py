@@ -60,7 +60,7 @@ def planted(multiplier: float):
 class TestPlan:
     def test_tokens_and_order(self, ladder_file):
         ladder = load_comparison(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
-        assert list(ladder.scales) == list(SCALES)
+        assert list(ladder.scales) == list(ladder.given["scales"]) == list(SCALES)
         for name, comparison in ladder.scales.items():
             content = comparison.variants["base"].content
             size = measure(load_config(content["model"], content["switches"]), 64)
