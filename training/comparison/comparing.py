@@ -10,12 +10,8 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
-<<<<<<< HEAD
 from modeling_nlq.training.comparison.downstream import read_scores, score_runs
-from modeling_nlq.training.comparison.ladder import gather_ladder, scale_folder
-=======
 from modeling_nlq.training.comparison.ladder import gather_ladder, in_turn, scale_folder
->>>>>>> trunk
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.plan import Comparison, Ladder
@@ -174,19 +170,13 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                 engine.make_runs(scale, finished.folder, data, finished)
                 for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
                     remove_folder(checkpoint)  # of a run that was killed after its last step
-<<<<<<< HEAD
                 if scale.tasks:
-                    score_runs(scale, folders[name], finished)
-                gathered[name] = {**gather(scale, finished), "tasks": read_scores(scale, folders[name], finished)}
-                starts = starts_of_next_scale(scale, finished)
-            results = gather_ladder(comparison, gathered) if isinstance(comparison, Ladder) else gathered[""]
-=======
-                gathered[name] = gather(scale, finished)
+                    score_runs(scale, finished.folder, finished)
+                gathered[name] = {**gather(scale, finished), "tasks": read_scores(scale, finished.folder, finished)}
                 if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
                     for checkpoint in scale_folder(folder, scale.trunk).glob(f"runs/*/*/{KEPT}*"):
                         remove_folder(checkpoint)  # each run that begins with one is finished
             results = gather_ladder(comparison, gathered) if is_ladder else gathered[""]
->>>>>>> trunk
             text = json.dumps(results, allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
