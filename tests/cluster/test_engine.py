@@ -13,6 +13,7 @@ from support.runs import logged_losses, without_times
 
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
+from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_json
@@ -61,6 +62,29 @@ class TestSameNumbers:
         assert "4 of 4 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
         assert main(["compare", file, "--output_dir", address]) == 1
         assert "results at an address need --engine ray" in capsys.readouterr().err
+
+    def test_ladder(self, comparison_file, start_cluster, tmp_path):
+        """Two scales, one of them with a smaller budget, in which each seed chooses its rate."""
+        schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.25}}
+        training = {"max_steps": 12, "warmup_steps": 2, "logging_steps": 3, "report_to": "none", "save_strategy": "no"}
+        file = comparison_file(
+            scales={"small": {"switches": {"hidden_size": 16}}, "large": {"budgets": [0.5]}},
+            training={**training, **schedule, "eval_strategy": "no"},
+            learning_rates=[5e-3, 1e-2],
+            seeds=[0],
+        )
+        comparison = load_comparison(file)
+        expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
+        start_cluster(1, 1)
+        results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
+        assert list(results["scales"]) == ["small", "large at 0.5", "large"]
+        for name, found in results["scales"].items():
+            assert without_times(found) == without_times(expected["scales"][name])
+        assert results["trend"] == expected["trend"]
+        with pytest.raises(
+            ValueError, match="is no folder: the checkpoints with which budgets of scale 'large'"
+        ):
+            run_comparison(comparison, open_folder("memory://ladder"), RayEngine(cpus_per_run=1))
 
     def test_no_cluster_is_running(self, made_locally, tmp_path):
         """Then one is started, and stopped at the end."""
