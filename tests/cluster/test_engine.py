@@ -81,9 +81,7 @@ class TestSameNumbers:
         for name, found in results["scales"].items():
             assert without_times(found) == without_times(expected["scales"][name])
         assert results["trend"] == expected["trend"]
-        with pytest.raises(
-            ValueError, match="is no folder: the checkpoints with which budgets of scale 'large'"
-        ):
+        with pytest.raises(ValueError, match="is no folder: the checkpoints with which budgets of scale 'large'"):
             run_comparison(comparison, open_folder("memory://ladder"), RayEngine(cpus_per_run=1))
 
     def test_no_cluster_is_running(self, made_locally, tmp_path):

@@ -16,6 +16,7 @@ from modeling_nlq.training.comparison.report import (
     markdown_table,
     parts_of_page,
     render_page,
+    verdicts,
     write_figures,
 )
 from modeling_nlq.training.comparison.tables import number, provenance, rate_rows, run_rows, summary_rows, task_rows
@@ -92,6 +93,29 @@ def describe_ladder(results: dict[str, Any]) -> str:
     lines = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     lines += [f"at the largest scale, {name}: {outcome_sentence(top)}", trend_sentence(results)]
     return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
+
+
+def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: str | None = None) -> str:
+    """The outcome for a model card, as Markdown: the verdicts at a scale, and the trend.
+
+    Args:
+        results: the content of `results.json`.
+        model: the model of the card, whose row is marked; `None` if it is not part of the ladder.
+        scale: that of the model; by default the largest.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    top, _ = _top(results)
+    scale = scale or top
+    scales = ", ".join(results["scales"])
+    parts = [
+        verdicts(results["scales"][scale], model),
+        f"This is the scale {scale} of a ladder of {len(results['scales'])} scales: {scales}.",
+        trend_sentence(results),
+        markdown_table(improvement_rows(results)),
+    ]
+    return "\n\n".join(parts)
 
 
 def trend_sentence(results: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.card import converted_base, render
+from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
 from modeling_nlq.training.comparison.report import verdicts
 from modeling_nlq.training.files import (
     ADAPTER,
@@ -208,9 +209,14 @@ def _collect(
     text = None
     comparison_folder = _find_comparison(folder, comparison)
     if comparison_folder is not None:
-        variant = folder.resolve().parent.name if comparison_folder in folder.resolve().parents else None
+        place = folder.resolve()
+        variant = place.parent.name if comparison_folder in place.parents else None
         try:
-            text = verdicts(read_json(comparison_folder / RESULTS_FILE), variant)
+            results = read_json(comparison_folder / RESULTS_FILE)
+            if "scales" in results:
+                text = ladder_verdicts(results, variant, place.parents[2].name if variant else None)
+            else:
+                text = verdicts(results, variant)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
@@ -304,14 +310,16 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
 
 
 def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
-    """The folder of the comparison to report: the given one, or the one that holds `runs/MODEL/RUN`."""
+    """The folder of the comparison to report: the given one, or the one that holds the run, perhaps at one of its scales."""
     if given is not None:
         if not (Path(given) / RESULTS_FILE).is_file():
             raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
         return Path(given).resolve()
     parents = folder.resolve().parents
-    is_run = len(parents) > 2 and parents[1].name == "runs" and (parents[2] / RESULTS_FILE).is_file()
-    return parents[2] if is_run else None
+    if len(parents) < 5 or parents[1].name != "runs":
+        return None
+    place = parents[4] if parents[3].name == "scales" else parents[2]
+    return place if (place / RESULTS_FILE).is_file() else None
 
 
 def _read_card(path: Path) -> bytes:

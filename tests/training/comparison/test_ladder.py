@@ -10,9 +10,11 @@ from support.runs import without_times
 
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
+from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.sharing.publishing import publish
 
 
 WIDTHS = {"small": 16, "middle": 32, "large": 48, "largest": 64}
@@ -170,6 +172,10 @@ class TestRuns:
                 (folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"] / "metrics.json").read_text()
             )
             assert metrics["tokens_seen"] == found["tokens_per_run"]
+        model = folder / "scales" / "small" / results["scales"]["small"]["models"]["twin"]["runs"][0]["folder"]
+        assert "comparison/results.md" in publish(model, "anna/twin", dry_run=True).files
+        text = ladder_verdicts(results, "twin", "small")
+        assert "**twin** (this model)" in text and "the scale small of a ladder of 2 scales: small, middle" in text
         again = run_comparison(load_comparison(file), folder)
         assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(
             {"models": results["scales"]["small"]["models"]}
