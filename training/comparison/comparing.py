@@ -17,7 +17,7 @@ from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.plan import Comparison, Ladder
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather
+from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather, unsettled_models
 from modeling_nlq.training.files import (
     COMPARISON_FILE,
     RESULTS_FILE,
@@ -172,7 +172,9 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                     remove_folder(checkpoint)  # of a run that was killed after its last step
                 if scale.tasks:
                     score_runs(scale, finished.folder, finished)
-                gathered[name] = {**gather(scale, finished), "tasks": read_scores(scale, finished.folder, finished)}
+                gathered[name] = gather(scale, finished)
+                unsettled = unsettled_models(gathered[name]["models"])
+                gathered[name]["tasks"] = read_scores(scale, finished.folder, finished, unsettled)
                 if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
                     for checkpoint in scale_folder(folder, scale.trunk).glob(f"runs/*/*/{KEPT}*"):
                         remove_folder(checkpoint)  # each run that begins with one is finished

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import os
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
@@ -23,6 +26,8 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
 
     A run that diverged has no weights to evaluate.
     """
+    if torch.cuda.is_available():  # each process that a launcher started has a device of its own
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in comparison.variants for run in finished.reported(comparison, model)]
     runs = [run for run in runs if not finished.metrics(run)["diverged"]]
     for run in tqdm(runs, unit="run", desc="tasks", **bar_options()):
@@ -35,8 +40,16 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(comparison: Comparison, folder: Path, finished: FinishedRuns) -> dict[str, Any]:
+def read_scores(
+    comparison: Comparison, folder: Path, finished: FinishedRuns, unsettled: Collection[str] = ()
+) -> dict[str, Any]:
     """Reads and judges the scores of the reported runs.
+
+    Args:
+        comparison: at one scale.
+        folder: of that scale.
+        finished: its runs.
+        unsettled: as in `analyse`.
 
     Returns:
         By task and metric: `items` and `chance`, whether `higher_is_better`, `scores` by model and seed (`None` where the run
@@ -51,8 +64,10 @@ def read_scores(comparison: Comparison, folder: Path, finished: FinishedRuns) ->
                 continue
             content = read_json(path)
             for task, values in content["scores"].items():
-                for metric, is_higher_better in content["higher_is_better"].get(task, {}).items():
-                    if is_higher_better is None or metric not in values:
+                better = content["higher_is_better"].get(task, {})
+                for metric, value in values.items():
+                    is_higher_better = better.get(metric.partition(",")[0])  # a filter stands behind the comma
+                    if is_higher_better is None:
                         continue
                     entry = found.setdefault(task, {}).setdefault(
                         metric,
@@ -63,10 +78,10 @@ def read_scores(comparison: Comparison, folder: Path, finished: FinishedRuns) ->
                             "scores": {name: dict.fromkeys(comparison.seeds) for name in comparison.variants},
                         },
                     )
-                    entry["scores"][model][run.seed] = values[metric]
+                    entry["scores"][model][run.seed] = value
     for metrics in found.values():
         for entry in metrics.values():
-            entry["statistics"] = dataclasses.asdict(analyse(judged_losses(entry), comparison.baseline))
+            entry["statistics"] = dataclasses.asdict(analyse(judged_losses(entry), comparison.baseline, unsettled=unsettled))
     return found
 
 

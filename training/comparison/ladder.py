@@ -7,7 +7,7 @@ from typing import Any
 
 from modeling_nlq.training.comparison.budgets import with_rates_of_trunk
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
-from modeling_nlq.training.comparison.results import FinishedRuns, losses_by_seed, starts_of_next_scale
+from modeling_nlq.training.comparison.results import FinishedRuns, losses_by_seed, starts_of_next_scale, unsettled_models
 from modeling_nlq.training.comparison.trend import Scale, analyse_trend
 from modeling_nlq.training.traces import without_folders
 
@@ -48,7 +48,13 @@ def gather_ladder(ladder: Ladder, gathered: dict[str, dict[str, Any]]) -> dict[s
     """
     gathered = {name: {**gathered[name], "trunk": scale.trunk} for name, scale in ladder.scales.items()}
     scales = [
-        Scale(name, flops_of_runs(results), losses_by_seed(results["models"], results["seeds"]), results["trunk"])
+        Scale(
+            name,
+            flops_of_runs(results),
+            losses_by_seed(results["models"], results["seeds"]),
+            results["trunk"],
+            unsettled_models(results["models"]),
+        )
         for name, results in gathered.items()
     ]
     return {

@@ -24,7 +24,7 @@ _BEYOND = {"facecolor": "#EEEEEE", "edgecolor": "none", "zorder": -1}
 
 
 def draw_losses(ladder: dict[str, Any]) -> Figure | None:
-    """Test losses of all seeds over compute, the line of each model's means, and the baseline's law with its interval."""
+    """Test losses of all seeds over compute, and each model's law with its interval, or the line of its means without one."""
     styles, trend, law = _ladder_styles(ladder), ladder["trend"], ladder["trend"]["law"]
     losses = {name: {scale: _finished_losses(ladder, scale, name) for scale in trend["flops"]} for name in styles}
     if not any(values for found in losses.values() for values in found.values()):
@@ -32,23 +32,25 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     axes = figure.subplots()
     others = []
-    if law:
-        flops, values, low, high = (np.array(column, dtype=float) for column in zip(*law["curve"]))
-        largest = max(trend["flops"].values())
+    for name, found in trend["laws"].items():
+        flops, values, low, high = (np.array(column, dtype=float) for column in zip(*found["curve"]))
+        largest = max(_flops(ladder, scale, name) for scale in found["residuals"])
         is_near, is_far = flops <= largest * (1 + 1e-9), flops >= largest * (1 - 1e-9)
-        axes.fill_between(flops, low, high, **_NOISE)
-        line = {"color": _BASELINE["color"], "linewidth": 1.2, "zorder": 1}
+        colour = styles[name]["color"]
+        axes.fill_between(flops, low, high, **{**_NOISE, "color": colour, "alpha": 0.12})
+        line = {"color": colour, "linewidth": 1.2 if name == ladder["baseline"] else 0.8, "zorder": 1}
         axes.plot(flops[is_near], values[is_near], **line)
         axes.plot(flops[is_far], values[is_far], linestyle="--", **line)
+    if law:
+        line = {"color": _BASELINE["color"], "linewidth": 1.2}
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
-        band = Patch(label=f"its {100 * trend['confidence']:g} % interval", **_NOISE)
+        band = Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **_NOISE)
         others = [Line2D([], [], label=formula, **line)] + [band] * bool(law["exponent_interval"])
     for name, found in losses.items():
         places = [_flops(ladder, scale, name) for scale in found]
         style = {**styles[name], "linewidth": 0.7 * styles[name]["linewidth"], "markersize": 4}
         known = [(place, np.mean(values)) for place, values in zip(places, found.values()) if values]
-        # The law is the line of the baseline
-        if known and not (law and name == ladder["baseline"]):
+        if known and name not in trend["laws"]:
             axes.plot(*zip(*known), **{**style, "marker": None, "alpha": 0.8})
         points = [(place, value) for place, values in zip(places, found.values()) for value in values]
         if points:
@@ -185,8 +187,12 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
                 axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.45, "markersize": 3})
                 axes.plot(*zip(*line), **{**style, "marker": None, "linewidth": 0.8 * style["linewidth"]})
             if np.isfinite([mean for _, mean in line]).any():
-                best = min((mean, rate) for rate, mean in line if np.isfinite(mean))[::-1]
-                axes.plot(*best, marker="o", markersize=10, markerfacecolor="none", color=style["color"], zorder=3)
+                # Only rates that most seeds tried: the others were tried by seeds that did well there
+                most = max(map(len, found.values()))
+                tried = [(mean, rate) for rate, mean in line if np.isfinite(mean) and len(found[rate]) == most]
+                if tried:
+                    place = min(tried)[::-1]
+                    axes.plot(*place, marker="o", markersize=10, markerfacecolor="none", color=style["color"], zorder=3)
         if means:
             # Rates that are far too large would flatten the bowls
             low = min(means)

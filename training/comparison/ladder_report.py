@@ -19,7 +19,7 @@ from modeling_nlq.training.comparison.report import (
     verdicts,
     write_figures,
 )
-from modeling_nlq.training.comparison.tables import number, provenance, rate_rows, run_rows, summary_rows, task_rows
+from modeling_nlq.training.comparison.tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
 from modeling_nlq.training.comparison.wording import outcome_sentence, protocol_sentences, warning_sentences
 from modeling_nlq.training.files import write_text
 from modeling_nlq.training.text import align
@@ -140,10 +140,11 @@ def ladder_warnings(results: dict[str, Any]) -> list[str]:
 def trend_protocol(results: dict[str, Any]) -> list[str]:
     """How the trend was judged."""
     trend = results["trend"]
+    tested = sum(found["p"] is not None for found in trend["models"].values())
     sentences = [
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
-        f"compute. Holm's method corrects its tests for {len(trend['models'])} models; grows and shrinks mean a corrected p "
+        f"compute. Holm's method corrects its tests for {tested} models; grows and shrinks mean a corrected p "
         f"below {trend['alpha']:g}.",
         *(f"{name}: {found['meaning']}." for name, found in trend["models"].items()),
     ]
@@ -178,6 +179,7 @@ def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                     for scale, step in trend["steps"].items()
                 },
                 "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
+                "Holm p": p_value(trend["holm_p"]),
                 "trend": trend["verdict"],
                 "extrapolated (%)": _with_interval(beyond.get("improvement"), beyond.get("improvement_interval"), "+.2f"),
             }
@@ -194,6 +196,8 @@ def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
             "model": name,
             **{
                 scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
+                if step["multiplier"] is not None
+                else step["note"]
                 for scale, step in trend["steps"].items()
             },
             "slope of log10 per decade": _with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),

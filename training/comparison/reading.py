@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from modeling_nlq.configuration import find
+from modeling_nlq.configuration import find, names
 from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant, without_gpu_advice
 from modeling_nlq.training.comparison.rates import Rates, read_rates
@@ -19,6 +19,7 @@ from modeling_nlq.training.files import check_keys, read_section, read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.run.task_items import check_held_out
 from modeling_nlq.training.run.tasks import check_tasks
 from modeling_nlq.training.text import one_line
 from modeling_nlq.training.traces import without_folders
@@ -97,6 +98,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         where = f"{path}: scale {name!r}"
         entry = read_section(entry, where)
         check_keys(where, entry, _SCALE_FIELDS)
+        _check_overrides(where, entry, overrides)
         own = {field: entry.get(field, resolved.get(field)) for field in ("tokens_per_parameter", "seeds")}
         scale = {**resolved, **own, "models": _models_of_scale(where, models, entry), "name": f"{own_name}, {name}"}
         del scale["scales"]
@@ -117,13 +119,19 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
 
 
 def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
-    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them."""
+    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them.
+
+    Raises:
+        ValueError: if another version wrote it.
+    """
+    if missing := [name for name in ("models", "seeds", "rate_choice", "sweep_seeds") if name not in given]:
+        raise ValueError(f"comparison.yaml lacks {missing[0]!r}: another version of modeling-nlq wrote it")
 
     def make(name: str, fields: Mapping[str, Any]) -> Comparison:
         shared = read_rates("learning_rates", given.get("learning_rates"))
         variants = {}
-        for model, entry in given["models"].items():
-            entry = entry if isinstance(entry, dict) else {}
+        scale = fields if fields is not given else {}
+        for model, entry in _models_of_scale(name, given["models"], scale or {}).items():
             rates = read_rates("learning_rates", entry.get("learning_rates")) or shared
             variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
         seeds = (fields or {}).get("seeds") or given["seeds"]
@@ -163,6 +171,8 @@ def _read_comparison(
     _check_seeds(source, given.get("seeds"), given["sweep_seeds"], given["rate_choice"])
     learning_rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
     shared = resolve_recipe(shared, overrides, recipe_source).given
+    if set(given.get("tasks") or []) & set(names("tasks")):
+        check_held_out(shared, f"{source}: the models are trained")
     if (ratio := given.get("tokens_per_parameter")) is not None:
         shared["training"]["max_steps"] = _steps(source, ratio, models[baseline], baseline, shared)
     variants: dict[str, Variant] = {}
@@ -205,6 +215,14 @@ def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, re
     return merged
 
 
+def _check_overrides(source: str, entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for an argument that a scale sets too: one of the two would be lost."""
+    given = {**overrides, **(overrides.get("switches") or {})}
+    own = {*entry, *read_section(entry.get("training"), source), *read_section(entry.get("switches"), source)}
+    if both := sorted(own & given.keys() - {"switches"}):
+        raise ValueError(f"arguments: {both[0]}={given[both[0]]!r}, which {source} sets, too; change it there")
+
+
 def _models_of_scale(source: str, models: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """The models with the fields that a scale sets for some of them."""
     own = read_section(entry.get("models"), f"{source}: models")
@@ -214,7 +232,10 @@ def _models_of_scale(source: str, models: Mapping[str, Any], entry: Mapping[str,
         fields = {"model": before} if isinstance(before, str) else read_section(before, f"{source}: model {name!r}")
         added = read_section(own.get(name), f"{source}: model {name!r}")
         sections = {
-            section: {**(fields.get(section) or {}), **read_section(added.get(section), f"{source}: model {name!r}: {section}")}
+            section: {
+                **read_section(fields.get(section), f"{source}: model {name!r}: {section}"),
+                **read_section(added.get(section), f"{source}: model {name!r}: {section}"),
+            }
             for section in ("switches", "training")
             if section in fields or section in added
         }

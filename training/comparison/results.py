@@ -215,7 +215,6 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     runs = [run for name in models for run in (*finished.tried(comparison, name), *finished.reported(comparison, name))]
     fingerprints = {finished.metrics(run)["dataset_fingerprint"] for run in runs}
     sample = finished.metrics(runs[0])
-    unsettled = [name for name, model in models.items() if model["search"] and model["edges"]]
     return {
         "name": comparison.name,
         "baseline": comparison.baseline,
@@ -233,7 +232,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
         "statistics": dataclasses.asdict(
-            analyse(losses_by_seed(models, comparison.seeds), comparison.baseline, unsettled=unsettled)
+            analyse(losses_by_seed(models, comparison.seeds), comparison.baseline, unsettled=unsettled_models(models))
         ),
         "noise_from_text": _noise_from_text(models[comparison.baseline]["runs"]),
     }
@@ -242,6 +241,11 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
 def _noise_from_text(runs: list[dict[str, Any]]) -> float | None:
     parts = [run["test_loss_parts"] for run in runs if not run["diverged"]]
     return None if None in parts else noise_from_text(parts)
+
+
+def unsettled_models(models: dict[str, Any]) -> list[str]:
+    """Those of `models` in `results.json` whose search of rates stopped with the best at an edge for any seed."""
+    return [name for name, model in models.items() if model["search"] and model["edges"]]
 
 
 def losses_by_seed(models: dict[str, Any], seeds: list[int]) -> dict[str, dict[int, float | None]]:

@@ -379,7 +379,7 @@ def _deviation(values) -> float | None:
 
 
 def _percent(part: float | None, whole: float | None) -> float | None:
-    return _plain(100 * part / whole) if part is not None and whole else None
+    return _plain(100 * part / abs(whole)) if part is not None and whole else None
 
 
 def _loss_improvement(difference: float | None, paired_loss: float | None) -> float | None:

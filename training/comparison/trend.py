@@ -11,7 +11,8 @@ intervals. `benchmarks/trend.py` measures how often they err.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,12 +38,14 @@ class Scale:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         trunk: name of the scale with whose runs these begin. So they share noise, seed by seed, with that scale and with all
             others that name it, and all these have the same seeds.
+        unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
     trunk: str | None = None
+    unsettled: Collection[str] = ()
 
     @property
     def group(self) -> str:
@@ -143,6 +146,7 @@ class Trend:
         noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
         law: of the baseline.
         law_note: why there is no law, or empty.
+        laws: of every model that follows one, the baseline first, over its own compute.
         models: by name, without the baseline.
     """
 
@@ -153,6 +157,7 @@ class Trend:
     noise_floor_percent: dict[str, float | None]
     law: Law | None
     law_note: str
+    laws: dict[str, Law]
     models: dict[str, ModelTrend]
 
 
@@ -166,7 +171,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
 
     A model "holds" if two one-sided tests show that `|slope * decades|` is below `HOLDING_SHARE * |improvement at the top|`. So
     a model whose improvement is not clearly different from 0 never holds. A slope that differs from 0 grows or shrinks even
-    if it would also hold. A model with a diverged run is not tested, nor is any if the baseline diverged.
+    if it would also hold. A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
 
     Args:
         scales: two or more, in any order.
@@ -182,22 +187,31 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
     groups = [scale.group for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
-    whole = [index for index, found in enumerate(losses) if np.isfinite(found[baseline]).all()]
-    fit, law, law_note = None, None, ""
+
+    def fit_law(model: str) -> tuple[list[int], Fit, Law]:
+        """The law of a model over the scales at which all its runs finished at settled rates, whose indices come first."""
+        whole = [
+            index
+            for index, (scale, found) in enumerate(zip(scales, losses))
+            if np.isfinite(found[model]).all() and model not in scale.unsettled
+        ]
+        places = [float(scales[index].flops[model]) for index in whole]
+        fit = Fit(places, [losses[index][model] for index in whole], [groups[index] for index in whole])
+        return whole, fit, fit.law([names[index] for index in whole], 1 - alpha)
+
+    whole, fit, law, law_note = [], None, None, ""
     try:
-        fit = Fit(
-            [flops[index] for index in whole], [losses[index][baseline] for index in whole], [groups[index] for index in whole]
-        )
-        law = fit.law([names[index] for index in whole], 1 - alpha)
+        whole, fit, law = fit_law(baseline)
     except ValueError as error:
         law_note = str(error)
+    laws = {} if law is None else {baseline: law}
 
     decades, models = np.log10(flops), {}
     for model in (name for name in scales[0].losses if name != baseline):
         steps, notes = {}, []
         for index, (scale, found) in enumerate(zip(scales, losses)):
             step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
-            note = _divergence(found[baseline], found[model])
+            note = _obstacle(scale, baseline, model, found)
             if note:
                 step = replace(step, note=note)
             elif fit is None:
@@ -218,6 +232,8 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             if fit is not None and all(step.multiplier is not None for step in steps.values()):
                 slope, interval = fit.multiplier_slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
+        with suppress(ValueError):
+            laws[model] = fit_law(model)[2]
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     corrected = zip(holm(trend.p for trend in tested.values()), holm(trend.holding_p for trend in tested.values()))
     for (name, trend), (holm_p, holm_holding_p) in zip(tested.items(), corrected):
@@ -230,6 +246,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
         law=law,
         law_note=law_note,
+        laws=laws,
         models=models,
     )
 
@@ -254,11 +271,13 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     )
 
 
-def _divergence(base: np.ndarray, model: np.ndarray) -> str:
-    """Says how many runs of a scale diverged, if any did."""
-    for losses, who in ((model, ""), (base, "the baseline ")):
-        if diverged := int((~np.isfinite(losses)).sum()):
-            return f"{who}diverged in {diverged} of {len(losses)} runs"
+def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
+    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at an edge."""
+    for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
+        if diverged := int((~np.isfinite(found[name])).sum()):
+            return f"{who}diverged in {diverged} of {len(found[name])} runs"
+        if name in scale.unsettled:
+            return f"{whose} best rate is at an edge"
     return ""
 
 

@@ -45,9 +45,13 @@ class LanguageModelingMetrics:
     def __init__(self, bytes_per_token: float | None = None):
         self.bytes_per_token = bytes_per_token
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
-        self._rows: list[tuple[float, int]] = []
+        self._rows: list[tuple[float, int]] = []  # of one evaluation
+        self._is_over = False
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+        if self._is_over:
+            self._rows.clear()
+        self._is_over = compute_result
         losses, correct = prediction.predictions
         tokens = (prediction.label_ids[:, 1:] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())

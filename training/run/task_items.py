@@ -15,7 +15,7 @@ import math
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from modeling_nlq.training.run.recipe import Recipe
 
 
 CORPUS = "python-stdlib"
-# Share of the corpus that the items are made from: what the recipe `study` holds out for validation and test. Other recipes may
-# hold out more, since a document is held out if a hash of its text lies below the share.
+# Share of the corpus that the items are made from. The shipped recipes hold out more: a document is held out if a hash of its
+# text lies below the share.
 HELD_OUT = 0.018
 ITEMS = 1000
 CHOICES = 4
@@ -300,15 +300,19 @@ def check_unseen(model: str) -> None:
         path = cached_file(model, RECIPE_FILE, _raise_exceptions_for_missing_entries=False)
     except OSError:
         return
-    recipe = {} if path is None else read_yaml(Path(path))
-    if path is None or recipe.get("dataset", Recipe.dataset) != CORPUS:
+    if path is not None:
+        check_held_out(read_yaml(Path(path)), f"model {model!r} was trained")
+
+
+def check_held_out(recipe: Mapping[str, Any], who: str) -> None:
+    """Raises `ValueError` if a recipe trains on documents of the items; the message begins with `who`."""
+    if recipe.get("dataset", Recipe.dataset) != CORPUS:
         return
     shares = {name: recipe.get(name, getattr(Recipe, name)) for name in ("validation_fraction", "test_fraction")}
     if sum(shares.values()) < HELD_OUT - 1e-9:
         given = " and ".join(f"{name}={share}" for name, share in shares.items())
         raise ValueError(
-            f"model {model!r} was trained on {CORPUS} with {given}, so it has seen documents of the tasks; they must add up to "
-            f"at least {HELD_OUT}"
+            f"{who} on {CORPUS} with {given}, so it has seen documents of the tasks; they must add up to at least {HELD_OUT}"
         )
 
 

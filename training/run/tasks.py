@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,7 +95,7 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
         found = {
             name.removesuffix(",none"): float(value)
             for name, value in values.items()
-            if name != "sample_len" and isinstance(value, int | float)
+            if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value)  # JSON has no NaN
         }
         count = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
         scores[task] = {**found, "items": count, "chance": results["chance"].get(task)}

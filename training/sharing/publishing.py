@@ -316,9 +316,9 @@ def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
             raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
         return Path(given).resolve()
     parents = folder.resolve().parents
-    if len(parents) < 5 or parents[1].name != "runs":
+    if len(parents) < 3 or parents[1].name != "runs":
         return None
-    place = parents[4] if parents[3].name == "scales" else parents[2]
+    place = parents[4] if len(parents) > 4 and parents[3].name == "scales" else parents[2]
     return place if (place / RESULTS_FILE).is_file() else None
 
 

@@ -149,6 +149,10 @@ class TestRuns:
         for name, scale in results["scales"].items():
             verdict = scale["statistics"]["effects"]["twin"]["verdict"]
             assert (" at " in name) == bool(scale["models"]["twin"]["edges"]) == ("no verdict" in verdict)
+            assert (" at " in name) == (
+                results["trend"]["models"]["twin"]["steps"][name]["note"] == "its best rate is at an edge"
+            )
+        assert results["trend"]["models"]["twin"]["verdict"] == "cannot tell"
         assert (
             "the search was for the best rate of scale large, whose runs it has, so there is no verdict"
             in (tmp_path / "results.md").read_text()

@@ -101,6 +101,7 @@ class TestPlan:
             ),
             ({"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}}, "tokens_per_parameter=0 must be a number above 0"),
             ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of tokens"),
+            ({"models": {"base": {"switches": "wide"}, "twin": None}}, "model 'base': switches"),
             ({"rate_choice": "best"}, "rate_choice='best' must be one of each_seed, sweep"),
             ({"sweep_seeds": [7]}, "needs rate_choice: sweep"),
         ],
@@ -109,6 +110,13 @@ class TestPlan:
         assert main(["compare", ladder_file(**fields), "--output_dir", str(tmp_path / "none")]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1 and not (tmp_path / "none").exists()
+
+    def test_argument_that_a_scale_sets_too(self, ladder_file):
+        for overrides, name in (({"block_size": 32}, "block_size=32"), ({"switches": {"hidden_size": 8}}, "hidden_size=8")):
+            scales = {**SCALES, "small": {**SCALES["small"], "block_size": 64}}
+            with pytest.raises(ValueError, match=f"arguments: {name}, which .*scale 'small' sets, too; change it there"):
+                load_comparison(ladder_file(scales=scales), overrides)
+        assert load_comparison(ladder_file(), {"block_size": 32}).scales["small"].variants["base"].content["block_size"] == 32
 
 
 class TestRuns:
@@ -129,7 +137,7 @@ class TestRuns:
         tried = {name: found["models"]["base"]["learning_rates"] for name, found in results["scales"].items()}
         assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
         page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
-        for text in (*SCALES, "extrapolat", "+1.30"[1:4]):
+        for text in (*SCALES, *(f"{step['multiplier']:.2f} [" for step in trend["steps"].values())):
             assert text in page and text in table
         assert not re.search(r"(src|href)=.(?!data:)", page)
         figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}

@@ -24,7 +24,7 @@ def items() -> dict[str, list[dict]]:
 def test_documents_are_none_that_a_comparison_trains_on():
     documents = load_documents(load_recipe("study").recipe)
     held_out = {row["text"] for row in held_out_documents()}
-    assert held_out == {text for split in ("validation", "test") for text in documents[split]["text"]}
+    assert held_out <= {text for split in ("validation", "test") for text in documents[split]["text"]}
     assert not held_out & set(documents["train"]["text"])
 
 
