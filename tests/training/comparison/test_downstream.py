@@ -58,9 +58,10 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         seed, is_twin = int(str(model)[-1]), "twin" in str(model)
         values = {
             "acc,none": 0.4 + 0.02 * seed + 0.1 * is_twin + 0.001 * (seed % 2) * is_twin,
-            "bits,none": 3.0 - 0.1 * is_twin,
+            "bits,strict-match": 3.0 - 0.1 * is_twin,
+            "f1,none": 35.0 + 5 * is_twin,
         }
-        better = {"acc": True, "bits": False}
+        better = {"acc": True, "bits": False, "f1": True}
         return {
             "results": {"nlq_brackets": {"alias": "x", **values}},
             "n-samples": {"nlq_brackets": {"effective": 1000}},
@@ -74,8 +75,10 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     metrics = results["tasks"]["nlq_brackets"]
     assert {name: found["statistics"]["effects"]["twin"]["verdict"] for name, found in metrics.items()} == {
         "acc": "better",
-        "bits": "better",
+        "bits,strict-match": "better",
+        "f1": "better",
     }
+    assert all(found["statistics"]["effects"]["twin"]["loss_improvement"] > 0 for found in metrics.values())
     errors = {name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()}
     assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base").effects["twin"].p
 

@@ -95,7 +95,7 @@ def test_losses_of_every_seed_and_the_law(ladder):
     points = [line for line in axes.lines if line.get_linestyle() == "None"]
     assert [len(line.get_xdata()) for line in points] == [16, 16, 16, 15, 16]
     assert [text.get_text() for text in axes.texts] == ["extrapolated"]
-    assert "squared ReLU (1 of 16 diverged)" in labels(figure) and "its 95 % interval" in labels(figure)
+    assert "squared ReLU (1 of 16 diverged)" in labels(figure) and "95 % intervals of the laws" in labels(figure)
 
 
 def test_multipliers_and_what_lies_beyond():
