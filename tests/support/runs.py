@@ -38,7 +38,7 @@ def without_times(results: dict) -> dict:
     """Results as far as the clock and the memory have no part in them."""
     results = json.loads(json.dumps(results))
     for model in results["models"].values():
-        for run in [*model["sweep"], *model["runs"]]:
+        for run in [*model["tried"], *model["runs"]]:
             for name in ("train_seconds", "tokens_per_second", "peak_memory"):
                 run.pop(name)
     return results

@@ -138,7 +138,7 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
     Runs that diverged are dotted, one by one; of a model that diverged at every learning rate, these are the runs of its sweep.
     """
     models, styles = results["models"], _styles(results)
-    runs = {name: [*model["runs"], *([] if model["runs"] else model["sweep"])] for name, model in models.items()}
+    runs = {name: [*model["runs"], *([] if model["runs"] else model["tried"])] for name, model in models.items()}
     curves = {
         quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
         for quantity in _QUANTITIES

@@ -135,7 +135,7 @@ class Comparison:
         """The results folder, unless another one is given."""
         return Path(f"runs/compare-{self.name}")
 
-    def sweep(self, model: str, rate: float, seeds: Sequence[int]) -> list[Run]:
+    def trials(self, model: str, rate: float, seeds: Sequence[int]) -> list[Run]:
         """The runs by which a group of seeds judges a rate."""
         return [Run(model, rate, seed, self.rate_choice == "sweep") for seed in seeds]
 

@@ -7,13 +7,13 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from huggingface_hub.errors import StrictDataclassError
 
 from modeling_nlq.configuration import find, names
 from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant, without_gpu_advice
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, RateChoice, Variant, without_gpu_advice
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.files import check_keys, read_section, read_yaml
 from modeling_nlq.training.models import load_config
@@ -45,7 +45,6 @@ _MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds", "budgets")
 _MATCHES = ("parameters", "flops")
-_RATE_CHOICES = ("each_seed", "sweep")
 _SWEEP_SEEDS = [1000]
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
@@ -305,8 +304,8 @@ def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
 
 def _check_rate_choice(path: Path, given: Mapping[str, Any]) -> str:
     choice = given.get("rate_choice", "each_seed")
-    if choice not in _RATE_CHOICES:
-        raise ValueError(f"{path}: rate_choice={choice!r} must be one of {', '.join(_RATE_CHOICES)}")
+    if choice not in get_args(RateChoice):
+        raise ValueError(f"{path}: rate_choice={choice!r} must be one of {', '.join(get_args(RateChoice))}")
     if choice != "sweep" and given.get("sweep_seeds"):
         raise ValueError(f"{path}: sweep_seeds={given['sweep_seeds']!r} needs rate_choice: sweep")
     return choice

@@ -51,11 +51,11 @@ class FinishedRuns:
         """Goes through the search of a group as it went, with the losses of the finished runs."""
         rates, losses = comparison.variants[model].rates_of(seeds), {}
         while next_rates := rates.next(losses):
-            runs = [run for rate in next_rates for run in comparison.sweep(model, rate, seeds)]
+            runs = [run for rate in next_rates for run in comparison.trials(model, rate, seeds)]
             if ready := [run for run in runs if self.metrics(run) is None]:
                 return Tuning(seeds, losses, ready)
             for rate in next_rates:
-                found = [self.metrics(run) for run in comparison.sweep(model, rate, seeds)]
+                found = [self.metrics(run) for run in comparison.trials(model, rate, seeds)]
                 losses[rate] = math.inf if any(map(_has_diverged, found)) else statistics.fmean(m["eval_loss"] for m in found)
         return Tuning(seeds, losses, [], rates.best(losses), rates.edge(losses))
 
@@ -84,7 +84,7 @@ class FinishedRuns:
             run
             for tuning in self.tunings(comparison, model)
             for rate in sorted(tuning.losses)
-            for run in comparison.sweep(model, rate, tuning.seeds)
+            for run in comparison.trials(model, rate, tuning.seeds)
         ]
         return [run for run in runs if run not in reported]
 
@@ -103,7 +103,7 @@ class FinishedRuns:
             run
             for tuning in self.tunings(comparison, model)
             for rate in comparison.variants[model].rates_of(tuning.seeds).next(tuning.losses)
-            for run in comparison.sweep(model, rate, tuning.seeds)
+            for run in comparison.trials(model, rate, tuning.seeds)
         ]
         return sum(self.metrics(run) is not None for run in runs)
 
@@ -169,7 +169,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the `learning_rates` tried, the
-      `search` for them (`None` for a list), the runs that are reported, those of the `sweep` (that only chose a rate), the
+      `search` for them (`None` for a list), the `runs` that are reported, those that were `tried` only to choose a rate, the
       `edges` (by seed, whether its rate is the smallest or the largest tried), and the `rate_gap` of a sweep (see there).
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
@@ -185,7 +185,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     models = {}
     for name, variant in comparison.variants.items():
         tunings = finished.tunings(comparison, name)
-        sweep = [_read_run(finished, run) for run in finished.tried(comparison, name)]
+        tried = [_read_run(finished, run) for run in finished.tried(comparison, name)]
         runs = [_read_run(finished, run) for run in finished.reported(comparison, name)]
         is_swept = comparison.rate_choice == "sweep"
         models[name] = {
@@ -203,12 +203,12 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
                 if tuning.edge is not None and tuning.rate is not None
                 for seed in (comparison.seeds if is_swept else tuning.seeds)
             },
-            "rate_gap": rate_gap(_mean_losses(sweep), _validation_losses(runs)) if is_swept else None,
-            "sweep": sweep,
+            "rate_gap": rate_gap(_mean_losses(tried), _validation_losses(runs)) if is_swept else None,
+            "tried": tried,
             "runs": runs,
         }
     # A run that was stopped early saw only the first tokens
-    whole = [run for model in models.values() for run in [*model["sweep"], *model["runs"]] if run["diverged_at"] is None]
+    whole = [run for model in models.values() for run in [*model["tried"], *model["runs"]] if run["diverged_at"] is None]
     streams: dict[int, set[str]] = {}
     for run in whole:
         streams.setdefault(run["seed"], set()).add(run["token_stream"])

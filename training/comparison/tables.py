@@ -90,7 +90,7 @@ def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[floa
     """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
     found = results["models"][model]
     # The reported runs of a sweep chose nothing
-    tried = found["sweep"] if results["rate_choice"] == "sweep" else [*found["sweep"], *found["runs"]]
+    tried = found["tried"] if results["rate_choice"] == "sweep" else [*found["tried"], *found["runs"]]
     losses: dict[float, list[float | None]] = {}
     for run in sorted(tried, key=lambda run: run["learning_rate"]):
         losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
@@ -101,10 +101,10 @@ def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each run."""
     rows = []
     for name, model in results["models"].items():
-        kinds = ["sweep" if results["rate_choice"] == "sweep" else "tried"] * len(model["sweep"]) + ["reported"] * len(
+        kinds = ["sweep" if results["rate_choice"] == "sweep" else "tried"] * len(model["tried"]) + ["reported"] * len(
             model["runs"]
         )
-        for kind, run in zip(kinds, [*model["sweep"], *model["runs"]]):
+        for kind, run in zip(kinds, [*model["tried"], *model["runs"]]):
             outcome = "finished"
             if run["diverged"]:
                 outcome = "diverged" + ("" if run["diverged_at"] is None else f" at step {run['diverged_at']:,}")

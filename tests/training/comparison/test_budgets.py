@@ -125,7 +125,7 @@ class TestRuns:
         }  # fmt: skip
         for name, model in found.items():
             tried = {seed: set() for seed in range(3)}
-            for run in [*model["sweep"], *model["runs"]]:
+            for run in [*model["tried"], *model["runs"]]:
                 tried[run["seed"]].add(run["learning_rate"])
             # Seed 2 has its best rate in the middle of the first three; the others search on at the trunk, and only there
             first, wide = {5e-3, 1e-2, 2e-2}, {5e-3, 1e-2, 2e-2, 4e-2, 8e-2}

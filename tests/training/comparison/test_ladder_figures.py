@@ -51,7 +51,7 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
             ]
             for run in runs:
                 run["test_loss"] = None if run["diverged"] else run["test_loss"]
-            models[name] = {"runs": runs, "sweep": sweep}
+            models[name] = {"runs": runs, "tried": sweep}
         contents[scale] = {"name": scale, "baseline": "softmax", "rate_choice": "sweep", "models": models}
         own = {name: flops * (1 + 0.02 * index) for index, name in enumerate(MODELS)}
         parts.append(
@@ -127,7 +127,7 @@ def test_bowls_are_means_over_seeds(ladder):
     figure = draw_bowls(ladder)
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == list(FLOPS)
-    sweep = ladder["scales"]["width 64"]["models"]["softmax"]["sweep"]
+    sweep = ladder["scales"]["width 64"]["models"]["softmax"]["tried"]
     means = [np.mean([run["validation_loss"] for run in sweep if run["learning_rate"] == rate]) for rate in RATES]
     assert panels[0].lines[1].get_ydata() == pytest.approx(means)
     rings = [line for line in panels[0].lines if line.get_markersize() == 10]
@@ -146,5 +146,5 @@ def test_small_ladders_have_fewer_figures():
     assert not [*draw_losses(ladder).axes[0].texts, *draw_improvements(ladder).axes[0].texts]  # nothing is extrapolated
     for content in ladder["scales"].values():
         for model in content["models"].values():
-            model["sweep"] = []
+            model["tried"] = []
     assert draw_bowls(ladder) is None

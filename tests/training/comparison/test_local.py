@@ -53,7 +53,7 @@ class TestCommand:
         figures = {path.name for path in (folder / "figures").iterdir()}
         assert figures == {"curves.png", "parameters.png", "flops.png", "stability.png"}
         for model in results["models"].values():
-            for run in [*model["sweep"], *model["runs"]]:
+            for run in [*model["tried"], *model["runs"]]:
                 if run["test_loss"] is not None:
                     assert f"{run['test_loss']:.4f}" in page and f"{run['test_loss']:.4f}" in table
         assert str(Path(file).parent) not in page + table + json.dumps(results)

@@ -84,7 +84,7 @@ class TestPlan:
         for comparison in plan.scales.values() if isinstance(plan, Ladder) else [plan]:
             assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
             for model, variant in comparison.variants.items():
-                for run in comparison.sweep(model, variant.rates.first[0], comparison.groups[0]):
+                for run in comparison.trials(model, variant.rates.first[0], comparison.groups[0]):
                     comparison.resolve(run, Path("runs"))
         assert list(plan.describe())
 

@@ -82,7 +82,7 @@ class TestChoice:
         results = run_comparison(load_comparison(file), tmp_path / "results", engine)
         for model in results["models"].values():
             assert {run["seed"]: run["learning_rate"] for run in model["runs"]} == {0: 1e-2, 1: 4e-2}
-            assert {(run["seed"], run["learning_rate"]) for run in model["sweep"]} == {
+            assert {(run["seed"], run["learning_rate"]) for run in model["tried"]} == {
                 *((0, rate) for rate in (5e-3, 2e-2)),
                 *((1, rate) for rate in (5e-3, 1e-2, 2e-2, 8e-2)),
             }
@@ -99,8 +99,8 @@ class TestChoice:
         fields = {"rate_choice": "sweep", "sweep_seeds": [7, 8], "learning_rates": [1e-2, 2e-2]}
         results = run_comparison(load_comparison(make_file(**fields)), tmp_path / "results", PlantedEngine(loss))
         model = results["models"]["base"]
-        assert {run["learning_rate"] for run in model["runs"]} == {2e-2} and len(model["sweep"]) == 4
-        assert {run["seed"] for run in model["sweep"]} == {7, 8} and model["edges"] == {"0": "largest", "1": "largest"}
+        assert {run["learning_rate"] for run in model["runs"]} == {2e-2} and len(model["tried"]) == 4
+        assert {run["seed"] for run in model["tried"]} == {7, 8} and model["edges"] == {"0": "largest", "1": "largest"}
 
     def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
         def results(name, rates):

@@ -98,7 +98,7 @@ def make_results(losses: dict[str, dict[int, float | None]], rates: list[float])
             "search": None,
             "edges": dict.fromkeys(seeds, "largest") if len(rates) > 1 and not has_diverged else {},
             "rate_gap": gaps.get(name) if len(rates) > 1 else None,
-            "sweep": [make_run(1000, rate, None if has_diverged else 4.7, True) for rate in rates if len(rates) > 1],
+            "tried": [make_run(1000, rate, None if has_diverged else 4.7, True) for rate in rates if len(rates) > 1],
             "runs": [] if has_diverged else [make_run(seed, rates[-1], loss) for seed, loss in runs.items()],
         }
     results = {
@@ -221,7 +221,7 @@ def test_table_holds_the_numbers_of_the_results(results, folder):
 def test_every_run_is_listed(results, folder):
     markdown = (folder / "results.md").read_text()
     rows = table_after(markdown, "Every run")
-    runs = [(name, run) for name, model in results["models"].items() for run in [*model["sweep"], *model["runs"]]]
+    runs = [(name, run) for name, model in results["models"].items() for run in [*model["tried"], *model["runs"]]]
     assert len(rows) == len(runs) == 6 * 2 + 5 * 3
     for row, (name, run) in zip(rows, runs):
         assert (row["model"], row["seed"], row["learning rate"]) == (name, str(run["seed"]), f"{run['learning_rate']:g}")
@@ -430,9 +430,9 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
     statistics = dataclasses.asdict(analyse(losses, results["baseline"]))
     assert rounded(json.dumps(statistics)) == rounded(json.dumps(results["statistics"]))
     for model in results["models"].values():
-        sweep, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("sweep", "runs"))
+        sweep, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("tried", "runs"))
         assert model["rate_gap"] == rate_gap(sweep, reported)
-    runs = [run for model in results["models"].values() for run in [*model["sweep"], *model["runs"]]]
+    runs = [run for model in results["models"].values() for run in [*model["tried"], *model["runs"]]]
     assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
     write_report(results, tmp_path)
     assert (file.parent / "results.md").read_text() == (tmp_path / "results.md").read_text()

@@ -32,8 +32,8 @@ class TestFindsWhatIsThere:
         results = finished[1]
         absurd = results["models"]["absurd"]
         assert results["statistics"]["effects"]["absurd"]["verdict"] == "diverged"
-        assert absurd["edges"] == {} and absurd["runs"] == [] and all(run["diverged"] for run in absurd["sweep"])
-        far, without_number = absurd["sweep"]
+        assert absurd["edges"] == {} and absurd["runs"] == [] and all(run["diverged"] for run in absurd["tried"])
+        far, without_number = absurd["tried"]
         assert (
             far["diverged_at"] is None and far["steps"] == 8 and without_number["diverged_at"] == without_number["steps"] == 2
         )
@@ -43,7 +43,7 @@ class TestFindsWhatIsThere:
     def test_one_diverged_rate_is_not_chosen(self, finished):
         model = finished[1]["models"]["one rate absurd"]
         assert {run["learning_rate"] for run in model["runs"]} == {1e-2} and set(model["edges"].values()) == {"smallest"}
-        assert [run["diverged"] for run in model["sweep"]] == [False, True]
+        assert [run["diverged"] for run in model["tried"]] == [False, True]
 
     @pytest.mark.slow
     @pytest.mark.timeout(2700)  # 12 minutes alone
@@ -65,7 +65,7 @@ class TestRuns:
         for name in ("one rate absurd", "planted"):
             model = results["models"][name]
             losses = {}
-            for run in model["sweep"]:
+            for run in model["tried"]:
                 assert [run["seed"]] == results["sweep_seeds"] and run["seed"] not in results["seeds"]
                 losses[json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"]] = run["learning_rate"]
             assert {run["learning_rate"] for run in model["runs"]} == {losses[min(losses)]}
@@ -89,7 +89,7 @@ class TestRuns:
         results = finished[1]
         assert results["same_tokens"] and len(set(results["token_streams"].values())) == len(results["seeds"]) + 1
         for model in results["models"].values():
-            for run in [*model["sweep"], *model["runs"]]:
+            for run in [*model["tried"], *model["runs"]]:
                 if run["diverged_at"] is None:
                     assert run["token_stream"] == results["token_streams"][str(run["seed"])]
 
@@ -127,7 +127,7 @@ class TestRuns:
             return [json.loads((folder / run["folder"] / "metrics.json").read_text())["eval_loss"] for run in runs]
 
         model = results["models"]["planted"]
-        first, second = losses(model["sweep"])
+        first, second = losses(model["tried"])
         assert model["rate_gap"] == pytest.approx(abs(first - second) / np.std(losses(model["runs"]), ddof=1))
         # One rate diverged, or both did
         assert results["models"]["one rate absurd"]["rate_gap"] is results["models"]["absurd"]["rate_gap"] is None
