@@ -91,7 +91,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
     """Writes a mapping as YAML in its own order, whole or not at all."""
-    write_text(path, yaml.safe_dump(content, sort_keys=False))
+    write_text(path, yaml.dump(content, Dumper=_YamlDumper, sort_keys=False))
 
 
 def is_taken(path: Path) -> bool:
@@ -134,9 +134,14 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _YamlDumper(yaml.SafeDumper):
+    """Puts quotes around texts that `YamlLoader` would read as numbers."""
+
+
+for _kind in (YamlLoader, _YamlDumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

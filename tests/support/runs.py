@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import TrainerCallback
 
+from modeling_nlq.training.files import write_yaml
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train_recipe
 
@@ -48,5 +48,5 @@ def write_comparison(folder: Path, **fields) -> str:
     """Writes `comparison.yaml` with one rate and two seeds, unless the fields say otherwise; `None` leaves a field out."""
     content = {"baseline": "base", "learning_rates": [1e-2], "seeds": [0, 1], **fields}
     given = {name: value for name, value in content.items() if value is not None}
-    (folder / "comparison.yaml").write_text(yaml.safe_dump(given, sort_keys=False))
+    write_yaml(folder / "comparison.yaml", given)
     return str(folder / "comparison.yaml")

@@ -81,8 +81,16 @@ def read_scores(
                     entry["scores"][model][run.seed] = value
     for metrics in found.values():
         for entry in metrics.values():
-            entry["statistics"] = dataclasses.asdict(analyse(judged_losses(entry), comparison.baseline, unsettled=unsettled))
+            analysis = analyse(judged_losses(entry), comparison.baseline, unsettled=unsettled, resolution=_resolution(entry))
+            entry["statistics"] = dataclasses.asdict(analysis)
     return found
+
+
+def _resolution(entry: dict[str, Any]) -> float:
+    """One over the number of items, if all scores are shares of counted items, else 0."""
+    known = [value for of_model in entry["scores"].values() for value in of_model.values() if value is not None]
+    counts = [value * (entry["items"] or 0.5) for value in known]
+    return 1 / entry["items"] if all(abs(count - round(count)) < 1e-6 for count in counts) and entry["items"] else 0.0
 
 
 def judged_losses(entry: dict[str, Any]) -> dict[str, dict[Any, float | None]]:

@@ -197,7 +197,8 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
             # Rates that are far too large would flatten the bowls
             low = min(means)
             high = min(max(means), low + 3 * (np.median(means) - low) or low * 1.01)
-            axes.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
+            if high > low:
+                axes.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
         for index, (rate, colour) in enumerate(crosses):
             shift = 0.03 * sum(rate == other for other, _ in crosses[:index])
             axes.plot(rate, 0.97 - shift, marker="x", color=colour, transform=axes.get_xaxis_transform(), markersize=6)

@@ -74,6 +74,7 @@ class Variant:
         given: its entry in the comparison's file.
         keep: steps whose checkpoints its runs keep, for those of smaller budgets.
         begins_at: the step of the trunk's checkpoint with which its runs begin; 0 without a trunk.
+        has_own_start: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a group of seeds, by its first seed, where it does not have `rates`.
     """
 
@@ -87,6 +88,7 @@ class Variant:
     given: dict[str, Any]
     keep: tuple[int, ...] = ()
     begins_at: int = 0
+    has_own_start: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
 
     def rates_of(self, seeds: Sequence[int]) -> Rates:
@@ -262,9 +264,11 @@ class Ladder:
 
 
 def with_starts(comparison: Comparison, chosen: dict[str, float]) -> Comparison:
-    """A comparison whose searches of rates begin at other rates, by model."""
+    """A comparison whose searches of rates begin at other rates, by model, unless its scale says where they begin."""
     variants = {
-        name: dataclasses.replace(variant, rates=variant.rates.starting_at(chosen[name])) if name in chosen else variant
+        name: dataclasses.replace(variant, rates=variant.rates.starting_at(chosen[name]))
+        if name in chosen and not variant.has_own_start
+        else variant
         for name, variant in comparison.variants.items()
     }
     return dataclasses.replace(comparison, variants=variants)

@@ -104,6 +104,9 @@ def read_rates(source: str, given: Any) -> Rates | None:
             raise ValueError(f"{source}: factor={search['factor']!r} must be a number from 1.05 to 100")
         if not isinstance(search["limit"], int) or isinstance(search["limit"], bool) or search["limit"] < 3:
             raise ValueError(f"{source}: limit={search['limit']!r} must be a whole number of at least 3 rates")
+        reach = (search["limit"] - 1) * math.log10(search["factor"])
+        if not -300 < math.log10(search["start"]) - reach < math.log10(search["start"]) + reach < 300:
+            raise ValueError(f"{source}={dict(given)!r} could reach rates that no floating-point number holds")
         return Rates(start=float(search["start"]), factor=float(search["factor"]), limit=search["limit"])
     rates = given if isinstance(given, list) else [] if given is None else [given]
     if not all(map(_is_rate, rates)):

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import TrainingArguments, get_scheduler
 
 from modeling_nlq.configuration import find, names
 from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
@@ -82,6 +84,8 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         shared = read_yaml(Path(recipe_source))
     shared = _merged({"test_fraction": 0.02, "record_stability": True, **shared}, given, str(path), recipe_source)
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
+    if not isinstance(given.get("name") or "", str):
+        raise ValueError(f"{path}: name={given['name']!r} must be a text")
     resolved["name"] = own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
     resolved["rate_choice"] = _check_rate_choice(path, given)
     _check_tasks(path, given.get("tasks"))
@@ -105,6 +109,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
             {**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where
         )
         made = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+        _mark_own_starts(made, entry)
         budgets = entry.get("budgets", [])
         if "budgets" in entry:
             check_budgets(where, budgets)
@@ -142,6 +147,7 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
     scales = {}
     for name, fields in given["scales"].items():
         scales[name] = scale = make(name, fields)
+        _mark_own_starts(scale, fields or {})
         for share in sorted((fields or {}).get("budgets", [])):
             scales[budget_name(name, share)] = dataclasses.replace(scale, name=budget_name(name, share), trunk=name)
     return Ladder(given["name"], given["baseline"], scales, "", dict(given))
@@ -212,6 +218,12 @@ def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, re
         _check_set_by_run(f"{source}: {section}", own)
         merged[section] = {**read_section(recipe.get(section), f"{recipe_source}: {section}"), **own}
     return merged
+
+
+def _mark_own_starts(comparison: Comparison, entry: Mapping[str, Any]) -> None:
+    """Keeps the learning rates that a scale gives for a model: the scale before it does not change where they begin."""
+    for model, fields in (entry.get("models") or {}).items():
+        comparison.variants[model].has_own_start = "learning_rates" in (fields or {})
 
 
 def _check_overrides(source: str, entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -293,8 +305,9 @@ def _check_names(source: str, names: Iterable[Any]) -> None:
             raise ValueError(
                 f"{source} {name!r}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)"
             )
-    if len({name.casefold() for name in names}) < len(list(names)):
-        raise ValueError(f"{source}: two names are the same but for capitals: they would share a folder on some machines")
+    folded = [name.casefold() for name in names]
+    if twice := [name for name in names if folded.count(name.casefold()) > 1]:
+        raise ValueError(f"{source}s {' and '.join(map(repr, twice))} would share a folder on some machines; rename one")
 
 
 def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
@@ -367,6 +380,9 @@ def _read_model(
         check_recipe(resolved, config)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
+    for name in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) != int(getattr(arguments, name)):
+            raise ValueError(f"{source}: {name}={getattr(arguments, name)} must be a whole number")
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
     if recipe.test_fraction == 0:
@@ -384,6 +400,23 @@ def _read_model(
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
+    _check_schedule(source, arguments)
     size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
     steps, width = arguments.max_steps, getattr(config, "intermediate_size", None)
     return Variant(content, rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry)
+
+
+def _check_schedule(source: str, arguments: TrainingArguments) -> None:
+    """Raises `ValueError` if Transformers cannot make the schedule of the learning rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer,
+            arguments.get_warmup_steps(arguments.max_steps),
+            arguments.max_steps,
+            dict(arguments.lr_scheduler_kwargs or {}),
+        )
+    except (TypeError, ValueError) as error:
+        kind, given = arguments.lr_scheduler_type.value, arguments.lr_scheduler_kwargs
+        raise ValueError(f"{source}: lr_scheduler_type={kind}, lr_scheduler_kwargs={given}: {one_line(error)}") from error

@@ -100,7 +100,11 @@ class Analysis:
 
 
 def analyse(
-    losses: dict[str, dict[int, float | None]], baseline: str, alpha: float = 0.05, unsettled: Collection[str] = ()
+    losses: dict[str, dict[int, float | None]],
+    baseline: str,
+    alpha: float = 0.05,
+    unsettled: Collection[str] = (),
+    resolution: float = 0.0,
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
@@ -117,6 +121,8 @@ def analyse(
         alpha: family-wise error rate.
         unsettled: models whose best learning rate lies at the edge of a search that stopped there. Such a model may be better
             than its losses say.
+        resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
+            sign that there is no noise, so a standard deviation below it counts as one step.
 
     Raises:
         ValueError: if the baseline or an unsettled model is unknown, there is nothing to compare the baseline with, or `alpha`
@@ -135,7 +141,7 @@ def analyse(
         open_question = BASELINE_AT_EDGE if baseline in unsettled else AT_EDGE if name in unsettled else ""
         effects[name] = _describe(runs, reference, open_question)
 
-    tested = {name: _test(effect) for name, effect in effects.items() if not effect.verdict}
+    tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
     for (name, effect), corrected in zip(tested.items(), holm(effect.p for effect in tested.values())):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
         effects[name] = _judge(dataclasses.replace(effect, holm_p=corrected), paired_loss, len(tested), alpha)
@@ -318,9 +324,9 @@ def _describe(runs: dict[int, float | None], reference: dict[int, float | None],
     )
 
 
-def _test(effect: Effect) -> Effect:
+def _test(effect: Effect, resolution: float) -> Effect:
     """Adds the t-test of a mean difference of 0."""
-    standard_error = effect.difference_deviation / math.sqrt(effect.pairs)
+    standard_error = max(effect.difference_deviation, resolution) / math.sqrt(effect.pairs)
     if standard_error:
         t = effect.mean_difference / standard_error
     else:

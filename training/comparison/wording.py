@@ -64,7 +64,7 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
     warnings = []
     limit = f"stopped at its limit of {model['search']['limit']} rates" if model["search"] else ""
     if trunk is not None:
-        limit = f"was for the best rate of scale {trunk}, whose runs it has"
+        limit = f"was that of scale {trunk}, with whose runs these begin"
     for end in ("smallest", "largest"):
         seeds = [seed for seed, edge in model["edges"].items() if edge == end]
         if not seeds:

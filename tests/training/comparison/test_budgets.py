@@ -154,7 +154,7 @@ class TestRuns:
             )
         assert results["trend"]["models"]["twin"]["verdict"] == "cannot tell"
         assert (
-            "the search was for the best rate of scale large, whose runs it has, so there is no verdict"
+            "the search was that of scale large, with whose runs these begin, so there is no verdict"
             in (tmp_path / "results.md").read_text()
         )
 

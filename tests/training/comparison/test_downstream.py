@@ -80,7 +80,12 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     }
     assert all(found["statistics"]["effects"]["twin"]["loss_improvement"] > 0 for found in metrics.values())
     errors = {name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()}
-    assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base").effects["twin"].p
+    assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base", resolution=1e-3).effects["twin"].p
+
+    # One item more in each of two seeds, as counted: no sign that there is no noise
+    one_more = {"scores": {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}}, "items": 40, "higher_is_better": True}
+    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream._resolution(one_more)).effects["twin"]
+    assert effect.verdict == "too few seeds: no verdict" and effect.p > 0.3
 
     def diverging(comparison, run):
         return None if (run.model, run.seed) == ("twin", 2) else 3.0

@@ -118,6 +118,17 @@ class TestPlan:
                 load_comparison(ladder_file(scales=scales), overrides)
         assert load_comparison(ladder_file(), {"block_size": 32}).scales["small"].variants["base"].content["block_size"] == 32
 
+    def test_names_like_numbers_and_starts_of_a_scale(self, ladder_file, tmp_path, capsys):
+        """The folder's own file is read as it was written, and a scale may say where its searches begin."""
+        start = {"start": 1e-3, "factor": 2}
+        scales = {"1e3": SCALES["small"], "2e3": {**SCALES["middle"], "models": {"twin": {"learning_rates": start}}}}
+        file = ladder_file(scales=scales, seeds=[0, 1, 2])
+        run_comparison(load_comparison(file), tmp_path, PlantedEngine(lambda comparison, run: 3.0 + run.learning_rate / 1e2))
+        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        assert again["scales"]["2e3"]["models"]["twin"]["search"]["start"] == 1e-3
+        assert main(["compare", "any", "--status", "--output_dir", str(tmp_path)]) == 0
+        assert "0 waiting" in capsys.readouterr().out.splitlines()[-1]
+
 
 class TestRuns:
     def test_planted_ladder(self, ladder_file, tmp_path, capsys):

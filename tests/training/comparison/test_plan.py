@@ -106,7 +106,7 @@ class TestBadInput:
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             ({"seeds": None}, "seeds=None must be a list"),
             ({"seeds": []}, r"seeds=\[\] must be a list"),
-            ({"models": {"base": None, "Base": None}}, "names are the same but for capitals"),
+            ({"models": {"base": None, "Base": None}}, "would share a folder on some machines; rename one"),
             ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
             ({"models": {"base": None, "x.": None}}, "model 'x.': a name must be made of"),
             ({"models": {"base": None, "x": {"switches": {"query_projection": "linaer"}}}}, "model 'x': .*'linaer'"),
@@ -126,6 +126,12 @@ class TestBadInput:
             ({"match": "memory"}, "match='memory' must be one of parameters, flops"),
             ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
             ({"training": {"max_steps": -1}}, "needs max_steps"),
+            ({"training": {"max_steps": 3.5}}, "max_steps=3.5 must be a whole number"),
+            (
+                {"training": {"max_steps": 12, "lr_scheduler_type": "warmup_stable_decay"}},
+                "lr_scheduler_type=warmup_stable_decay",
+            ),
+            ({"learning_rates": {"start": 1e300, "factor": 100}}, "could reach rates that no floating-point number holds"),
             (
                 {
                     "match": "parameters",
