@@ -89,8 +89,9 @@ class TestPlan:
             ({}, {"budgets": [0.5, 1.0]}, "budgets=[0.5, 1.0]: 1.0 must be a number above 0 and below 1"),
             ({}, {"budgets": ["half"]}, "budgets=['half']: 'half' must be a number above 0 and below 1"),
             ({}, {"budgets": [0.5, 0.5]}, "budgets=[0.5, 0.5] holds a share twice"),
-            ({"lr_scheduler_type": "linear"}, {}, "budgets: lr_scheduler_type='linear' must be warmup_stable_decay"),
-            ({"lr_scheduler_kwargs": {}}, {}, "budgets: lr_scheduler_kwargs: num_decay_steps=None must be a share"),
+            ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": None}, {}, "budgets: lr_scheduler_type='linear' must be warmup_stable_decay"),
+            ({"lr_scheduler_kwargs": {}}, {}, "lr_scheduler_type=warmup_stable_decay, lr_scheduler_kwargs={}"),
+            ({"lr_scheduler_kwargs": {"num_decay_steps": 0}}, {}, "lr_scheduler_kwargs: num_decay_steps=0 must be a share"),
             ({"lr_scheduler_kwargs": {"num_decay_steps": 1.5}}, {}, "num_decay_steps=1.5 must be a share"),
             ({"warmup_steps": 40}, {}, "the decay of the budget 0.25 would begin at step 18 of 24; it must begin between"),
             ({"metric_for_best_model": "loss"}, {}, "budgets: metric_for_best_model='loss' cannot be combined"),
@@ -103,7 +104,7 @@ class TestPlan:
 
     def test_name_of_another_scale(self, budgets_file):
         scales = {**SCALES, "Large at 0.5": SCALES["small"]}
-        with pytest.raises(ValueError, match="two names are the same"):
+        with pytest.raises(ValueError, match="would share a folder"):
             load_comparison(budgets_file(scales=scales))
 
     def test_address(self, budgets_file, tmp_path):
