@@ -67,9 +67,8 @@ def test_shipped_recipes_go_through_the_parser(name):
     config = load_config(resolved.recipe.model, resolved.switches)
     assert resolved.recipe.block_size <= config.max_position_embeddings
     arguments = resolved.training_arguments
-    assert arguments.lr_scheduler_type == "cosine_with_min_lr" and (arguments.max_steps > 0) == (
-        name != "ladder"
-    )  # whose scales set it
+    assert arguments.lr_scheduler_type == "cosine_with_min_lr"
+    assert (arguments.max_steps > 0) == (name != "ladder")  # whose scales set it
 
 
 def test_papers_recipe_has_its_numbers():
