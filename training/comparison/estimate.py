@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from modeling_nlq.training.comparison.local import _environment_of_one_run
+from modeling_nlq.training.comparison.local import environment_of_one_run
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant
 from modeling_nlq.training.comparison.statistics import smallest_difference
 from modeling_nlq.training.files import RESULTS_FILE, read_json
@@ -162,7 +162,7 @@ def seconds_per_token(comparison: Comparison, threads: int | None = None) -> flo
     """
     before = torch.get_num_threads()
     try:
-        with tempfile.TemporaryDirectory() as folder, _quiet(), _environment_of_one_run():
+        with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
             torch.set_num_threads(threads or before)
             return _try(comparison.variants[comparison.baseline], folder)
     finally:

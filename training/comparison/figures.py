@@ -22,8 +22,8 @@ from modeling_nlq.training.files import written_whole
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
 # Not as many as the colours, so that pairs of colour and marker differ for many models
 _MARKERS = "osD^vPX*"
-_BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
-_NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
+NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
 _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
@@ -46,7 +46,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def draw_curves(results: dict[str, Any]) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = _styles(results)
+    styles = model_styles(results)
     finished = {name: _finished(model) for name, model in results["models"].items()}
     if not any(finished.values()):
         return None
@@ -69,10 +69,10 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
     reference = finished[results["baseline"]]
     steps, values = _align(run["history"]["validation_loss"] for run in reference)
     points = [(step, 0.0) for step in steps]
-    improvements.axhline(0.0, color=_BASELINE["color"], linewidth=_BASELINE["linewidth"])
+    improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
     if len(reference) > 1:
         floor = 100 * values.std(axis=0, ddof=1) / values.mean(axis=0)
-        improvements.fill_between(steps, -floor, floor, **_NOISE)
+        improvements.fill_between(steps, -floor, floor, **NOISE)
         points += [*zip(steps, floor), *zip(steps, -floor)]
     for name, runs in finished.items():
         pairs = [(run, other) for run in runs for other in reference if run["seed"] == other["seed"]]
@@ -80,12 +80,12 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
             steps, values = _align(run["history"]["validation_loss"] for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
-    _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
+    scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {results['baseline']}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}
     lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
-    _add_legend(figure, results, styles, [*lines, _noise_patch()] if len(reference) > 1 else lines)
+    add_legend(figure, results, styles, [*lines, noise_patch()] if len(reference) > 1 else lines)
     return figure
 
 
@@ -97,16 +97,16 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
         cost: a number of each model, `non_embedding_parameters` or `flops_per_token`.
         label: label of the axis.
     """
-    styles, baseline = _styles(results), results["baseline"]
+    styles, baseline = model_styles(results), results["baseline"]
     effects = {baseline: {"loss_improvement": 0.0, "loss_improvement_interval": None}, **results["statistics"]["effects"]}
     names = [name for name, effect in effects.items() if effect["loss_improvement"] is not None]
     if len(names) < 2:
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(0.0, color=_BASELINE["color"], linewidth=1, zorder=1)
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
     floor = results["statistics"]["noise_floor_percent"] or 0.0
-    axes.axhspan(-floor, floor, **_NOISE)
+    axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
     costs = [results["models"][name][cost] for name in names]
     places = _dodge(costs)
@@ -116,7 +116,7 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
         style = {**styles[name], "linewidth": 1.5, "markersize": 8, "zorder": 3}
         axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
         values += [low, high]
-    _scale_percent(axes, "improvement of test loss (%)", values)
+    scale_percent(axes, "improvement of test loss (%)", values)
     axes.margins(x=0.08)
     if len(set(costs)) == 1:
         axes.set_xticks(costs[:1], [f"{costs[0]:,} (all models)"])
@@ -128,7 +128,7 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
     axes.vlines(places, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.25, linewidth=0.8, zorder=0)
     axes.set_xlabel(label)
     axes.set_title(f"{results['name']}: improvement over {baseline}; up is better", parse_math=False)
-    _add_legend(figure, results, styles, [_noise_patch()] if floor else [])
+    add_legend(figure, results, styles, [noise_patch()] if floor else [])
     return figure
 
 
@@ -137,7 +137,7 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
 
     Runs that diverged are dotted, one by one; of a model that diverged at every learning rate, these are the runs of its sweep.
     """
-    models, styles = results["models"], _styles(results)
+    models, styles = results["models"], model_styles(results)
     runs = {name: [*model["runs"], *([] if model["runs"] else model["tried"])] for name, model in models.items()}
     curves = {
         quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
@@ -177,15 +177,15 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
     spikes = {name: sum(len(run["history"]["loss_spikes"]) for run in those) for name, those in runs.items()}
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
     is_any_diverged = any(run["diverged"] for those in runs.values() for run in those)
-    _add_legend(figure, results, styles, [dotted] if is_any_diverged else [], spikes)
+    add_legend(figure, results, styles, [dotted] if is_any_diverged else [], spikes)
     figure.suptitle(f"{results['name']}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 
-def _styles(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def model_styles(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The style of each model's line, the same in every figure."""
     others = [name for name in results["models"] if name != results["baseline"]]
-    styles = {results["baseline"]: _BASELINE}
+    styles = {results["baseline"]: BASELINE}
     for index, name in enumerate(others):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         styles[name] = {"color": colour, "marker": marker, "linewidth": 1.6, "zorder": 2}
@@ -257,7 +257,8 @@ def _scale_decades(axes: Axes, values: Sequence[float]) -> None:
             axes.yaxis.get_major_locator().set_params(numticks=7)
 
 
-def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
+def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
+    """Formats the y axis as signed percent; logarithmic beyond a limit if single values lie far from the others."""
     if limit := _linear_limit(values, 30.0):
         axes.set_yscale("symlog", linthresh=limit)
         axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
@@ -284,11 +285,12 @@ def _dodge(places: Sequence[float]) -> list[float]:
     return [moved[index] for index in range(len(places))]
 
 
-def _noise_patch() -> Patch:
-    return Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
+def noise_patch() -> Patch:
+    """The legend's entry for the band of the noise floor."""
+    return Patch(label="noise floor: ±1 sd of the baseline over seeds", **NOISE)
 
 
-def _add_legend(
+def add_legend(
     figure: Figure,
     results: dict[str, Any],
     styles: dict[str, dict[str, Any]],

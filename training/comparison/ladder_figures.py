@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from modeling_nlq.training.comparison.figures import _BASELINE, _NOISE, _add_legend, _noise_patch, _scale_percent, _styles
+from modeling_nlq.training.comparison.figures import BASELINE, NOISE, add_legend, model_styles, noise_patch, scale_percent
 from modeling_nlq.training.comparison.tables import losses_by_rate
 
 
@@ -37,14 +37,14 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
         largest = max(_flops(ladder, scale, name) for scale in found["residuals"])
         is_near, is_far = flops <= largest * (1 + 1e-9), flops >= largest * (1 - 1e-9)
         colour = styles[name]["color"]
-        axes.fill_between(flops, low, high, **{**_NOISE, "color": colour, "alpha": 0.12})
+        axes.fill_between(flops, low, high, **{**NOISE, "color": colour, "alpha": 0.12})
         line = {"color": colour, "linewidth": 1.2 if name == ladder["baseline"] else 0.8, "zorder": 1}
         axes.plot(flops[is_near], values[is_near], **line)
         axes.plot(flops[is_far], values[is_far], linestyle="--", **line)
     if law:
-        line = {"color": _BASELINE["color"], "linewidth": 1.2}
+        line = {"color": BASELINE["color"], "linewidth": 1.2}
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
-        band = Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **_NOISE)
+        band = Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **NOISE)
         others = [Line2D([], [], label=formula, **line)] + [band] * bool(law["exponent_interval"])
     for name, found in losses.items():
         places = [_flops(ladder, scale, name) for scale in found]
@@ -61,7 +61,7 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     axes.grid(alpha=0.25)
     axes.set_ylabel("test loss (nats per token)")
     axes.set_title(f"{ladder['name']}: loss over compute, every seed", parse_math=False)
-    _add_legend(figure, _all_runs(ladder), styles, others)
+    add_legend(figure, _all_runs(ladder), styles, others)
     return figure
 
 
@@ -73,7 +73,7 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(1.0, color=_BASELINE["color"], linewidth=1, zorder=1)
+    axes.axhline(1.0, color=BASELINE["color"], linewidth=1, zorder=1)
     known = [step for found in steps.values() for step in found if step["multiplier"] is not None]
     ends = [end for step in known for end in (step["multiplier"], *(step["multiplier_interval"] or ())) if end is not None]
     axes.set_yscale("log")
@@ -111,7 +111,7 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
     arrow = Line2D(
         [], [], color=_GREY, linestyle="none", marker=r"$\uparrow$", markersize=11, label="more than a decade beyond the ladder"
     )
-    _add_legend(figure, _all_runs(ladder), _without_baseline(ladder, styles), [arrow] if is_any_open else [])
+    add_legend(figure, _all_runs(ladder), _without_baseline(ladder, styles), [arrow] if is_any_open else [])
     return figure
 
 
@@ -123,12 +123,12 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(0.0, color=_BASELINE["color"], linewidth=1, zorder=1)
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
     floors = [(trend["flops"][scale], floor) for scale, floor in trend["noise_floor_percent"].items() if floor is not None]
     values = [0.0]
     if floors:
         places, floor = map(np.array, zip(*floors))
-        axes.fill_between(places, -floor, floor, **_NOISE)
+        axes.fill_between(places, -floor, floor, **NOISE)
         values += [*floor, *-floor]
     is_any_open = False
     dodged = _dodge_models(ladder, list(steps))
@@ -151,11 +151,11 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
     _scale_compute(axes, ladder)
     if any(model["extrapolation"] for model in trend["models"].values()):
         _mark_extrapolation(axes, [place for found in dodged.values() for place in found])
-    _scale_percent(axes, "improvement of test loss (%)", values)
+    scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{ladder['name']}: improvement over {ladder['baseline']}; up is better", parse_math=False)
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="X", markerfacecolor="white", label="no interval")
-    others = [_noise_patch()] * bool(floors) + [cross] * is_any_open
-    _add_legend(figure, _all_runs(ladder), _without_baseline(ladder, styles), others)
+    others = [noise_patch()] * bool(floors) + [cross] * is_any_open
+    add_legend(figure, _all_runs(ladder), _without_baseline(ladder, styles), others)
     return figure
 
 
@@ -217,7 +217,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     ring = Line2D([], [], color=_GREY, linestyle="none", marker="o", markersize=10, markerfacecolor="none", label="lowest mean")
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="x", label="a run diverged")
     is_any_diverged = any(None in found[rate] for scale in panels for found in sweeps[scale].values() for rate in found)
-    _add_legend(figure, _all_runs(ladder), styles, [ring, cross] if is_any_diverged else [ring])
+    add_legend(figure, _all_runs(ladder), styles, [ring, cross] if is_any_diverged else [ring])
     return figure
 
 
@@ -230,7 +230,7 @@ def _all_runs(ladder: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ladder_styles(ladder: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return _styles(_all_runs(ladder))
+    return model_styles(_all_runs(ladder))
 
 
 def _without_baseline(ladder: dict[str, Any], styles: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

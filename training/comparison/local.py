@@ -81,7 +81,7 @@ class LocalEngine:
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
-        with _environment_of_one_run(), tqdm(unit="step", **bar_options()) as progress:
+        with environment_of_one_run(), tqdm(unit="step", **bar_options()) as progress:
             # Ctrl-C in a terminal reaches every process. This one ends the run, which blocks it as the server does
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
@@ -145,7 +145,7 @@ def _is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def _environment_of_one_run() -> Iterator[None]:
+def environment_of_one_run() -> Iterator[None]:
     """Sets the environment that the processes of runs inherit: one device, and no variables of a launcher."""
     before = dict(os.environ)
     if torch.cuda.is_available():

@@ -273,13 +273,12 @@ def _check_scales(path: Path, scales: Mapping[str, Comparison]) -> None:
     """Raises `ValueError` if scales cannot be compared with each other."""
     if len(scales) < 2:
         raise ValueError(f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more")
-    names = list(scales)
-    first = scales[names[0]].variants[scales[names[0]].baseline].tokenizer
-    for smaller, larger in itertools.pairwise(names):
+    smallest, first = next((name, scale.variants[scale.baseline].tokenizer) for name, scale in scales.items())
+    for smaller, larger in itertools.pairwise(scales):
         tokenizer = scales[larger].variants[scales[larger].baseline].tokenizer
         if tokenizer != first:
             raise ValueError(
-                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {names[0]!r} {first!r}: losses of "
+                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {smallest!r} {first!r}: losses of "
                 "other tokens cannot be compared; name one tokenizer in the recipe"
             )
         if (flops := _baseline_flops(scales[larger])) == _baseline_flops(scales[smaller]):
@@ -296,17 +295,17 @@ def _check_models(path: Path, models: Mapping[str, Any], baseline: Any) -> None:
     _check_names(f"{path}: model", models)
 
 
-def _check_names(source: str, names: Iterable[Any]) -> None:
+def _check_names(source: str, given: Iterable[Any]) -> None:
     """Raises `ValueError` for a name that cannot be that of a folder, or two that would share one."""
-    for name in names:
+    for name in given:
         if not isinstance(name, str):
             raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes")
         if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII):
             raise ValueError(
                 f"{source} {name!r}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)"
             )
-    folded = [name.casefold() for name in names]
-    if twice := [name for name in names if folded.count(name.casefold()) > 1]:
+    folded = [name.casefold() for name in given]
+    if twice := [name for name in given if folded.count(name.casefold()) > 1]:
         raise ValueError(f"{source}s {' and '.join(map(repr, twice))} would share a folder on some machines; rename one")
 
 

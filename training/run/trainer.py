@@ -22,6 +22,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
@@ -326,7 +327,9 @@ def _train(run: _Run, begin_with: Path | None) -> None:
     if state.global_step < state.max_steps and run.record.diverged_at is None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
         return
-    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded
+    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's folder
+    # is named when training begins: without it the evaluation would be logged below the current folder
+    trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.json_values import through_json
 from support.properties import examples
 
 from modeling_nlq.training.comparison.statistics import (
@@ -194,16 +194,7 @@ class TestProperties:
     def test_everything_is_plain_json(self, losses):
         analysis = dataclasses.asdict(analyse(losses, "base"))
 
-        def leaves(value):
-            if isinstance(value, dict | list | tuple):
-                for item in value.values() if isinstance(value, dict) else value:
-                    yield from leaves(item)
-            else:
-                yield value
-
-        assert {type(leaf) for leaf in leaves(analysis)} <= {str, int, float, bool, type(None)}
-        loaded = json.loads(json.dumps(analysis, allow_nan=False))
-        assert list(leaves(loaded)) == list(leaves(analysis))
+        loaded = through_json(analysis)
         for name, effect in loaded["effects"].items():
             runs_of_model = losses[name].values()
             diverged = sum(loss is None or not math.isfinite(loss) for loss in runs_of_model)

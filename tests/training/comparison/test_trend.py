@@ -1,7 +1,6 @@
 """The trend over scales: against references written from the formulas, by properties, and by simulated error rates."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, special
+from support.json_values import through_json
 from support.properties import examples
 
 from modeling_nlq.training.comparison.law import Fit, add_means, merge_groups
@@ -266,14 +266,6 @@ class TestLaw:
             Fit(FLOPS, [np.array([4.0, 4.1]), *[np.array([3.0, 3.01])] * 3])  # falls at once, then not at all
 
 
-def leaves(value):
-    if isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 any_loss = st.floats(0.5, 12.0) | st.sampled_from([None, 3.0, math.inf])
 
 
@@ -308,8 +300,7 @@ class TestProperties:
     @given(ladders() | st.just(make_scales({"a": 1.3, "far": 5000.0}, noise=0.003)))
     def test_everything_is_plain_json(self, scales):
         found = dataclasses.asdict(analyse_trend(scales, "base"))
-        assert {type(leaf) for leaf in leaves(found)} <= {str, int, float, bool, type(None)}
-        assert list(leaves(json.loads(json.dumps(found, allow_nan=False)))) == list(leaves(found))
+        through_json(found)
 
     @pytest.mark.parametrize("unit", [1e-15, 1e3])
     def test_the_unit_of_flops_does_not_matter(self, unit):

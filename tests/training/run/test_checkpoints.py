@@ -98,8 +98,11 @@ def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
 
 class TestBestModel:
     @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
-    def test_run_that_was_killed_and_moved_ends_with_the_best_weights(self, best_run, recipe_file, tmp_path, is_cut_earlier):
+    def test_run_that_was_killed_and_moved_ends_with_the_best_weights(
+        self, best_run, recipe_file, tmp_path, monkeypatch, is_cut_earlier
+    ):
         finished, overrides, best = best_run
+        monkeypatch.chdir(tmp_path)
         folder = tmp_path / "moved"
         cut_after_its_last_step(finished, folder)
         for checkpoint in folder.glob("checkpoint-*") if is_cut_earlier else []:
@@ -110,6 +113,7 @@ class TestBestModel:
             metrics = train(recipe_file, output_dir=folder, **overrides)
         finally:
             hidden.rename(finished)
+        assert list(tmp_path.iterdir()) == [folder]  # also TensorBoard's files
         kept, wanted = (load_file(path / "model.safetensors") for path in (folder, finished / best))
         assert all((kept[name] == wanted[name]).all() for name in wanted)
         assert metrics["eval_loss"] == json.loads((finished / "metrics.json").read_text())["eval_loss"]
