@@ -2,13 +2,13 @@
 
 import copy
 import dataclasses
-import functools
 import json
 import math
 import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,10 @@ import pytest
 from matplotlib.image import imread
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
+from modeling_nlq.training.comparison.ladder import gather_ladder
+from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
+from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, rate_gap
 from modeling_nlq.training.comparison.wording import noise_floor_sentence, protocol_sentences, selection_sentences
 
@@ -418,23 +421,49 @@ def test_everything_diverged(rates, tmp_path):
     assert "diverged" in describe(results)
 
 
+# Published results
+
+
+def rounded(value: Any) -> Any:
+    """`value` to seven digits: quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero."""
+    return json.loads(json.dumps(value), parse_float=lambda number: f"{float(number):.7g}")
+
+
+def check_statistics(results: dict[str, Any]) -> None:
+    models = results["models"]
+    found = analyse(losses_by_seed(models, results["seeds"]), results["baseline"], unsettled=unsettled_models(models))
+    assert rounded(dataclasses.asdict(found)) == rounded(results["statistics"])
+    for model in models.values():
+        tried, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("tried", "runs"))
+        assert model["rate_gap"] == (rate_gap(tried, reported) if results["rate_choice"] == "sweep" else None)
+    runs = [run for model in models.values() for run in [*model["tried"], *model["runs"]]]
+    assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
+
+
+def check_files(write, results: dict[str, Any], published: Path, folder: Path) -> None:
+    write(results, folder)
+    assert (published / "results.md").read_text() == (folder / "results.md").read_text()
+    assert {path.name for path in (published / "figures").iterdir()} == {path.name for path in (folder / "figures").iterdir()}
+
+
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*/results.json")), ids=lambda path: path.parent.name)
 def test_published_results_are_what_their_runs_say(file, tmp_path):
     results = json.loads(file.read_text())
-    losses = {
-        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(results["seeds"])
-        for name, model in results["models"].items()
-    }
-    # To seven digits: the quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero
-    rounded = functools.partial(json.loads, parse_float=lambda number: f"{float(number):.7g}")
-    statistics = dataclasses.asdict(analyse(losses, results["baseline"]))
-    assert rounded(json.dumps(statistics)) == rounded(json.dumps(results["statistics"]))
-    for model in results["models"].values():
-        sweep, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("tried", "runs"))
-        assert model["rate_gap"] == rate_gap(sweep, reported)
-    runs = [run for model in results["models"].values() for run in [*model["tried"], *model["runs"]]]
-    assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
-    write_report(results, tmp_path)
-    assert (file.parent / "results.md").read_text() == (tmp_path / "results.md").read_text()
-    published, drawn = ({path.name for path in (folder / "figures").iterdir()} for folder in (file.parent, tmp_path))
-    assert published == drawn
+    check_statistics(results)
+    check_files(write_report, results, file.parent, tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("ladder/*/results.json")), ids=lambda path: path.parent.name)
+def test_published_ladders_are_what_their_runs_say(file, tmp_path):
+    results = json.loads(file.read_text())
+    for scale in results["scales"].values():
+        check_statistics(scale)
+    ladder = SimpleNamespace(
+        name=results["name"],
+        baseline=results["baseline"],
+        command=results["command"],
+        given=results["comparison"],
+        scales={name: SimpleNamespace(trunk=scale["trunk"]) for name, scale in results["scales"].items()},
+    )
+    assert rounded(gather_ladder(ladder, results["scales"])["trend"]) == rounded(results["trend"])
+    check_files(write_ladder_report, results, file.parent, tmp_path)
