@@ -400,6 +400,7 @@ class TestSharedTrunk:
         for _, loss, low, high in merged.curve:
             assert (math.log(low / loss), math.log(high / loss)) == pytest.approx((-margin, margin), rel=0.01)
 
+    @pytest.mark.slow
     def test_coverage_of_the_slope(self):
         """Two trunks with two smaller budgets each, whose runs share all noise. The baseline is flat, so there is no law."""
         random, held = np.random.default_rng(0), {"merged": 0, "apart": 0}
