@@ -276,6 +276,7 @@ def _scale_compute(axes: Axes, ladder: dict[str, Any]) -> None:
     """A logarithmic axis of compute, with the names of the scales above it."""
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run")
+    axes.tick_params(axis="x", which="minor", labelsize=7.5)  # of ladders shorter than two decades
     flops = ladder["trend"]["flops"]
     above = axes.secondary_xaxis("top")
     above.xaxis.set_major_locator(FixedLocator(list(flops.values())))
