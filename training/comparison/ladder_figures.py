@@ -162,7 +162,8 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
 def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
-    A cross at the top is a run that diverged; a rate at which one did has no mean. A ring marks the lowest mean.
+    A cross at the top is a run that diverged; a rate at which one did has no mean. A ring marks the lowest mean
+    of the rates that most seeds tried.
     """
     styles, names = _ladder_styles(ladder), list(ladder["trend"]["flops"])
     sweeps = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
@@ -214,7 +215,8 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
         if index + columns >= len(panels):
             axes.set_xlabel("learning rate")
     figure.suptitle(f"{ladder['name']}: learning rates tried, mean over seeds", parse_math=False)
-    ring = Line2D([], [], color=_GREY, linestyle="none", marker="o", markersize=10, markerfacecolor="none", label="lowest mean")
+    ring = Line2D([], [], color=_GREY, linestyle="none", marker="o", markersize=10, markerfacecolor="none")
+    ring.set_label("lowest mean of the rates that most seeds tried")
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="x", label="a run diverged")
     is_any_diverged = any(None in found[rate] for scale in panels for found in sweeps[scale].values() for rate in found)
     add_legend(figure, _all_runs(ladder), styles, [ring, cross] if is_any_diverged else [ring])

@@ -39,7 +39,8 @@ _MULTIPLIERS_CAPTION = (
 _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
     "losses": (
         "Loss over compute",
-        "Test loss of every run. The line is the baseline's law of compute with its band, dashed where it is extrapolated.",
+        "Test loss of every run. Lines are laws of compute with their bands, dashed where they are extrapolated. If there is "
+        "no law, they join means over the seeds.",
         draw_losses,
     ),
     "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
@@ -50,8 +51,8 @@ _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] 
     ),
     "bowls": (
         "Loss against learning rate",
-        "Validation loss of every run at each scale, and the mean over its seeds. The best rate has a worse neighbour on both "
-        "sides unless it lies at an edge.",
+        "Validation loss of every run at each scale, and the mean of the seeds that tried a rate. If each seed chooses its "
+        "own, not all try the same. The best rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
         draw_bowls,
     ),
 }
