@@ -46,7 +46,8 @@ _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] 
     "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
     "improvements": (
         "Improvement over compute",
-        "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
+        "Improvement of test loss with the interval of each model and scale; grey is the noise floor. The points of a scale "
+        "stand side by side around its line.",
         draw_improvements,
     ),
     "bowls": (
