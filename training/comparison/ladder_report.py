@@ -74,7 +74,7 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
         TEMPLATE,
         results,
         figures=embedded_figures(folder / "figures", figures, _FIGURES, trend_sentence(results)),
-        outcome=f"At the largest scale, {name}: {outcome_sentence(top)} {trend_sentence(results)}",
+        outcome=f"{top_sentence(results)} {trend_sentence(results)}",
         warnings=ladder_warnings(results),
         corpus=provenance(top),
         top={"name": name, **parts_of_page(top)},
@@ -90,10 +90,9 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
 
 def describe_ladder(results: dict[str, Any]) -> str:
     """The outcome for a terminal."""
-    name, top = _top(results)
     rows = improvement_rows(results)
     lines = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    lines += [f"at the largest scale, {name}: {outcome_sentence(top)}", trend_sentence(results)]
+    lines += [top_sentence(results), trend_sentence(results)]
     return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
 
 
@@ -120,6 +119,12 @@ def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: st
     return "\n\n".join(parts)
 
 
+def top_sentence(results: dict[str, Any]) -> str:
+    """The verdicts at the largest scale in one line."""
+    name, top = _top(results)
+    return f"Largest scale: {name}. {outcome_sentence(top)}"
+
+
 def trend_sentence(results: dict[str, Any]) -> str:
     """The verdicts of the trend in one line."""
     verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "holds", "shrinks", "cannot tell")}
@@ -143,12 +148,15 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
     """How the trend was judged."""
     trend = results["trend"]
     tested = sum(found["p"] is not None for found in trend["models"].values())
+    meanings: dict[str, list[str]] = {}
+    for name, found in trend["models"].items():
+        meanings.setdefault(found["meaning"], []).append(name)
     sentences = [
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
         f"compute. Holm's method corrects its tests for {tested} models; grows and shrinks mean a corrected p "
         f"below {trend['alpha']:g}.",
-        *(f"{name}: {found['meaning']}." for name, found in trend["models"].items()),
+        *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
     trunks: dict[str, list[str]] = {}
     for name, found in results["scales"].items():
@@ -229,11 +237,10 @@ def _cost(found: dict[str, Any]) -> str:
 
 
 def _markdown(results: dict[str, Any], figures: list[str]) -> str:
-    name, top = _top(results)
     multipliers = multiplier_rows(results)
     parts = [
         f"# {results['name']}",
-        f"At the largest scale, {name}: {outcome_sentence(top)}",
+        top_sentence(results),
         trend_sentence(results),
         *(f"> **Warning:** {warning}" for warning in ladder_warnings(results)),
         "## The trend over scales",
@@ -262,6 +269,6 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "## Configuration",
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
-        markdown_table([{"what": what, "value": value} for what, value in provenance(top).items()]),
+        markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)[1]).items()]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -329,7 +329,7 @@ def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
         "grows": "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
         "shrinks": "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
         "holds": "keeps its lead over the baseline" if top > 0 else "stays behind the baseline",
-        "cannot tell": "the noise hides whether its distance from the baseline changes",
+        "cannot tell": "the noise hides whether the distance from the baseline changes",
     }
     return replace(trend, verdict=verdict, meaning=meaning[verdict])
 

@@ -141,7 +141,7 @@ class TestVerdict:
             ((1.0, 0.0, -1.0, -2.0), "shrinks", "falls behind the baseline"),
             ((2.0, 2.0, 2.0, 2.0), "holds", "keeps its lead over the baseline"),
             ((-2.0, -2.0, -2.0, -2.0), "holds", "stays behind the baseline"),
-            ((0.0, 0.0, 0.0, 0.0), "cannot tell", "the noise hides whether its distance from the baseline changes"),
+            ((0.0, 0.0, 0.0, 0.0), "cannot tell", "the noise hides whether the distance from the baseline changes"),
         ],
     )
     def test_says_which_way(self, improvements, verdict, meaning):
