@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, Tr
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
 from modeling_nlq.configuration import find
+from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
 from modeling_nlq.training.models import added_parameters, is_saved_model, limits_length, load_config
 from modeling_nlq.training.parameters import freeze_all_but, shapes_of
@@ -336,6 +337,11 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append(
             f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}; set "
             "record_stability: false"
+        )
+    if (recipe.attn_implementation or "").startswith(AUTOMATIC) and not isinstance(config, NLQConfig):
+        conflicts.append(
+            f"attn_implementation={recipe.attn_implementation!r} needs an NLQ model, and {recipe.model!r} is of type "
+            f"{config.model_type!r}; set attn_implementation: sdpa"
         )
     if names := _activations_without_package(config):
         conflicts.append(

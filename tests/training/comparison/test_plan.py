@@ -156,12 +156,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
             models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
             load_comparison(make_file(recipe=recipe, models=models))
+        path = Path(recipe_file).parent / "gpt2.json"
+        path.write_text(
+            json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
+        )
+        of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
         with pytest.raises(ValueError, match=r"record_stability needs an NLQ model, and .* is of type 'gpt2'"):
-            path = Path(recipe_file).parent / "gpt2.json"
-            path.write_text(
-                json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2})
-            )
-            load_comparison(make_file(models={"base": None, "gpt2": str(path)}))
+            load_comparison(of_gpt2)
+        with pytest.raises(ValueError, match=r"attn_implementation='nlq' needs an NLQ model, and .*; set .*: sdpa"):
+            load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
+        load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
 
     def test_match_of_saved_weights(self, make_file, run, recipe_file):
         """It would change their shape."""
