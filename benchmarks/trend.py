@@ -6,8 +6,8 @@
 The statistics are those of `analyse_trend`. The baseline follows `L(C) = 2 + 1.6 (C / C_top)^-0.12` nats at four scales from
 1e15 to 1.8e17 FLOPs, so its loss falls from 5.0 to 3.6. The noise of a run is a share of its loss, 0.3 or 1 %, and the runs of
 one seed at one scale share none or three quarters of its variance. In the first table the model's loss is the baseline's with
-M times the compute. An interval without an end counts as open there. In the others the models' improvement is a straight line
-in percent of the loss.
+M times the compute. An interval without an end counts as open there. Some of its baselines follow no such law: their loss falls
+faster and faster, from 4.2 to 2.4 nats. In the other tables the models' improvement is a straight line in percent of the loss.
 """
 
 import argparse
@@ -34,9 +34,15 @@ def loss(flops: np.ndarray) -> np.ndarray:
     return 2.0 + 1.6 * (flops / FLOPS[-1]) ** -0.12
 
 
-def with_multiplier(multiplier: float) -> Callable[[np.ndarray], np.ndarray]:
+def steep_loss(flops: np.ndarray) -> np.ndarray:
+    """A baseline that follows no law, in nats: its log loss is a parabola of log compute, as in small models of text."""
+    decades = np.log10(flops / FLOPS[0])
+    return 4.24 * np.exp(-0.14 * decades - 0.054 * decades**2)
+
+
+def with_multiplier(multiplier: float, of: Callable[[np.ndarray], np.ndarray] = loss) -> Callable[[np.ndarray], np.ndarray]:
     """The improvement in percent, by FLOPs, of a model that is as good as the baseline with so many times its compute."""
-    return lambda flops: 100 * (1 - loss(multiplier * flops) / loss(flops))
+    return lambda flops: 100 * (1 - of(multiplier * flops) / of(flops))
 
 
 def with_change(top: float, change: float) -> Callable[[np.ndarray], np.ndarray]:
@@ -63,7 +69,12 @@ class Noise:
 
 
 def simulate(
-    improvement: Callable[[np.ndarray], np.ndarray], seeds: int, noise: Noise, models: int, repetitions: int
+    improvement: Callable[[np.ndarray], np.ndarray],
+    seeds: int,
+    noise: Noise,
+    models: int,
+    repetitions: int,
+    of: Callable[[np.ndarray], np.ndarray] = loss,
 ) -> list[Trend]:
     """Draws ladders and analyses them, always from the same random numbers.
 
@@ -73,6 +84,7 @@ def simulate(
         noise: of the runs.
         models: besides the baseline.
         repetitions: number of ladders.
+        of: the loss of the baseline, by FLOPs.
     """
     random = np.random.default_rng(0)
 
@@ -86,7 +98,7 @@ def simulate(
         for index, flops in enumerate(FLOPS):
             factors = np.array([1.0, *[1 - improvement(flops) / 100] * models])[:, None]
             errors = np.sqrt(noise.shared) * draw(1, seeds) + np.sqrt(1 - noise.shared) * draw(models + 1, seeds)
-            values = loss(flops) * factors * (1 + noise.share / 100 * noise.by_scale[index] * errors)
+            values = of(flops) * factors * (1 + noise.share / 100 * noise.by_scale[index] * errors)
             losses = {name: dict(enumerate(row)) for name, row in zip(names, values.tolist())}
             scales.append(Scale(str(index), dict.fromkeys(names, flops), losses))
         found.append(analyse_trend(scales, "0"))
@@ -112,7 +124,8 @@ def wrong(trends: list[Trend]) -> float:
 
 def covered(trends: list[Trend], multiplier: float) -> np.ndarray:
     """The share of the multiplier's intervals that hold, by scale."""
-    steps = [[step.multiplier_interval for step in trend.models["1"].steps.values()] for trend in trends if trend.law]
+    ladders = [trend for trend in trends if not trend.multiplier_note]
+    steps = [[step.multiplier_interval for step in trend.models["1"].steps.values()] for trend in ladders]
     return np.mean([[holds(interval, multiplier) for interval in row] for row in steps], axis=0)
 
 
@@ -125,7 +138,7 @@ def gate(repetitions: int) -> None:
     for multiplier in (0.8, 1.0, 1.3):
         (trend,) = simulate(with_multiplier(multiplier), 2, Noise(0.0), 1, 1)
         errors = [abs(step.multiplier / multiplier - 1) for step in trend.models["1"].steps.values()]
-        if max(errors) > 1e-5:
+        if max(errors) > 0.01:  # of the interpolation
             raise SystemExit(
                 f"correctness gate: a multiplier of {multiplier} without noise is off by {max(errors):.1%}; no tables"
             )
@@ -142,13 +155,19 @@ def show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 def show_multipliers(repetitions: int) -> None:
     noises = {f"{share:g} %, {shared:.0%} shared": Noise(share, shared) for shared in (0.0, 0.75) for share in (0.3, 1.0)}
-    unlike = {"0.3 %, largest scale 4 x": Noise(by_scale=(1.0, 1.0, 1.0, 4.0)), "0.3 %, heavy tails": Noise(heavy=True)}
+    unlike = {
+        "0.3 %, largest scale 4 x": Noise(by_scale=(1.0, 1.0, 1.0, 4.0)),
+        "0.3 %, heavy tails": Noise(heavy=True),
+        "0.3 %, none shared, no law": Noise(),
+        "1 %, none shared, no law": Noise(1.0),
+    }
     rows = []
     for multiplier in (1.0, 1.3):
-        improvement = with_multiplier(multiplier)
         for seeds in (3, 5):
             for name, noise in (noises if multiplier == 1 else noises | unlike).items():
-                trends = simulate(improvement, seeds, noise, 1, repetitions)
+                of = steep_loss if "no law" in name else loss
+                improvement = with_multiplier(multiplier, of)
+                trends = simulate(improvement, seeds, noise, 1, repetitions, of)
                 models = [trend.models["1"] for trend in trends]
                 at_scales = covered(trends, multiplier)
                 ends = [list(model.steps.values())[-1].multiplier_interval for model in models]
@@ -156,10 +175,15 @@ def show_multipliers(repetitions: int) -> None:
                 slopes = [model.multiplier_slope_interval for model in models if model.multiplier_slope_interval]
                 row = [f"{multiplier:g}", str(seeds), name, f"{at_scales.min():.1%}", f"{at_scales[-1]:.1%}"]
                 row += [f"{low:.2f} to {high:.2f}", f"{np.mean([holds(slope, 0.0) for slope in slopes]):.1%}"]
-                further = [holds(model.extrapolation.improvement_interval, improvement(NEXT)) for model in models]
-                rows.append([*row, f"{np.mean(further):.1%}", f"{wrong(trends):.1%}"])
+                further = [
+                    holds(model.extrapolation.improvement_interval, improvement(NEXT))
+                    for model in models
+                    if model.extrapolation
+                ]
+                row += [f"{np.mean(further):.1%}" if further else "", f"{wrong(trends):.1%}"]
+                rows.append([*row, f"{np.mean([trend.law is None for trend in trends]):.1%}"])
     header = ["M", "seeds", "noise", "interval of M holds, worst scale", "top scale", "median interval, top scale"]
-    show("Multiplier", [*header, "slope of log10 M holds", "extrapolation holds", "grows or shrinks"], rows)
+    show("Multiplier", [*header, "slope of log10 M holds", "extrapolation holds", "grows or shrinks", "law refused"], rows)
 
 
 def show_errors(repetitions: int) -> None:

@@ -75,7 +75,7 @@ def describe_estimate(
         totals.append(seconds * comparison.flops / base.size.flops_per_token)
         is_open = any(variant.rates.is_search for variant in comparison.variants.values())
         yield (
-            f"time on this machine{where}: about {duration(seconds * comparison.tokens_per_run)} a run of "
+            f"time on this machine{where}: about {duration(seconds * base.trained_tokens)} a run of "
             f"{comparison.baseline}, {duration(totals[-1])} in all{', more if a search goes on' * is_open}"
             + (", one run at a time" if len(scales) == 1 else "")
         )

@@ -66,7 +66,7 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
 
 
 def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
-    """How much more compute the baseline would need, over compute. An arrow stands for a value beyond the reach of the law."""
+    """How much more compute the baseline would need, over compute. An arrow stands for one beyond the reach of the curve."""
     trend, styles = ladder["trend"], _ladder_styles(ladder)
     steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
     if not any(step["multiplier"] is not None for found in steps.values() for step in found):
@@ -145,7 +145,9 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
         if further := trend["models"][name]["extrapolation"]:
             place = further["flops"] * places[-1] / _flops(ladder, list(trend["flops"])[-1], name)
             dashed = {**style, "linestyle": "--", "linewidth": 1, "marker": None, "alpha": 0.5}
-            axes.plot([places[-1], place], [steps[name][-1]["improvement"], further["improvement"]], **dashed)
+            top = list(trend["flops"].values())[-1]
+            start = further["improvement"] - trend["models"][name]["slope"] * np.log10(further["flops"] / top)
+            axes.plot([places[-1], place], [start, further["improvement"]], **dashed)
             hollow = {**style, "markerfacecolor": "white", "linewidth": 1, "alpha": 0.7}
             values += _add_interval(axes, place, further["improvement"], further["improvement_interval"], hollow)
     _scale_compute(axes, ladder)

@@ -20,6 +20,7 @@ from modeling_nlq.training.comparison.report import (
     write_figures,
 )
 from modeling_nlq.training.comparison.tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
+from modeling_nlq.training.comparison.trend import HOLDING_SHARE
 from modeling_nlq.training.comparison.wording import outcome_sentence, protocol_sentences, warning_sentences
 from modeling_nlq.training.files import write_text
 from modeling_nlq.training.text import align
@@ -28,13 +29,17 @@ from modeling_nlq.training.text import align
 TEMPLATE = "ladder.html.jinja"
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
-    "better. The slope is that of a line through the scales. The last column extrapolates this line by one decade of compute "
-    "beyond the largest scale. It is no measurement."
+    "better. The slope is that of a line through the scales. Holm p is that of the slope, and for *holds* that of a change by "
+    "half of the improvement. The last column extrapolates the line by one decade of compute beyond the largest scale, unless "
+    "it misses the interval there. It is no measurement."
+)
+_DIFFERENCES_CAPTION = (
+    "The same improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
 )
 _MULTIPLIERS_CAPTION = (
-    "How many times the model's compute the baseline would need to reach the model's loss, by the baseline's law of compute, "
-    "with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the ladder. "
-    "The slope is 0 if the multiplier is the same at all scales."
+    "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
+    "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
+    "ladder. The slope is 0 if the multiplier is the same at all scales."
 )
 _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
     "losses": (
@@ -80,6 +85,8 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
         top={"name": name, **parts_of_page(top)},
         improvements=improvements,
         improvements_caption=_IMPROVEMENTS_CAPTION,
+        differences=difference_rows(results),
+        differences_caption=_DIFFERENCES_CAPTION,
         multipliers=multipliers,
         multipliers_caption=_MULTIPLIERS_CAPTION,
         protocol=trend_protocol(results),
@@ -139,9 +146,7 @@ def ladder_warnings(results: dict[str, Any]) -> list[str]:
     warnings = []
     for name, found in reversed(results["scales"].items()):
         warnings += [f"Scale {name}: {text}" for text in warning_sentences(found)]
-    if note := results["trend"]["law_note"]:
-        warnings.append(note)
-    return warnings
+    return warnings + [note for note in (results["trend"]["law_note"], results["trend"]["multiplier_note"]) if note]
 
 
 def trend_protocol(results: dict[str, Any]) -> list[str]:
@@ -154,8 +159,9 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
     sentences = [
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
-        f"compute. Holm's method corrects its tests for {tested} models; grows and shrinks mean a corrected p "
-        f"below {trend['alpha']:g}.",
+        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend['alpha']:g}, corrected for {tested} models "
+        f"by Holm's method. Holds means that its change over the ladder is less than {HOLDING_SHARE:g} of the improvement at "
+        "the largest scale, by two one-sided tests with the same correction.",
         *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
     trunks: dict[str, list[str]] = {}
@@ -189,7 +195,7 @@ def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                     for scale, step in trend["steps"].items()
                 },
                 "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
-                "Holm p": p_value(trend["holm_p"]),
+                "Holm p": p_value(trend["holm_holding_p" if trend["verdict"] == "holds" else "holm_p"]),
                 "trend": trend["verdict"],
                 "extrapolated (%)": _with_interval(beyond.get("improvement"), beyond.get("improvement_interval"), "+.2f"),
             }
@@ -197,9 +203,23 @@ def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
+def difference_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model: improvement at each scale in nats."""
+    return [
+        {
+            "model": name,
+            **{
+                f"{scale} (nats)": _with_interval(step["difference"], step["difference_interval"], "+.4f")
+                for scale, step in trend["steps"].items()
+            },
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
 def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model: its compute multiplier at each scale; empty if there is no law."""
-    if results["trend"]["law"] is None:
+    """A row for each model: its compute multiplier at each scale; empty if there are none."""
+    if results["trend"]["multiplier_note"]:
         return []
     return [
         {
@@ -246,6 +266,8 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "## The trend over scales",
         markdown_table(improvement_rows(results)),
         _IMPROVEMENTS_CAPTION,
+        markdown_table(difference_rows(results)),
+        _DIFFERENCES_CAPTION,
         *([markdown_table(multipliers), _MULTIPLIERS_CAPTION] if multipliers else []),
         "\n".join(f"* {sentence}" for sentence in trend_protocol(results)),
         *(

@@ -33,6 +33,9 @@ BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
 # In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
 CLEAR_RATE_GAP = 3.0
 
+# Of the test text, each of some 20,000 tokens where the text has 200,000.
+_TEXT_PARTS = 10
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -269,6 +272,9 @@ def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) ->
 def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     """The share of the variance between the seeds of a model that is due to the choice of the test text, not to training.
 
+    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to `_TEXT_PARTS` at
+    most, which depend on each other much less.
+
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
     replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well on the
     one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts keeps
@@ -283,6 +289,8 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
         return None
+    merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
+    losses = np.stack([part.mean(axis=1) for part in merged], axis=1)
     seeds, count = losses.shape
     by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
     residuals = losses - by_seed - by_part + losses.mean()

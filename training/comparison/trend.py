@@ -5,7 +5,7 @@ one scale saw the same tokens, so they are paired; seeds of different scales are
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-its value on that line a decade further, and to first order the compute multiplier. So `law.add_means` gives all tests and
+its value on that line a decade further, and to first order the compute multiplier. So `noise.add_means` gives all tests and
 intervals. `benchmarks/trend.py` measures how often they err.
 """
 
@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from modeling_nlq.training.comparison.law import REACH, Estimate, Fit, Interval, Law, add_means, merge_groups
+from modeling_nlq.training.comparison.law import REACH, Fit, Law
+from modeling_nlq.training.comparison.multiplier import LossCurve
+from modeling_nlq.training.comparison.noise import Estimate, Interval, add_means, merge_groups
 from modeling_nlq.training.comparison.statistics import holm
 
 
@@ -114,7 +116,8 @@ class ModelTrend:
         holm_p: `p` corrected for the number of models tested.
         holding_p: of a change over the ladder of at least `HOLDING_SHARE` of the improvement at the largest scale.
         holm_holding_p: `holding_p`, corrected likewise.
-        extrapolation: None below `SCALES_OF_AN_EXTRAPOLATION` scales, and without a test.
+        extrapolation: None below `SCALES_OF_AN_EXTRAPOLATION` scales, if the line misses the interval at the largest scale, and
+            without a test.
         multiplier_slope: of the least-squares line through log10 of the multipliers, per decade of compute: 0 if the multiplier
             is the same at all scales. None if it has no value at some scale.
         multiplier_slope_interval: (low, high).
@@ -146,6 +149,7 @@ class Trend:
         noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
         law: of the baseline.
         law_note: why there is no law, or empty.
+        multiplier_note: why there are no multipliers, or empty.
         laws: of every model that follows one, the baseline first, over its own compute.
         models: by name, without the baseline.
     """
@@ -157,6 +161,7 @@ class Trend:
     noise_floor_percent: dict[str, float | None]
     law: Law | None
     law_note: str
+    multiplier_note: str
     laws: dict[str, Law]
     models: dict[str, ModelTrend]
 
@@ -188,23 +193,36 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     groups = [scale.group for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
 
-    def fit_law(model: str) -> tuple[list[int], Fit, Law]:
-        """The law of a model over the scales at which all its runs finished at settled rates, whose indices come first."""
-        whole = [
+    def whole(model: str) -> list[int]:
+        """The scales at which all runs of a model finished at settled rates."""
+        return [
             index
             for index, (scale, found) in enumerate(zip(scales, losses))
             if np.isfinite(found[model]).all() and model not in scale.unsettled
         ]
-        places = [float(scales[index].flops[model]) for index in whole]
-        fit = Fit(places, [losses[index][model] for index in whole], [groups[index] for index in whole])
-        return whole, fit, fit.law([names[index] for index in whole], 1 - alpha)
 
-    whole, fit, law, law_note = [], None, None, ""
+    def fit_law(model: str) -> Law:
+        chosen = whole(model)
+        fit = Fit(
+            [float(scales[index].flops[model]) for index in chosen],
+            [losses[index][model] for index in chosen],
+            [groups[index] for index in chosen],
+        )
+        return fit.law([names[index] for index in chosen], 1 - alpha)
+
+    law, law_note, curve, multiplier_note = None, "", None, ""
     try:
-        whole, fit, law = fit_law(baseline)
+        law = fit_law(baseline)
     except ValueError as error:
         law_note = str(error)
     laws = {} if law is None else {baseline: law}
+    measured = whole(baseline)
+    try:
+        curve = LossCurve(
+            *([given[index] for index in measured] for given in (names, flops, [found[baseline] for found in losses], groups))
+        )
+    except ValueError as error:
+        multiplier_note = str(error)
 
     decades, models = np.log10(flops), {}
     for model in (name for name in scales[0].losses if name != baseline):
@@ -214,10 +232,12 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             note = _obstacle(scale, baseline, model, found)
             if note:
                 step = replace(step, note=note)
-            elif fit is None:
-                step = replace(step, note="no law")
+            elif curve is None:
+                step = replace(step, note="none")
             else:
-                multiplier, interval = fit.multiplier(whole.index(index), found[baseline] - found[model], step.flops, 1 - alpha)
+                multiplier, interval = curve.multiplier(
+                    measured.index(index), found[baseline] - found[model], step.flops, 1 - alpha
+                )
                 is_beyond = multiplier is None or None in (interval or ())
                 step = replace(step, multiplier=multiplier, multiplier_interval=interval, note="beyond" * is_beyond)
             steps[scale.name] = step
@@ -229,11 +249,11 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             differences = [found[baseline] - found[model] for found in losses]
             percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
             models[model] = _test(steps, decades, percents, groups, 1 - alpha)
-            if fit is not None and all(step.multiplier is not None for step in steps.values()):
-                slope, interval = fit.multiplier_slope(differences, [step.flops for step in steps.values()], 1 - alpha)
+            if curve is not None and all(step.multiplier is not None for step in steps.values()):
+                slope, interval = curve.slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
         with suppress(ValueError):
-            laws[model] = fit_law(model)[2]
+            laws[model] = fit_law(model)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     corrected = zip(holm(trend.p for trend in tested.values()), holm(trend.holding_p for trend in tested.values()))
     for (name, trend), (holm_p, holm_holding_p) in zip(tested.items(), corrected):
@@ -246,6 +266,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
         law=law,
         law_note=law_note,
+        multiplier_note=multiplier_note,
         laws=laws,
         models=models,
     )
@@ -303,7 +324,9 @@ def _test(
     of_change = of_slope * (decades[-1] - decades[0])
     of_top = np.eye(len(decades))[-1] * HOLDING_SHARE * (1 if percents[-1].mean() > 0 else -1)
     extrapolation = None
-    if len(decades) >= SCALES_OF_AN_EXTRAPOLATION:
+    low, high = list(steps.values())[-1].improvement_interval
+    at_top = slope.value * (decades[-1] - decades.mean()) + float(np.mean([values.mean() for values in percents]))
+    if len(decades) >= SCALES_OF_AN_EXTRAPOLATION and low <= at_top <= high:
         end = decades[-1] + REACH
         further = weigh(1 / len(decades) + of_slope * (end - decades.mean()))
         extrapolation = Extrapolation(float(10.0**end), further.value, further.interval(confidence))

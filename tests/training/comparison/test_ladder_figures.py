@@ -142,7 +142,6 @@ def test_bowls_are_means_over_seeds(ladder):
 
 def test_small_ladders_have_fewer_figures():
     ladder = make_ladder(scales=2, seeds=1, diverged=None)
-    assert draw_multipliers(ladder) is None
     assert not [*draw_losses(ladder).axes[0].texts, *draw_improvements(ladder).axes[0].texts]  # nothing is extrapolated
     for content in ladder["scales"].values():
         for model in content["models"].values():

@@ -20,7 +20,7 @@ from modeling_nlq.training.comparison.ladder import gather_ladder
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
-from modeling_nlq.training.comparison.statistics import analyse, rate_gap
+from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
 from modeling_nlq.training.comparison.wording import noise_floor_sentence, protocol_sentences, selection_sentences
 
 
@@ -436,6 +436,8 @@ def check_statistics(results: dict[str, Any]) -> None:
     for model in models.values():
         tried, reported = ([run["validation_loss"] for run in model[kind]] for kind in ("tried", "runs"))
         assert model["rate_gap"] == (rate_gap(tried, reported) if results["rate_choice"] == "sweep" else None)
+    if None not in (parts := [run.get("test_loss_parts") for run in models[results["baseline"]]["runs"]]):
+        assert results["noise_from_text"] == pytest.approx(noise_from_text(parts))
     runs = [run for model in models.values() for run in [*model["tried"], *model["runs"]]]
     assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
 

@@ -349,7 +349,7 @@ class TestNoiseFromText:
         parts = 3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
         assert noise_from_text(parts) == pytest.approx(expected, rel=0.05, abs=1e-9)
 
-    @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 50)], ids=str)
+    @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 10)], ids=str)
     def test_is_that_of_a_regression(self, shape):
         """By the residuals of least squares on a dummy variable for each seed and each part, with and without the seeds."""
         parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
@@ -363,6 +363,13 @@ class TestNoiseFromText:
         whole, without = residual(np.hstack([by_seed, by_part])), residual(by_part)
         f = ((without - whole) / (seeds - 1)) / (whole / ((seeds - 1) * (count - 1)))
         assert noise_from_text(parts.tolist()) == pytest.approx(1 / f) and f > 1
+
+    def test_counts_what_neighbouring_parts_share(self):
+        """Documents of five parts each: the text's share of the variance is that of ten documents, not of 50 parts."""
+        random = np.random.default_rng(0)
+        documents = np.repeat(random.normal(0, 0.05, (4000, 10)), 5, axis=1)
+        parts = 3.5 + random.normal(0, 0.01, (4000, 1)) + documents
+        assert noise_from_text(parts) == pytest.approx(0.05**2 / 10 / (0.05**2 / 10 + 0.01**2), rel=0.05)
 
     def test_is_at_most_1(self):
         assert noise_from_text([[3.0, 4.0], [4.001, 3.0]]) == 1.0

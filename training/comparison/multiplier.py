@@ -1,0 +1,153 @@
+"""The compute multiplier: how many times the compute of a model the baseline would need to be as good.
+
+It is read from a curve through the baseline's mean losses, so it needs no law of compute. `log` is the natural logarithm.
+"""
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
+
+from modeling_nlq.training.comparison.law import REACH
+from modeling_nlq.training.comparison.noise import Interval, add_means, merge_groups
+
+
+# Of a mean loss, relative, for the derivatives of the delta method
+_STEP = 1e-5
+
+
+class LossCurve:
+    """The loss of the baseline over compute, and the multipliers that are read from it.
+
+    The curve is the monotone cubic interpolation of log loss over log compute through the means of the scales (Fritsch and
+    Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as those of a power
+    law do: then the slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1, h_1 are the slope and the length of the
+    line through the last two means, s_2, h_2 those of the line before. Beyond the ladder the curve goes on with the slope at
+    its end. With two scales it is a line.
+
+    A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is a sum of
+    means, and `add_means` gives the noise of that sum (delta method).
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        flops: Sequence[float],
+        losses: Sequence[np.ndarray],
+        groups: Sequence[Hashable] | None = None,
+    ):
+        """Checks that there is a curve.
+
+        Args:
+            names: of the scales, for messages.
+            flops: of the baseline's run at each scale, rising.
+            losses: of the baseline at each scale `(seed,)`, in nats.
+            groups: of each scale; scales of one group share noise. By default, each is independent.
+
+        Raises:
+            ValueError: if there are too few scales, or the mean loss does not fall; the message is a sentence.
+        """
+        if len(losses) < 2:
+            raise ValueError(
+                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished, "
+                f"not {len(losses)}."
+            )
+        self.groups = range(len(losses)) if groups is None else groups
+        self.log_flops = np.log(flops)
+        self.losses = losses
+        means = np.array([values.mean() for values in losses])
+        for (name, loss), (next_name, next_loss) in itertools.pairwise(zip(names, means)):
+            if next_loss >= loss:
+                raise ValueError(
+                    f"There are no compute multipliers: the baseline's loss does not fall from {name} to {next_name}."
+                )
+        self._curve = _Curve(self.log_flops, means)
+        # With each mean a little lower and higher
+        self._shifted = [[_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in _STEP * np.diag(means)]
+
+    def multiplier(
+        self, scale: int, differences: np.ndarray, flops: float, confidence: float
+    ) -> tuple[float | None, Interval | None]:
+        """The multiplier M = C' / C_k of a model, where the curve at C' has the mean loss of the model.
+
+        Only the difference from the baseline enters, so noise that the runs of a seed share cancels.
+
+        Args:
+            scale: index of the scale.
+            differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
+            flops: C_k, of the model's run.
+            confidence: level of the interval.
+
+        Returns:
+            The multiplier and its interval. None stands for a value for which C' lies more than `REACH` decades beyond the
+            ladder, and for the interval if a scale has a single seed.
+        """
+        rise, parts = self._rise(scale, differences)
+        estimate = add_means(merge_groups(parts, self.groups), rise)
+        place, reach = self.log_flops[scale], REACH * math.log(10)
+
+        def relative(rise: float) -> float | None:
+            is_within = self.log_flops[0] - reach <= place + rise <= self.log_flops[-1] + reach
+            return math.exp(place + rise) / flops if is_within else None
+
+        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
+
+    def slope(
+        self, differences: Sequence[np.ndarray], flops: Sequence[float], confidence: float
+    ) -> tuple[float, Interval | None]:
+        """The slope of the least-squares line through log10 of the multipliers, per decade of compute, and its interval.
+
+        Arguments are those of `multiplier`, for every scale; each must have a multiplier.
+        """
+        centred = self.log_flops - self.log_flops.mean()
+        weights = centred / (centred @ centred)
+        rises, parts = zip(*(self._rise(scale, values) for scale, values in enumerate(differences)))
+        value = float(weights @ (np.array(rises) + self.log_flops - np.log(flops)))
+        summed = [sum(weight * part for weight, part in zip(weights, of_scale)) for of_scale in zip(*parts)]
+        estimate = add_means(merge_groups(summed, self.groups), value)
+        return value, estimate and estimate.interval(confidence)
+
+    def _rise(self, scale: int, differences: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        """log(C' / C_0), and what each seed adds to it, at each scale `(seed,)`."""
+        difference = float(differences.mean())
+        place, slope = self._curve.place(scale, difference)
+        parts = []
+        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
+            change = above.place(scale, difference)[0] - below.place(scale, difference)[0]
+            parts.append(change / (2 * _STEP * mean) * values)
+        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
+        return place - float(self.log_flops[scale]), parts
+
+
+class _Curve:
+    """The monotone curve through some means."""
+
+    def __init__(self, log_flops: np.ndarray, means: np.ndarray):
+        self.log_flops, self.means, self.log_means = log_flops, means, np.log(means)
+        self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
+
+    def place(self, scale: int, difference: float) -> tuple[float, float]:
+        """log C at which the loss is lower than the mean of a scale by so many nats, and the slope of the curve there."""
+        log_loss = math.log(self.means[scale] - difference)
+        for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
+            if is_beyond:
+                slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
+                return start + (log_loss - float(self.log_means[end])) / slope, slope
+        place = float(self.log_loss.solve(log_loss, extrapolate=False)[0])
+        return place, float(self.log_loss(place, 1))
+
+
+def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:
+    """The slopes of the curve at the scales (see `LossCurve`)."""
+    lengths = np.diff(log_flops)
+    secants = np.diff(log_means) / lengths
+    if len(secants) == 1:
+        return np.repeat(secants, 2)
+    slopes = PchipInterpolator(log_flops, log_means)(log_flops, 1)
+    for end, first, second in ((0, 0, 1), (-1, -1, -2)):
+        power = lengths[first] / (lengths[first] + lengths[second])
+        # Three times the slope of the line is as steep as a monotone cubic may be (Fritsch and Carlson 1980)
+        slopes[end] = max(secants[first] * (secants[first] / secants[second]) ** power, 3 * secants[first])
+    return slopes
