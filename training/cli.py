@@ -119,10 +119,12 @@ def make_parser() -> argparse.ArgumentParser:
     text.add_argument("--dataset", help="as in a recipe; its validation split is evaluated. By default python-stdlib")
     text.add_argument("--dataset_config")
     text.add_argument("--text_column", help="by default text")
-    text.add_argument("--validation_fraction", type=float, help="as in a recipe; by default a local file is evaluated whole")
+    text.add_argument(
+        "--validation_fraction", type=float, help="as in a recipe; by default that of the run. A local file is evaluated whole"
+    )
     text.add_argument("--max_validation_documents", type=int, help="evaluate at most this many documents")
     text.add_argument("--block_size", type=int, help="in tokens; by default the model's context")
-    text.add_argument("--packing", choices=["stream", "documents"], help="as in a recipe; by default stream")
+    text.add_argument("--packing", choices=["stream", "documents"], help="as in a recipe; by default that of the run")
     tasks = command.add_argument_group("tasks")
     tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks or groups, or YAML files of lm_eval")
     tasks.add_argument("--num_fewshot", type=int, help="solved examples before each item; by default as the task says")
@@ -223,6 +225,7 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
+    from modeling_nlq.training.comparison.estimate import machine_warning
     from modeling_nlq.training.comparison.ladder_report import describe_ladder
     from modeling_nlq.training.comparison.plan import Ladder
     from modeling_nlq.training.comparison.reading import load_comparison
@@ -249,6 +252,8 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         return
     if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
+        if arguments.engine == "local" and (warning := machine_warning(comparison)):
+            print(f"warning: {warning}", flush=True)
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
         outcome = describe_ladder(results) if isinstance(comparison, Ladder) else describe(results)
@@ -265,10 +270,10 @@ def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
-def _describe(metrics: dict) -> str:
+def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
     if metrics.get("diverged_at") is not None:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
-    parts = [f"held-out perplexity {metrics['eval_perplexity']:.2f}"]
+    parts = [f"{kind} {metrics['eval_perplexity']:.2f}"]
     if metrics.get("unigram_perplexity"):
         parts.append(f"unigram baseline {metrics['unigram_perplexity']:.2f}")
     parts.append(f"loss {metrics['eval_loss']:.4f} nats per token")
@@ -312,7 +317,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         from modeling_nlq.training.run.evaluation import evaluate
 
         metrics = evaluate(arguments.model, **of_text, batch_size=arguments.batch_size)
-        print(f"{arguments.model}: {_describe(metrics)}")
+        print(f"{arguments.model}: {_describe(metrics, 'perplexity')}")  # of text that may not be held out, if it is a file
         return
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find, suggestion
-from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, read_json
+from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, read_json, read_yaml
 from modeling_nlq.training.parameters import listed
 from modeling_nlq.training.text import first_line, one_line
 
@@ -70,6 +70,19 @@ def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | N
     except OSError:  # no such folder, or no such model on the Hub
         return None
     return None if path is None else read_json(Path(path))
+
+
+def read_recipe_of(name: str) -> dict[str, Any] | None:
+    """The recipe beside a saved model; `None` if there is none.
+
+    Args:
+        name: a folder or a Hub name.
+    """
+    try:
+        path = cached_file(name, RECIPE_FILE, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such folder, or no such model on the Hub
+        return None
+    return None if path is None else read_yaml(Path(path))
 
 
 def added_parameters(model: str) -> list[str]:

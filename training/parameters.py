@@ -40,7 +40,7 @@ def measure(
     A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
     products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
     for causality), as does, of linear attention, each of the `2 * head_dim` products with its state. Norms, activations and
-    the softmax are not counted.
+    the softmax are not counted. Of a mixture of experts, those count that a token passes through.
 
     Args:
         config: configuration of the model.
@@ -49,7 +49,7 @@ def measure(
         prepare: applied to the model before it is measured, as `Recipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend.
+        ValueError, ImportError: if the model cannot be made with this backend, or its FLOPs are not known.
     """
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
@@ -80,29 +80,44 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device."""
+    """Measures a model with any head; it may be on the meta device.
+
+    Raises:
+        ValueError: if the model has no attention heads, so that its FLOPs are not known.
+    """
     config, head = model.config, model.get_output_embeddings()
+    if not hasattr(config, "num_attention_heads"):
+        raise ValueError(f"the FLOPs of a model of type {config.model_type!r} are not known: it has no num_attention_heads")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
         embeddings.add(id(head.weight))
     parameters = list(model.parameters())
-    body = [parameter for parameter in parameters if id(parameter) not in embeddings]
+    body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
-    matrices = [parameter for parameter in body if parameter.ndim >= 2]
-    matrices += [] if head is None else [head.weight]
-    matrix_operations = sum((6 if matrix.requires_grad else 4) * matrix.numel() for matrix in matrices)
+    matrix_operations = 0 if head is None else _operations(head.weight)
+    for name, parameter in body.items():
+        if parameter.ndim >= 2:
+            is_of_experts = parameter.ndim == 3 and ".experts." in name
+            share = config.num_experts_per_tok / len(parameter) if is_of_experts else 1
+            matrix_operations += round(share * _operations(parameter))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
     spans = 0
     for kind, sizes in zip(*get_layer_types_and_kwargs(config)):
         spans += head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
-    products = 2 * spans * config.num_attention_heads * head_dim
+    # Those with keys and with values, whose heads differ in multi-head latent attention
+    widths = getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
+    products = spans * config.num_attention_heads * sum(widths)
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
-        non_embedding=sum(parameter.numel() for parameter in body),
+        non_embedding=sum(parameter.numel() for parameter in body.values()),
         flops_per_token=matrix_operations + 6 * products,
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     )
+
+
+def _operations(matrix: torch.nn.Parameter) -> int:
+    return (6 if matrix.requires_grad else 4) * matrix.numel()
 
 
 def matching_intermediate_size(

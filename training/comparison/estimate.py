@@ -19,7 +19,7 @@ from modeling_nlq.training.comparison.statistics import smallest_difference
 from modeling_nlq.training.files import RESULTS_FILE, read_json
 from modeling_nlq.training.models import is_saved_model, load_config
 from modeling_nlq.training.run.data import BlockCollator
-from modeling_nlq.training.run.recipe import resolve_recipe
+from modeling_nlq.training.run.recipe import emulated_bf16, resolve_recipe
 from modeling_nlq.training.storage import open_folder
 from modeling_nlq.training.text import duration, first_line
 
@@ -63,6 +63,8 @@ def describe_estimate(
         threads: of a run; by default as many as PyTorch takes.
         noise_floors: by scale, in percent of the loss (see `read_noise_floors`).
     """
+    if warning := machine_warning(plan):
+        yield f"warning: {warning}"
     scales, totals = _scales(plan), []
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
@@ -95,6 +97,12 @@ def describe_estimate(
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
     if not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
+
+
+def machine_warning(plan: Comparison | Ladder) -> str | None:
+    """A warning if a model is to be trained in bfloat16 on a CPU that emulates it."""
+    variants = (variant for comparison in _scales(plan).values() for variant in comparison.variants.values())
+    return next(filter(None, (emulated_bf16(variant.content["training"]) for variant in variants)), None)
 
 
 def _describe_difference(comparison: Comparison, floor: float | None) -> str:

@@ -390,6 +390,12 @@ def _read_model(
         math.ceil(arguments.max_steps * given) if given < 1 else given  # as Trainer reads a share of all steps
         for given in (arguments.save_steps, arguments.logging_steps)
     )
+    strategies = arguments.save_strategy.value, arguments.logging_strategy.value
+    if strategies[0] != "no" and strategies not in (("steps", "steps"), ("epoch", "epoch")):
+        raise ValueError(
+            f"{source}: save_strategy={strategies[0]} and logging_strategy={strategies[1]} must both be steps or both epoch, "
+            "or a run that is interrupted would report another training loss"
+        )
     if arguments.save_strategy == "steps" and save_steps % logging_steps:
         raise ValueError(
             f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run that is "

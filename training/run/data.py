@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_nlq.training.files import read_json, write_text, written_whole
 from modeling_nlq.training.run.documents import check_text, load_documents
@@ -213,3 +213,24 @@ class BlockCollator:
             batch["position_ids"] = index - torch.where(starts, index, 0).cummax(dim=-1).values
             batch["labels"] = batch["labels"].masked_fill(starts, -100)
         return batch
+
+
+@torch.no_grad()
+def check_restart(model: PreTrainedModel) -> None:
+    """Checks that attention restarts where positions do, which is up to the model: OPT and Bloom see the document before.
+
+    Args:
+        model: on the CPU.
+
+    Raises:
+        ValueError: if a document's logits depend on the one before it.
+    """
+    was_training = model.training
+    input_ids = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]]) % model.get_input_embeddings().num_embeddings
+    logits = model.eval()(input_ids=input_ids, position_ids=torch.tensor([[0, 1, 0, 1]]).expand(2, -1), use_cache=False).logits
+    model.train(was_training)
+    if not torch.allclose(logits[0, 2:], logits[1, 2:], atol=1e-5, rtol=1e-4):
+        raise ValueError(
+            f"packing='documents' needs a model whose attention restarts where positions do, and that of type "
+            f"{model.config.model_type!r} does not; set packing: stream"
+        )

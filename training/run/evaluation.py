@@ -9,7 +9,7 @@ import torch
 from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from modeling_nlq.training.models import load_model
+from modeling_nlq.training.models import load_model, read_recipe_of
 from modeling_nlq.training.run.data import BlockCollator, make_blocks
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
@@ -84,42 +84,54 @@ def evaluate(
     validation_fraction: float | None = None,
     max_validation_documents: int | None = None,
     block_size: int | None = None,
-    packing: Literal["stream", "documents"] = "stream",
+    packing: Literal["stream", "documents"] | None = None,
     batch_size: int = 8,
 ) -> dict[str, float]:
-    """Evaluates a saved model on held-out text.
+    """Evaluates a saved model on text that it was not trained on.
+
+    If the recipe beside the model names the same dataset, its `validation_fraction`, `max_validation_documents` and `packing`
+    are the defaults. A local file is evaluated whole, whatever the model was trained on.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
         dataset: as in a recipe; its validation split is evaluated.
         dataset_config: the configuration of a Hub dataset.
         text_column: the dataset's column of text.
-        validation_fraction: as in a recipe; by default 0.02, and a local file is evaluated whole.
+        validation_fraction: as in a recipe; else 0.02.
         max_validation_documents: evaluate at most this many documents.
         block_size: in tokens; by default the model's context.
-        packing: as in a recipe.
+        packing: as in a recipe; else "stream".
         batch_size: blocks per device.
 
     Returns:
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed.
 
     Raises:
-        ValueError: for a model or a dataset that cannot be loaded.
+        ValueError: for a model or a dataset that cannot be loaded, and a share of the dataset that the model was trained on.
     """
     name, dataset = str(model), str(dataset)
     loaded, tokenizer = load_model(name)
+    is_whole = validation_fraction is None and Path(dataset).is_file()
+    own = read_recipe_of(name) or {}
+    if is_whole or own.get("dataset", Recipe.dataset) != dataset:
+        own = {}
+    held_out = own.get("validation_fraction", Recipe.validation_fraction) + own.get("test_fraction", Recipe.test_fraction)
+    if own and validation_fraction is not None and validation_fraction > held_out + 1e-9:
+        raise ValueError(
+            f"validation_fraction={validation_fraction}: model {name!r} was trained on {dataset} but for a share of "
+            f"{held_out:g}"
+        )
     recipe = Recipe(
         model=name,
         tokenizer=name,
         dataset=dataset,
         dataset_config=dataset_config,
         text_column=text_column,
-        validation_fraction=0.02 if validation_fraction is None else validation_fraction,
-        max_validation_documents=max_validation_documents,
+        validation_fraction=own.get("validation_fraction", 0.02) if validation_fraction is None else validation_fraction,
+        max_validation_documents=max_validation_documents or own.get("max_validation_documents"),
         block_size=block_size or loaded.config.max_position_embeddings,
-        packing=packing,
+        packing=packing or own.get("packing", "stream"),
     )
-    is_whole = validation_fraction is None and Path(dataset).is_file()
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole)
 
 

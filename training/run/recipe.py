@@ -310,6 +310,17 @@ def _device_defaults(training: dict[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+def emulated_bf16(training: Mapping[str, Any]) -> str | None:
+    """A warning if bfloat16 is asked for on a CPU without instructions for it, where PyTorch is much slower than in float32.
+
+    Args:
+        training: fields of `TrainingArguments`.
+    """
+    if not training.get("bf16") or torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: false"
+
+
 def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     """Finds every conflict between settings before anything heavy starts.
 

@@ -17,15 +17,13 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 from scipy.special import softmax
-from transformers.utils import cached_file
 
-from modeling_nlq.training.files import RECIPE_FILE, read_yaml
+from modeling_nlq.training.models import read_recipe_of
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 
@@ -296,12 +294,9 @@ def check_unseen(model: str) -> None:
     Args:
         model: folder or Hub name. Nothing is known of a model without a recipe.
     """
-    try:
-        path = cached_file(model, RECIPE_FILE, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return
-    if path is not None:
-        check_held_out(read_yaml(Path(path)), f"model {model!r} was trained")
+    recipe = read_recipe_of(model)
+    if recipe is not None:
+        check_held_out(recipe, f"model {model!r} was trained")
 
 
 def check_held_out(recipe: Mapping[str, Any], who: str) -> None:

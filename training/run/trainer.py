@@ -47,10 +47,10 @@ from modeling_nlq.training.files import (
 from modeling_nlq.training.models import is_saved_model, load_config, read_conversion
 from modeling_nlq.training.parameters import Size, measure, size_of
 from modeling_nlq.training.run.checkpoints import checkpoint_to_resume
-from modeling_nlq.training.run.data import BlockCollator, Blocks, prepare_data, unigram_perplexity
+from modeling_nlq.training.run.data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.run.lora import merge_lora
-from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, load_recipe, unused_rows
+from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, emulated_bf16, load_recipe, unused_rows
 from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.run.stability import StabilityCallback
 from modeling_nlq.training.run.tokenization import check_vocabulary, vocabulary_size
@@ -148,8 +148,9 @@ def train_recipe(
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return read_json(folder / METRICS_FILE)
-    if is_main_process and (warning := unused_rows(recipe, config)):
-        logger.warning(warning)
+    if is_main_process:
+        for warning in filter(None, (unused_rows(recipe, config), emulated_bf16(vars(arguments)))):
+            logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
     size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.choose_trained)
     with full_disk_named(folder):
@@ -235,6 +236,9 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
+    # Of NLQ, tests show it; other backends than these need a GPU
+    if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
+        check_restart(model)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     trainer = _make_trainer(resolved, model, tokenizer, blocks, record)
@@ -260,7 +264,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not is_saved_model(recipe.model):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
+        return _name_loss(AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation))
     model, found = AutoModelForCausalLM.from_pretrained(
         recipe.model,
         config=config,
@@ -273,7 +277,13 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
             f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    return recipe.choose_trained(model)
+    return recipe.choose_trained(_name_loss(model))
+
+
+def _name_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """Names the loss of a class without one, such as `GPT2LMHeadModel`: Trainer would divide it by too many tokens."""
+    model.loss_type = model.loss_type or "ForCausalLM"
+    return model
 
 
 def _make_trainer(

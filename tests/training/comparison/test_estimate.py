@@ -11,9 +11,15 @@ from transformers import Trainer
 
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison import estimate
-from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors, seconds_per_token
+from modeling_nlq.training.comparison.estimate import (
+    describe_estimate,
+    machine_warning,
+    read_noise_floors,
+    seconds_per_token,
+)
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import smallest_difference
+from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
 
 
@@ -186,3 +192,12 @@ class TestNoiseFloor:
     def test_needs_dry_run(self, make_file, capsys):
         assert main(["compare", make_file(), "--noise-floor", "1"]) == 1
         assert capsys.readouterr().err == "nlq: error: --noise-floor needs --dry-run\n"
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_bf16_that_the_cpu_emulates(make_file, monkeypatch, is_native):
+    monkeypatch.setattr(recipe.torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    warning = machine_warning(load_comparison(make_file(training={**TRAINING, "bf16": True})))
+    assert warning is None if is_native else warning.startswith("bf16=True: this CPU has no instructions for bfloat16")
+    assert machine_warning(load_comparison(make_file(training=TRAINING))) is None

@@ -113,6 +113,10 @@ class TestBadInput:
             ({"models": {"base": None, "x": {"training": {"max_step": 1}}}}, "model 'x': training: unknown field 'max_step'"),
             ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
             ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
+            (
+                {"training": {"max_steps": 12, "save_strategy": "epoch"}},
+                "save_strategy=epoch and logging_strategy=steps must",
+            ),
             ({"training": {"max_steps": 12, "per_device_train_batch_size": 0}}, "must be at least 1"),
             ({"seeds": [2**32]}, "seeds="),
             ({"seeds": [True]}, "seeds="),

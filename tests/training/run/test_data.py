@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from support.corpora import RIGHT, byte_tokenizer, write_documents
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, LlamaConfig, OPTConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training.cli import main
-from modeling_nlq.training.run.data import BlockCollator, make_blocks, unigram_perplexity
+from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, unigram_perplexity
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.tokenization import make_tokenizer
@@ -128,3 +128,15 @@ def test_stream_too_small_for_a_block(recipe_file, tmp_path, capsys):
     arguments += ["--max_validation_documents", "2", "--output_dir", str(tmp_path / "run")]
     assert main(arguments) == 1
     assert "small.jsonl' has too few tokens in a split: block_size=64 fits none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, GPT2Config, NLQConfig, OPTConfig])
+def test_models_whose_attention_restarts_with_positions(kind):
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "dropout": 0.1}
+    model = AutoModelForCausalLM.from_config(kind(**sizes, max_position_embeddings=8)).train()
+    if kind is OPTConfig:
+        with pytest.raises(ValueError, match="that of type 'opt' does not; set packing: stream"):
+            check_restart(model)
+    else:
+        check_restart(model)
+    assert model.training

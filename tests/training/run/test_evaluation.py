@@ -1,13 +1,16 @@
 """Metrics of a language model, and `nlq evaluate`."""
 
 import math
+import shutil
 
 import pytest
 import torch
+import yaml
 from support.corpora import write_documents
 from transformers import EvalPrediction
 
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.run import evaluation
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 
 
@@ -43,7 +46,30 @@ def test_evaluate_takes_a_small_file_whole(run, corpus, tmp_path, capsys):
     path = tmp_path / "few.jsonl"
     path.write_text("".join(corpus.read_text().splitlines(keepends=True)[:2]))
     assert main(["evaluate", str(run[0]), "--dataset", str(path)]) == 0
-    assert "held-out perplexity" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{run[0]}: perplexity ")  # which may have been trained on
+
+
+class TestOwnDataset:
+    """A model whose recipe names the dataset: nothing that it was trained on counts as held out."""
+
+    @pytest.fixture
+    def own(self, run, tmp_path, monkeypatch):
+        folder = shutil.copytree(run[0], tmp_path / "run")
+        recipe = {"dataset": "python-stdlib", "validation_fraction": 0.003, "test_fraction": 0.004, "packing": "documents"}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest: recipe)
+        return folder
+
+    def test_its_recipe_gives_the_defaults(self, own):
+        recipe = evaluation.evaluate(own)
+        assert (recipe.validation_fraction, recipe.packing) == (0.003, "documents")
+        recipe = evaluation.evaluate(own, validation_fraction=0.007, packing="stream")
+        assert (recipe.validation_fraction, recipe.packing) == (0.007, "stream")
+        assert evaluation.evaluate(own, dataset="owner/other").validation_fraction == 0.02
+
+    def test_documents_it_was_trained_on(self, own):
+        with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
+            evaluation.evaluate(own, validation_fraction=0.02)
 
 
 def test_at_most_as_many_documents_as_given_are_evaluated(run, tmp_path, capsys):

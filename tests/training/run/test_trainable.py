@@ -44,6 +44,20 @@ def upcycled(gpt2):
     return gpt2.with_name("upcycled")
 
 
+def test_the_training_loss_of_a_stock_model(gpt2, recipe_file, tmp_path):
+    """Its class names no loss, and Trainer alone would count the first token of each block, which has no prediction."""
+    config = GPT2Config.from_pretrained(gpt2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path / "gpt2")
+    convert(tmp_path / "gpt2", tmp_path / "nlq")
+    losses = []
+    for name in ("gpt2", "nlq"):
+        given = {"model": tmp_path / name, "tokenizer": tmp_path / name, "output_dir": tmp_path / f"{name}-run"}
+        train(recipe_file, **given, max_steps=2, logging_steps=1, save_strategy="no")
+        losses.append(logged_losses(given["output_dir"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def tune(upcycled, recipe_file):
     """The recipe that trains what is new in it."""
