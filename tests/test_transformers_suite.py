@@ -176,6 +176,7 @@ DESELECTED = (
 
 # Tests that run in `make test-all` only, and the configurations that this holds for: the others show the same faults.
 SLOW = (
+    ("test_*", ("identity-sigmoid", "nonlinear-squared-post", "nonlinear-entmax15")),
     ("test_eager_matches_sdpa_inference_*_no_attn_mask*", EVERY),
     ("test_eager_matches_sdpa_inference_*_sdpa_kernels", EVERY[1:]),
     ("test_training_overfit", EVERY[1:]),

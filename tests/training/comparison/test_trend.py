@@ -470,16 +470,26 @@ class TestErrors:
             analyse_trend(self.GOOD, "base", 1.0)
 
 
-def test_intervals_hold():
+def test_a_bootstrap_would_be_too_narrow():
+    """95 % percentile intervals of a mean, over all resamples or many."""
+    random = np.random.default_rng(0)
+    for seeds, expected in ((3, 0.74), (5, 0.84)):
+        samples, chosen = random.standard_normal((4000, seeds)), random.integers(seeds, size=(2000, seeds))
+        low, high = np.percentile(samples[:, chosen].mean(axis=2), (2.5, 97.5), axis=1)
+        assert ((low <= 0) & (high >= 0)).mean() == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 1.3])
+def test_intervals_hold(multiplier):
     """200 ladders of three seeds: intervals of the multiplier at every scale, and slopes of nothing."""
     random, held, wrong = np.random.default_rng(5), np.zeros((200, 4)), np.zeros(200)
     for index in range(200):
         base = [law(flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
-        model = [law(1.3 * flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
+        model = [law(multiplier * flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
         curve = LossCurve("abcd", FLOPS, base)
         for scale, flops in enumerate(FLOPS):
             low, high = curve.multiplier(scale, base[scale] - model[scale], flops, 0.95)[1]
-            held[index, scale] = (low or 0.0) <= 1.3 <= (high or math.inf)
+            held[index, scale] = (low or 0.0) <= multiplier <= (high or math.inf)
         weights = random.permutation([-0.9, -0.3, 0.3, 0.9])
         noise = [deviation * random.standard_normal(3) for deviation in (4.0, 1.0, 1.0, 1.0)]
         wrong[index] = add_means([weight * sample for weight, sample in zip(weights, noise)]).p() < 0.05
