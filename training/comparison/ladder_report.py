@@ -29,13 +29,11 @@ from modeling_nlq.training.text import align
 TEMPLATE = "ladder.html.jinja"
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
-    "better. The slope is that of a line through the scales. Holm p is that of the slope, and for *holds* that of a change by "
-    "half of the improvement. The last column extrapolates the line by one decade of compute beyond the largest scale, unless "
-    "it misses the interval there. It is no measurement."
+    "better. The slope is that of a line through the scales. Holm p is that of the slope, and for a trend that holds, that of "
+    "a change by half of the improvement. The last column extrapolates the line by one decade of compute beyond the largest "
+    "scale, unless it misses the interval there. It is no measurement."
 )
-_DIFFERENCES_CAPTION = (
-    "The same improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
-)
+_DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
 _MULTIPLIERS_CAPTION = (
     "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
     "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
@@ -266,9 +264,9 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "## The trend over scales",
         markdown_table(improvement_rows(results)),
         _IMPROVEMENTS_CAPTION,
+        *([markdown_table(multipliers), _MULTIPLIERS_CAPTION] if multipliers else []),
         markdown_table(difference_rows(results)),
         _DIFFERENCES_CAPTION,
-        *([markdown_table(multipliers), _MULTIPLIERS_CAPTION] if multipliers else []),
         "\n".join(f"* {sentence}" for sentence in trend_protocol(results)),
         *(
             f"## {_FIGURES[figure][0]}\n\n![{_FIGURES[figure][0]}](figures/{figure}.png)\n\n{_FIGURES[figure][1]}"
