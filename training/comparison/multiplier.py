@@ -14,7 +14,7 @@ from modeling_nlq.training.comparison.law import REACH
 from modeling_nlq.training.comparison.noise import Interval, add_means, merge_groups
 
 
-# Of a mean loss, relative, for the derivatives of the delta method
+# Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two scales
 _STEP = 1e-5
 
 
@@ -24,8 +24,8 @@ class LossCurve:
     The curve is the monotone cubic interpolation of log loss over log compute through the means of the scales (Fritsch and
     Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as those of a power
     law do: then the slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1, h_1 are the slope and the length of the
-    line through the last two means, s_2, h_2 those of the line before. Beyond the ladder the curve goes on with the slope at
-    its end. With two scales it is a line.
+    line through the two means at this end, s_2, h_2 those of the line beside it. Beyond the ladder the curve goes on with the
+    slope at its end. With two scales it is a line.
 
     A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is a sum of
     means, and `add_means` gives the noise of that sum (delta method).
@@ -64,8 +64,11 @@ class LossCurve:
                     f"There are no compute multipliers: the baseline's loss does not fall from {name} to {next_name}."
                 )
         self._curve = _Curve(self.log_flops, means)
+        self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
         # With each mean a little lower and higher
-        self._shifted = [[_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in _STEP * np.diag(means)]
+        self._shifted = [
+            [_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in self._step * np.diag(means)
+        ]
 
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
@@ -116,7 +119,7 @@ class LossCurve:
         parts = []
         for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
             change = above.place(scale, difference)[0] - below.place(scale, difference)[0]
-            parts.append(change / (2 * _STEP * mean) * values)
+            parts.append(change / (2 * self._step * mean) * values)
         parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
         return place - float(self.log_flops[scale]), parts
 
