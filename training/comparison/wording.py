@@ -102,7 +102,9 @@ def noise_floor_sentence(results: dict[str, Any]) -> str:
     if share is None:
         return f"{sentence}."
     text = "the test text" if results["test_tokens"] is None else f"the test text of {results['test_tokens']:,} tokens"
-    percent = "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+    if share > 0.995:
+        return f"{sentence}; all of this variance may come from the choice of {text}."
+    percent = "less than 1 %" if share < 0.005 else f"about {100 * share:.0f} %"
     return f"{sentence}; {percent} of this variance comes from the choice of {text}, the rest from training."
 
 

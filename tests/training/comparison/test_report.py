@@ -335,9 +335,10 @@ def test_terminal_has_a_line_for_each_model(results):
         (
             0.1234,
             222336,
-            " 12 % of this variance comes from the choice of the test text of 222,336 tokens, the rest from training.",
+            " about 12 % of this variance comes from the choice of the test text of 222,336 tokens, the rest from training.",
         ),
         (0.001, None, "; less than 1 % of this variance comes from the choice of the test text, the rest from training."),
+        (1.0, None, "; all of this variance may come from the choice of the test text."),
         (None, 1000, "(standard deviation)."),
     ],
 )
