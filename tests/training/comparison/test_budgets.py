@@ -195,6 +195,7 @@ class TestRuns:
         run_comparison(load_comparison(file), tmp_path, engine)
         assert engine.begun == [name for name in engine.made if " at 0." in name and "sweep" in name]
 
+    @pytest.mark.slow
     def test_trained(self, budgets_file, tmp_path):
         """Really trained, and interrupted after the trunk: a budget's run trains its decay only, and equals one of its own."""
         scales = {"one": {"switches": {"hidden_size": 16, "intermediate_size": 64}, "budgets": [0.5]}}

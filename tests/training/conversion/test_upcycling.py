@@ -624,7 +624,7 @@ class TestUpcyclingAnything:
     """From any model to any switches: refused, or the same function and the switches."""
 
     @given(source=chosen_with_layers(4), switches=chosen_with_layers(3))
-    @examples(300)
+    @examples(150)
     def test_anything(self, make_source, source, switches):
         try:
             source = make_source(source, torch.float64)

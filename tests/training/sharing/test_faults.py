@@ -123,6 +123,7 @@ class TestFaults:
         check_refused(done, "401", "log in")
         assert wrong not in done.err
 
+    @pytest.mark.slow
     def test_a_large_file_that_never_arrives(self, dropped, run):
         """Last of its class: it has waited meanwhile."""
         server, worker = dropped
