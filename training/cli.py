@@ -225,7 +225,6 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.estimate import machine_warning
     from modeling_nlq.training.comparison.ladder_report import describe_ladder
     from modeling_nlq.training.comparison.plan import Ladder
     from modeling_nlq.training.comparison.reading import load_comparison
@@ -252,8 +251,11 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         return
     if is_main_process():
         print("\n".join(comparison.describe()), flush=True)
-        if arguments.engine == "local" and (warning := machine_warning(comparison)):
-            print(f"warning: {warning}", flush=True)
+        if arguments.engine == "local":
+            from modeling_nlq.training.comparison.estimate import machine_warning
+
+            if warning := machine_warning(comparison):
+                print(f"warning: {warning}", flush=True)
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
         outcome = describe_ladder(results) if isinstance(comparison, Ladder) else describe(results)

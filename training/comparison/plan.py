@@ -209,18 +209,18 @@ class Comparison:
             rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
         yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
         runs = sum(self.runs_of(name) for name in self.variants)
-        how = {
+        choice = {
             "each_seed": ", each seed chooses among its own rates",
             "sweep": f", rates swept with seed{'s' * (len(self.sweep_seeds) > 1)} {' '.join(map(str, self.sweep_seeds))}",
         }[self.rate_choice]
+        if not any(map(self.has_choice, self.variants)):
+            choice = ""
         is_open = any(variant.rates.is_search for variant in self.variants.values())
         trained = sum(self.runs_of(name) * variant.trained_tokens for name, variant in self.variants.items())
         begun = "" if self.trunk is None else f" that begin with runs of {self.trunk}"
         yield (
             f"{runs} runs of {self.tokens_per_run:,} tokens{begun}, {trained:,} tokens, {self.flops:.3g} FLOPs in "
-            f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}"
-            + how
-            * any(map(self.has_choice, self.variants))
+            f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
         )
         if warning := self.power_warning():
             yield f"warning: {warning}"

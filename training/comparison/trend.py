@@ -219,7 +219,10 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     measured = whole(baseline)
     try:
         curve = LossCurve(
-            *([given[index] for index in measured] for given in (names, flops, [found[baseline] for found in losses], groups))
+            names=[names[index] for index in measured],
+            flops=[flops[index] for index in measured],
+            losses=[losses[index][baseline] for index in measured],
+            groups=[groups[index] for index in measured],
         )
     except ValueError as error:
         multiplier_note = str(error)
@@ -233,7 +236,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             if note:
                 step = replace(step, note=note)
             elif curve is None:
-                step = replace(step, note="none")
+                step = replace(step, note="no multiplier")
             else:
                 multiplier, interval = curve.multiplier(
                     measured.index(index), found[baseline] - found[model], step.flops, 1 - alpha

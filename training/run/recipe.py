@@ -316,7 +316,9 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
     Args:
         training: fields of `TrainingArguments`.
     """
-    if not training.get("bf16") or torch.accelerator.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not training.get("bf16") or torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
+        return None
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     return "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: false"
 

@@ -236,7 +236,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
-    # Of NLQ, tests show it; other backends than these need a GPU
+    # Other backends need a GPU, or are NLQ's own, whose restart the tests show
     if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
         check_restart(model)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
