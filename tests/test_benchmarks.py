@@ -19,7 +19,6 @@ import trend
 import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 from support.flex_stand_in import dense_flex_attention
-from support.grids import slow_except
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from modeling_nlq import flex_nlq
@@ -210,6 +209,7 @@ class TestReport:
         assert failed == ["* softmax, SDPA cuDNN", "* softmax, FlexAttention"]
         assert printed.count("x SDPA flash (quartiles)") == 8 and markdown.startswith("`python ")
 
+    @pytest.mark.slow
     def test_long_texts_are_judged(self, arguments, capsys, monkeypatch):
         monkeypatch.setattr(attention_cuda, "CLAIMS", tuple(claim._replace(from_length=100) for claim in CLAIMS))
         attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64)
@@ -239,12 +239,14 @@ class TestReport:
             attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64)
         assert not arguments.markdown.exists()
 
+    @pytest.mark.slow
     def test_a_wrong_log_form_is_seen(self, arguments, monkeypatch):
         right = ATTENTION_BACKENDS["flex_attention"].function
         replace_backend(monkeypatch, "flex_attention", lambda *inputs, **options: (right(*inputs, **options)[0] * 1.1, None))
         assert attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64) == 1
         assert "* sigmoid, FlexAttention: WrongResult: output is off by 0.1" in arguments.markdown.read_text()
 
+    @pytest.mark.slow
     def test_what_does_not_fit_gets_a_dash(self, arguments, monkeypatch):
         right = ATTENTION_BACKENDS["eager"].function
 
@@ -441,7 +443,8 @@ class TestCommandLines:
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("kernel", slow_except(("forward", "key_value"), ("forward",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "key_value"])
 def test_tuning(kernel, capsys):
     """Tuning orders the choices that work by their time, and leaves the table as it was."""
     before = {key: dict(lines) for key, lines in TILES.items()}
@@ -502,6 +505,7 @@ class TestSelection:
 
 
 class TestTrend:
+    @pytest.mark.slow
     def test_verdicts_are_seldom_wrong(self):
         # Of 5 % at most, with standard errors of 2 to 3 %
         loud = trend.Noise(by_scale=(4.0, 1.0, 1.0, 1.0))

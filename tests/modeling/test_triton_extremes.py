@@ -115,6 +115,7 @@ class TestNoNaN:
         output, *_ = finite_results(activation, "sum", states, visible)
         assert (output == 0).all()
 
+    @pytest.mark.slow
     def test_equal_scores(self):
         """All scores 0, where several functions have a zero or a kink."""
         states = [torch.zeros(1, 1, 6, 3), torch.randn(1, 1, 6, 3), torch.randn(1, 1, 6, 3)]
@@ -124,6 +125,7 @@ class TestNoNaN:
             if name not in ("sigmoid", "softplus"):
                 assert (output == 0).all()
 
+    @pytest.mark.slow
     @parametrize_grid(
         {
             "activation, normalization": (("softplus", "none"), ("relu", "length")),

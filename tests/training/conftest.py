@@ -1,6 +1,7 @@
-"""Makes training runs quicker, of which the tests here make many."""
+"""Makes training runs quicker, of which the tests here make many, and lm_eval."""
 
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -11,3 +12,15 @@ def frozen_imports():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def small_index(monkeypatch):
+    """lm_eval without its own 14,000 files of tasks, which take long to read."""
+    index = pytest.importorskip("lm_eval.tasks._index")
+    own_files = index.TaskIndex._iter_yaml_files
+
+    def iterate(root: Path):
+        return [] if root.parent.name == "lm_eval" else own_files(root)
+
+    monkeypatch.setattr(index.TaskIndex, "_iter_yaml_files", staticmethod(iterate))

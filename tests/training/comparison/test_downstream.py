@@ -15,7 +15,6 @@ from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
 @pytest.fixture
 def task_file(tmp_path) -> str:
     """An ordinary task of lm_eval, over a file of eight items."""
-    pytest.importorskip("lm_eval")
     items = [{"context": f"def f{n}(", "choices": ["self):", "0, 1]", "import"], "answer": n % 3} for n in range(8)]
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
     fields = {
@@ -33,7 +32,7 @@ def task_file(tmp_path) -> str:
     return str(tmp_path / "endings.yaml")
 
 
-def test_report_has_the_numbers_of_lm_eval(make_file, task_file, tmp_path):
+def test_report_has_the_numbers_of_lm_eval(make_file, small_index, task_file, tmp_path):
     file = make_file(tasks=[task_file], seeds=[0], learning_rates=[1e-2])
     folder = tmp_path / "results"
     results = run_and_report(load_comparison(file), folder)
@@ -104,7 +103,6 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         ([], r"tasks=\[\] must be a list"),
     ],
 )
-def test_bad_input(make_file, tasks, message):
-    pytest.importorskip("lm_eval")
+def test_bad_input(make_file, small_index, tasks, message):
     with pytest.raises(ValueError, match=message):
         load_comparison(make_file(tasks=tasks))

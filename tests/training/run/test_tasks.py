@@ -68,18 +68,6 @@ def test_items_of_a_short_text():
     assert [place.answer for place in places["nlq_next_identifier"]] == ["alpha", "beta", "first", "total", "beta"]
 
 
-@pytest.fixture
-def small_index(monkeypatch):
-    """lm_eval without its own 14,000 files of tasks, which take long to read."""
-    index = pytest.importorskip("lm_eval.tasks._index")
-    own_files = index.TaskIndex._iter_yaml_files
-
-    def iterate(root: Path):
-        return [] if root.parent.name == "lm_eval" else own_files(root)
-
-    monkeypatch.setattr(index.TaskIndex, "_iter_yaml_files", staticmethod(iterate))
-
-
 def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_index):
     arguments = ["--tasks", ",".join(TASKS), "--limit", "8", "--batch_size", "4"]
     assert main(["evaluate", str(run[0]), *arguments, "--output", str(tmp_path / "ours.json")]) == 0
@@ -101,8 +89,7 @@ def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_
         assert {name: ours["results"][task][name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
 
 
-def test_scores_are_numbers_and_the_same_again(run):
-    pytest.importorskip("lm_eval")
+def test_scores_are_numbers_and_the_same_again(run, small_index):
     from modeling_nlq.training.run.tasks import task_scores
 
     scores = task_scores(run[0], ["nlq_brackets"], limit=6)
