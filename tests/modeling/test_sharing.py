@@ -228,6 +228,7 @@ def make_old_revision(folder: Path) -> None:
     code.write_text(changed)
 
 
+@pytest.mark.slow
 def test_two_revisions_live_in_one_process(tmp_path):
     torch.manual_seed(0)
     model = NLQForCausalLM(tiny_config(attention_activation="relu")).eval()

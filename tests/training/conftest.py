@@ -1,4 +1,4 @@
-"""Makes training runs quicker, of which the tests here make many, and lm_eval."""
+"""Makes the runs of these tests quicker, and the use of lm_eval."""
 
 import gc
 from pathlib import Path
