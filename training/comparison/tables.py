@@ -145,8 +145,10 @@ def _improvement(effect: dict[str, Any], name: str) -> str:
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value; tiny ones only as a bound."""
-    return "< 0.0001" if p is not None and p < 1e-4 else number(p, ".2g")
+    """Formats a p-value; tiny ones only as a bound, and those near 0.05 so that the reader sees on which side they are."""
+    if p is not None and p < 1e-4:
+        return "< 0.0001"
+    return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")
 
 
 def _chosen_rate(model: dict[str, Any]) -> str:
