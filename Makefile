@@ -7,7 +7,8 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-clients test-ray lint benchmark gpu gpu-test gpu-attention gpu-training gpu-comparison gpu-sanitizer gpu-tune clean
+.PHONY: demo test test-all test-oldest test-clients test-ray lint benchmark clean
+.PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
 
 demo: .venv/installed
 	.venv/bin/nlq compare demo
@@ -49,39 +50,58 @@ benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/generation.py
 	.venv/bin/python benchmarks/stability.py
 
-# Everything that needs a GPU, on a machine that has one; `make -k gpu` goes on after a failure. What is printed is kept beside
-# the tables in RESULTS.
+# Everything that needs a GPU, on a machine that has one, the most important first. `make -k gpu` goes on after a failure. What is
+# printed is kept beside the tables in RESULTS. PYTHON_GPU names another Python that has the project and pytest, for a machine
+# without a package index.
 RESULTS ?= results/gpu
-KEEP = PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
+PYTHON_GPU ?= .venv/bin/python
+GPU_READY = $(RESULTS)/.folder $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
+KEEP = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
+# Their folders are on the path even where PYTHONSAFEPATH leaves a script's own out
+BENCHMARK = PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} $(KEEP)
 
-gpu: gpu-test gpu-sanitizer gpu-attention gpu-training gpu-comparison gpu-tune
+gpu: gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-training gpu-generation gpu-comparison gpu-flex
 
-gpu-test: .venv/installed-test
-	mkdir -p $(RESULTS)
-	HF_HUB_OFFLINE=1 $(KEEP) $(RESULTS)/tests.txt .venv/bin/python -m pytest -m gpu
+$(RESULTS)/.folder:
+	mkdir -p $(@D)
+	touch $@
+
+# Most of the time goes into compiling kernels, which several processes share
+gpu-test: $(GPU_READY)
+	$(KEEP) $(RESULTS)/tests.txt $(PYTHON_GPU) -m pytest -n 8 --dist worksteal -m gpu --continue-on-collection-errors \
+		--ignore tests/clients --ignore tests/cluster
 
 # NVIDIA's tool, which has to see every allocation
-gpu-sanitizer: .venv/installed-test
-	mkdir -p $(RESULTS)
-	PYTHONPATH=tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(KEEP) $(RESULTS)/sanitizer.txt \
-		compute-sanitizer --error-exitcode 1 .venv/bin/python -m support.triton_sanitizer
-
-gpu-attention: .venv/installed-test
-	mkdir -p $(RESULTS)
-	$(KEEP) $(RESULTS)/attention.txt .venv/bin/python benchmarks/attention.py --device cuda --markdown $(RESULTS)/attention.md
-
-gpu-training: .venv/installed-test
-	mkdir -p $(RESULTS)
-	$(KEEP) $(RESULTS)/training_step.txt .venv/bin/python benchmarks/training_step.py --device cuda
-
-gpu-comparison: .venv/installed-test
-	mkdir -p $(RESULTS)
-	$(KEEP) $(RESULTS)/comparison.txt .venv/bin/nlq compare gpu --output_dir $(RESULTS)/comparison
+gpu-sanitizer: $(GPU_READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(BENCHMARK) $(RESULTS)/sanitizer.txt \
+		compute-sanitizer --error-exitcode 1 $(PYTHON_GPU) -m support.triton_sanitizer
 
 # Which tiles the kernels should have on this GPU
-gpu-tune: .venv/installed-test
-	mkdir -p $(RESULTS)
-	$(KEEP) $(RESULTS)/tune.txt .venv/bin/python benchmarks/tune_triton.py
+gpu-tune: $(GPU_READY)
+	$(BENCHMARK) $(RESULTS)/tune.txt $(PYTHON_GPU) benchmarks/tune_triton.py --head_dim 64 128
+
+gpu-attention: $(GPU_READY)
+	$(BENCHMARK) $(RESULTS)/attention.txt $(PYTHON_GPU) benchmarks/attention.py --device cuda --no-flex \
+		--markdown $(RESULTS)/attention.md
+
+# FlexAttention, which is compiled anew for each activation, length and direction
+gpu-flex: $(GPU_READY)
+	$(BENCHMARK) $(RESULTS)/flex.txt $(PYTHON_GPU) benchmarks/attention.py --device cuda --no-eager --lengths 4096 16384 \
+		--activations sigmoid relu --markdown $(RESULTS)/flex.md
+
+gpu-training: $(GPU_READY)
+	$(BENCHMARK) $(RESULTS)/training_step.txt $(PYTHON_GPU) benchmarks/training_step.py --device cuda \
+		--activations softmax sigmoid relu
+	$(BENCHMARK) $(RESULTS)/training_step_uncompiled.txt $(PYTHON_GPU) benchmarks/training_step.py --device cuda \
+		--activations softmax sigmoid relu --no-compile
+
+# The static cache is compiled, which replays CUDA graphs
+gpu-generation: $(GPU_READY)
+	$(BENCHMARK) $(RESULTS)/generation.txt $(PYTHON_GPU) benchmarks/generation.py --device cuda --dtype bfloat16 \
+		--preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
+
+gpu-comparison: $(GPU_READY)
+	$(KEEP) $(RESULTS)/comparison.txt $(PYTHON_GPU) -P -m modeling_nlq.training compare gpu --output_dir $(RESULTS)/comparison
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

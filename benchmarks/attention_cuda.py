@@ -351,6 +351,8 @@ class Claim(NamedTuple):
 CLAIMS = (
     Claim("forward and backward beside SDPA's flash backend", "forward and backward", None, 1.0, "sdpa"),
     Claim("`sigmoid` forward beside SDPA's flash backend", "forward", "sigmoid", 1.17, "sdpa"),
+    Claim("forward and backward beside SDPA's cuDNN backend", "forward and backward", None, 1.0, "sdpa_cudnn"),
+    Claim("`sigmoid` forward beside SDPA's cuDNN backend", "forward", "sigmoid", 1.0, "sdpa_cudnn"),
     Claim("forward beside FlexAttention's log form", "forward", None, 1.3, "flex_attention"),
     Claim("forward and backward beside FlexAttention's log form", "forward and backward", None, 1.3, "flex_attention"),
 )
@@ -389,7 +391,7 @@ def judge(claim: Claim, tables: Tables, activations: list[str], ours: str) -> Ve
             continue
         for name in names:
             where = f"{name}, head dim {head_dim}, length {length}"
-            other = BASELINE if claim.other == "sdpa" else (claim.other, name)
+            other = (claim.other, "softmax" if claim.other in PINNED else name)
             if speed := tables.speed(case, (ours, name), other):
                 ratios[where] = speed[1]
             else:

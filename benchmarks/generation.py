@@ -2,7 +2,7 @@
 
     python benchmarks/generation.py                                # decoding and a long context, on the CPU in float32
     python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to compile
-    python benchmarks/generation.py --device cuda --dtype bfloat16 # on a GPU
+    python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static   # on a GPU
     python benchmarks/generation.py --profile linear sigmoid       # where the time of a token goes
 
 The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the same
@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from measure import attempt, quartiles
+from measure import attempt, describe_gpu, quartiles
 from transformers import (
     CompileConfig,
     GPT2Config,
@@ -33,7 +33,10 @@ from transformers.utils import logging
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
 
-SHAPE = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+SHAPES = {
+    "small": {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4},
+    "gpt3-small": {"vocab_size": 50304, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
 LONGEST = 8192
 REFERENCES = ("gpt2", "llama")
 CANDIDATES = {
@@ -90,30 +93,33 @@ class Clock(BaseStreamer):
 def make_model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
     """Makes a random model in evaluation mode, none of whose tokens ends the text."""
     torch.manual_seed(0)
-    size = SHAPE["hidden_size"]
+    shape = SHAPES[arguments.preset]
+    size = shape["hidden_size"]
     ends = {"bos_token_id": None, "eos_token_id": None}
     if name == "gpt2":
         config = GPT2Config(
-            vocab_size=SHAPE["vocab_size"],
+            vocab_size=shape["vocab_size"],
             n_embd=size,
-            n_layer=SHAPE["num_hidden_layers"],
-            n_head=SHAPE["num_attention_heads"],
+            n_layer=shape["num_hidden_layers"],
+            n_head=shape["num_attention_heads"],
             n_positions=LONGEST,
             **ends,
         )
         model = GPT2LMHeadModel(config)
     elif name == "llama":
-        config = LlamaConfig(**SHAPE, intermediate_size=4 * size, max_position_embeddings=LONGEST, **ends)
+        config = LlamaConfig(**shape, intermediate_size=4 * size, max_position_embeddings=LONGEST, **ends)
         model = LlamaForCausalLM(config)
     else:
-        model = NLQForCausalLM(NLQConfig(**SHAPE, max_position_embeddings=LONGEST, **CANDIDATES[name]))
+        model = NLQForCausalLM(NLQConfig(**shape, max_position_embeddings=LONGEST, **CANDIDATES[name]))
     return model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
 
 
 def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new: int, **options) -> torch.Tensor:
     """Returns the prompt and `new` tokens after it."""
     if setting.is_compiled:
-        compiled = CompileConfig(fullgraph=True, mode="default")
+        # Launching a model's kernels one by one takes a GPU longer than the kernels themselves; CUDA graphs replay them
+        mode = "reduce-overhead" if tokens.is_cuda else "default"
+        compiled = CompileConfig(fullgraph=True, mode=mode)
         compiled._compile_all_devices = True  # Transformers compiles on GPUs only, unless it is told to
         options |= {"cache_implementation": "static", "compile_config": compiled}
     return model.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **options)
@@ -138,7 +144,9 @@ def turn(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> tupl
 def compare(setting: Setting, names: list[str], arguments: argparse.Namespace) -> None:
     """Prints the table of one setting."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, SHAPE["vocab_size"], (setting.batch, setting.prompt), generator=generator).to(arguments.device)
+    tokens = torch.randint(1, SHAPES[arguments.preset]["vocab_size"], (setting.batch, setting.prompt), generator=generator).to(
+        arguments.device
+    )
     names = list(dict.fromkeys([setting.reference, *names]))
     torch._dynamo.config.recompile_limit = 8 * len(names)  # the models of one class share their code, and so a limit
     times: dict[str, list[tuple[float, float]]] = {}
@@ -180,13 +188,13 @@ def compare(setting: Setting, names: list[str], arguments: argparse.Namespace) -
             cells += [f"{1000 * statistics.median(prompts):.0f}", f"{quartiles(prompts, their_prompts)[1]:.2f}"]
         if setting.is_compiled:
             cells.append(str(new_graphs[name]))
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def profile(names: list[str], arguments: argparse.Namespace) -> None:
     """Prints the functions that take most of the time of decoding, for each model."""
     setting = SETTINGS["decode"][0]
-    tokens = torch.randint(1, SHAPE["vocab_size"], (setting.batch, setting.prompt)).to(arguments.device)
+    tokens = torch.randint(1, SHAPES[arguments.preset]["vocab_size"], (setting.batch, setting.prompt)).to(arguments.device)
     for name in names:
         model = make_model(name, arguments)
         turn(model, tokens, setting)
@@ -201,13 +209,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["decode", "context"])
     parser.add_argument("--candidates", nargs="+", choices=names, default=names)
+    parser.add_argument("--preset", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--profile", nargs="+", choices=names, metavar="MODEL", help="print a profile of these, and stop")
     parser.add_argument("--rows", type=int, default=25, help="rows of a profile")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: PyTorch sees no CUDA device here")
+        print(describe_gpu())
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     if arguments.profile:

@@ -119,7 +119,8 @@ def matmul_rate(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> flo
 
 def quartiles(numerator: list[float], denominator: list[float]) -> list[float]:
     """Returns the quartiles of the rounds' ratios. The second is the median."""
-    return statistics.quantiles([above / below for above, below in zip(numerator, denominator)], n=4, method="inclusive")
+    ratios = [above / below for above, below in zip(numerator, denominator)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
 
 
 def compiled_without_fallback() -> contextlib.AbstractContextManager:

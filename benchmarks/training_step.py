@@ -73,6 +73,10 @@ SWITCHES = {
 }
 
 
+def activation_of(switches: dict[str, str]) -> str:
+    return switches.get("attention_activation", "softmax")
+
+
 def nlq_config(shape: dict, **switches) -> NLQConfig:
     sizes = {name: value for name, value in shape.items() if name not in ("context", "batch")}
     return NLQConfig(**sizes, max_position_embeddings=shape["context"], use_cache=False, **switches)
@@ -301,6 +305,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peak", type=float, metavar="TFLOPS", help="of the device, for the model FLOPs utilisation [measured]"
     )
+    parser.add_argument(
+        "--activations",
+        nargs="+",
+        choices=sorted({activation_of(switches) for switches in SWITCHES.values()}),
+        help="only models with these [all]",
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none")
     arguments = parser.parse_args(words)
@@ -327,6 +337,8 @@ def main(words: list[str] | None = None) -> int:
 
     candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
     for name, switches in SWITCHES.items():
+        if arguments.activations is not None and activation_of(switches) not in arguments.activations:
+            continue
         candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
     softmax = nlq_config(shape, **SWITCHES[LIKE_LITGPT])
     candidates[f"{LIKE_LITGPT}, sdpa"] = NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")
@@ -334,7 +346,7 @@ def main(words: list[str] | None = None) -> int:
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
     if (litgpt := litgpt_candidate(shape)) is not None:
         steps[LITGPT] = make_step(*litgpt, arguments)
-        flops[LITGPT] = flops[LIKE_LITGPT]
+        flops[LITGPT] = flops[f"{LIKE_LITGPT}, sdpa"]
 
     tokens = torch.randint(shape["vocab_size"], (shape["batch"], shape["context"]), device=arguments.device)
     with compiled_without_fallback():  # the compiler counts all candidates as one function
@@ -346,7 +358,7 @@ def main(words: list[str] | None = None) -> int:
     print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
     if peak is not None:
-        print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[LIKE_LITGPT]:,} FLOPs a token with linear queries")
+        print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[f'{LIKE_LITGPT}, sdpa']:,} FLOPs a token with linear queries")
     if is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers in it")
     report(rows, BASELINE, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})

@@ -37,7 +37,8 @@ def make_tables(seconds, lengths=(1024, 4096), head_dims=(64, 128)):
     tables = Tables({(head_dim, length): (2, 4) for head_dim in head_dims for length in lengths}, {}, [], 10**12)
     for head_dim, length in tables.shapes:
         for direction in DIRECTIONS:
-            results = {MATMUL: Result([0.5] * 3, None), BASELINE: Result([1.0] * 3, None)}
+            results = {MATMUL: Result([0.5] * 3, None)}
+            results |= {candidate: Result([1.0] * 3, None) for candidate in (BASELINE, ("sdpa_cudnn", "softmax"))}
             for candidate in [(backend, name) for backend in ("nlq_triton", "flex_attention") for name in NAMES]:
                 if candidate != ("flex_attention", "tanh") and (value := seconds(candidate, length, direction)):
                     results[candidate] = Result([value] * 3, None)
@@ -66,6 +67,7 @@ class TestFigures:
 
     def test_quartiles_are_of_the_rounds_ratios(self):
         assert measure.quartiles([2.0, 8.0, 6.0], [1.0, 2.0, 2.0]) == [2.5, 3.0, 3.5]
+        assert measure.quartiles([6.0], [2.0]) == [3.0, 3.0, 3.0]
 
     def test_matmul_rate(self):
         assert 1e6 < measure.matmul_rate("cpu", torch.float32, size=64) < 1e15
@@ -114,15 +116,18 @@ class TestClaims:
         assert asked == [
             ("forward and backward", None, 1.0, "sdpa", 4096),
             ("forward", "sigmoid", 1.17, "sdpa", 4096),
+            ("forward and backward", None, 1.0, "sdpa_cudnn", 4096),
+            ("forward", "sigmoid", 1.0, "sdpa_cudnn", 4096),
             ("forward", None, 1.3, "flex_attention", 4096),
             ("forward and backward", None, 1.3, "flex_attention", 4096),
         ]
 
     def test_met(self):
         verdicts = [self.judge(claim, lambda candidate, *_: 0.8 if candidate[0] == "nlq_triton" else 1.1) for claim in CLAIMS]
-        assert [verdict.word for verdict in verdicts] == ["met"] * 4
-        assert [verdict.count for verdict in verdicts] == [6, 2, 4, 4]  # two widths, one length; tanh has no log form
-        assert [verdict.worst for verdict in verdicts] == pytest.approx([1.25, 1.25, 1.375, 1.375])
+        assert [verdict.word for verdict in verdicts] == ["met"] * 6
+        # Two widths, one length; tanh has no log form
+        assert [verdict.count for verdict in verdicts] == [6, 2, 6, 2, 4, 4]
+        assert [verdict.worst for verdict in verdicts] == pytest.approx([1.25] * 4 + [1.375] * 2)
 
     def test_one_slow_cell_is_enough(self):
         def seconds(candidate, length, direction):
@@ -142,7 +147,7 @@ class TestClaims:
         def seconds(candidate, length, direction):
             return None if candidate == (missing, "squared") else 0.5 if candidate[0] == "nlq_triton" else 1.0
 
-        verdict = self.judge(CLAIMS[2], seconds)
+        verdict = self.judge(CLAIMS[4], seconds)
         assert verdict.word == "met where measured" and verdict.count == 2
         assert verdict.missing == ["squared, head dim 64, length 4096", "squared, head dim 128, length 4096"]
         text = attention_cuda.claims_table(make_tables(seconds), NAMES, "nlq_triton")
@@ -214,8 +219,8 @@ class TestReport:
         monkeypatch.setattr(attention_cuda, "CLAIMS", tuple(claim._replace(from_length=100) for claim in CLAIMS))
         attention_cuda.report(arguments, ours="nlq_tiled", matmul_size=64)
         rows = [row for name, row in rows_of(arguments.markdown.read_text()).items() if "lengths from 100" in name]
-        assert [row[0][2] for row in rows] == ["6", "2", "4", "4"]
-        assert all("met**" in row[0][3] and "length 130" in row[0][1] for row in rows)
+        assert [row[0][2] for row in rows] == ["6", "2", "0", "0", "4", "4"]  # cuDNN needs a GPU
+        assert all("met**" in row[0][3] and "length 130" in row[0][1] for row in rows if row[0][2] != "0")
 
     def test_a_wrong_result_is_not_timed(self, arguments, monkeypatch, capsys):
         right = ATTENTION_BACKENDS["nlq_tiled"].function
@@ -536,7 +541,7 @@ def test_generation(monkeypatch, capsys):
     shape = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     setting = generation.Setting(2, 8, 3, "gpt2", shows_prompt=True)
     monkeypatch.setattr(generation.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
-    monkeypatch.setattr(generation, "SHAPE", shape)
+    monkeypatch.setitem(generation.SHAPES, "small", shape)
     monkeypatch.setattr(generation, "SETTINGS", {"decode": [setting]})
     monkeypatch.setattr(sys, "argv", ["generation.py", "--settings", "decode", "--rounds", "2", "--threads", "1"])
     generation.main()
