@@ -100,8 +100,8 @@ def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
 
 @pytest.fixture(scope="session")
 def two_runs(comparison_file, tmp_path_factory) -> tuple[str, dict]:
-    """A comparison of two short runs, in which rounding has no time to grow, and its results on the local engine."""
-    file = comparison_file(seeds=[0], training={**TRAINING, "max_steps": 40, "eval_steps": 20})
+    """A comparison of two short runs, slow enough that rounding does not grow, and its results on the local engine."""
+    file = comparison_file(seeds=[0], training={**TRAINING, "max_steps": 40, "eval_steps": 20}, learning_rates=[1e-3])
     return file, run_comparison(load_comparison(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
 
 

@@ -107,9 +107,9 @@ class TestWorkers:
         for name, model in two["models"].items():
             for run, alone in zip(model["runs"], one["models"][name]["runs"], strict=True):
                 assert run["token_stream"] == alone["token_stream"]
-                assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=2e-4)
+                assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=1e-5)
                 losses, expected = (dict(item["history"]["train_loss"]) for item in (run, alone))
-                assert losses == pytest.approx(expected, abs=2e-4)
+                assert losses == pytest.approx(expected, abs=1e-5)
                 assert read_json(folder / run["folder"] / "metrics.json")["processes"] == 2
 
     def test_one_training_at_an_address(self, recipe_file, start_cluster, s3, tmp_path):
