@@ -1,5 +1,6 @@
 """Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from transformers.utils import cached_file
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find, suggestion
-from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, read_json, read_yaml
+from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
 from modeling_nlq.training.parameters import listed
 from modeling_nlq.training.text import first_line, one_line
+
+
+# Fields of a configuration that do not change the function of a model
+_FREE_FIELDS = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 
 
 def is_saved_model(name: str) -> bool:
@@ -44,6 +49,24 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
             kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"
             raise ValueError(f"model {name!r}: there is no field {key!r} to set{kind}; {suggestion(key, _switches(config))}")
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+
+
+def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Lists the fields in which two configurations describe different models; empty if they agree.
+
+    A field that only one of them has comes from another version of a library, and does not count.
+    """
+    known = (before.keys() & now.keys()) - _FREE_FIELDS
+    return differences({name: before[name] for name in known}, {name: now[name] for name in known})
+
+
+def weights_fingerprint(folder: Path) -> dict[str, str]:
+    """Returns a hash of each file with weights; none if there is no such folder."""
+    hashes = {}
+    for path in sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)}):
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def limits_length(config: PreTrainedConfig) -> bool:

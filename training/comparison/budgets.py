@@ -89,12 +89,16 @@ def _read_budget(source: str, trunk: Variant, share: float) -> Variant:
     """A model with a smaller budget. Its decay begins at a step that is logged, so that no mean of losses spans it."""
     arguments = _arguments(trunk)
     _check_schedule(source, arguments)
+    if arguments.logging_strategy != "steps":
+        raise ValueError(
+            f"{source}: budgets: logging_strategy={arguments.logging_strategy.value} must be steps, or the runs of a budget "
+            "would report another training loss"
+        )
     decay, steps = arguments.lr_scheduler_kwargs["num_decay_steps"], max(1, round(share * trunk.steps))
     # Shares of the steps, which Trainer would read as those of the budget
     whole = {name: _whole(getattr(arguments, name), trunk.steps) for name in ("logging_steps", "save_steps", "eval_steps")}
     begins_at = steps - _decay_steps(decay, steps)
-    if arguments.logging_strategy == "steps":
-        begins_at -= begins_at % whole["logging_steps"]
+    begins_at -= begins_at % whole["logging_steps"]
     warmup, end = arguments.get_warmup_steps(trunk.steps), trunk.steps - _decay_steps(decay, trunk.steps)
     if not max(warmup, 1) <= begins_at <= end:
         raise ValueError(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,22 +17,25 @@ from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.plan import Comparison, Ladder
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, check_same_models, gather, unsettled_models
+from modeling_nlq.training.comparison.results import FinishedRuns, gather, unsettled_models
 from modeling_nlq.training.files import (
     COMPARISON_FILE,
     RESULTS_FILE,
     differences,
     is_taken,
+    read_json,
     read_yaml,
     write_text,
     write_yaml,
     written_whole,
 )
+from modeling_nlq.training.models import config_differences, weights_fingerprint
 from modeling_nlq.training.run.checkpoints import KEPT
 from modeling_nlq.training.storage import open_folder, remove_folder
 
 
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
+MODELS_FILE = "models.json"
 
 
 class Engine(Protocol):
@@ -163,8 +166,8 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison.given)
         with engine.alone_in(folder):
+            check_same_models(folder / MODELS_FILE, scales)
             for name, scale, finished in in_turn(comparison, folder) if is_ladder else [("", comparison, FinishedRuns(folder))]:
-                check_same_models(scale, finished)
                 data, fingerprint = engine.prepare_data(scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
                 engine.make_runs(scale, finished.folder, data, finished)
@@ -193,6 +196,33 @@ def _claim_folder(folder: Path, given: dict[str, Any]) -> None:
         raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
     else:
         write_yaml(file, given)
+
+
+def check_same_models(file: Path, scales: Mapping[str, Comparison]) -> None:
+    """Writes what the names of models stand for, or compares it with what was written before the first run.
+
+    Raises:
+        ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
+    """
+    before = read_json(file) if file.is_file() else None
+    now: dict[str, dict[str, dict[str, Any]]] = {}
+    for scale, comparison in scales.items():
+        for model, variant in comparison.variants.items():
+            weights = weights_fingerprint(Path(variant.content["model"]))
+            now.setdefault(scale, {})[model] = {"config": variant.config, "weights": weights}
+            if before is None:
+                continue
+            changes = config_differences(before[scale][model]["config"], variant.config)
+            if before[scale][model]["weights"] != weights:
+                changes = ", ".join(filter(None, (changes, "other weights")))
+            if changes:
+                where = f"model {model!r} of scale {scale!r}" if scale else f"model {model!r}"
+                raise ValueError(
+                    f"{where} has changed since {file.parent} was begun ({changes}); put the old one back, or choose another "
+                    "--output_dir"
+                )
+    if before is None:
+        write_text(file, json.dumps(now) + "\n")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:

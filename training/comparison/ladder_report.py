@@ -156,7 +156,9 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
         meanings.setdefault(found["meaning"], []).append(name)
     sentences = [
         "The verdict at the largest scale is the judgement. The trend explains it.",
-        "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
+        "No model is tested over the scales."
+        if not tested
+        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
         f"compute. Grows and shrinks mean that it differs from 0: a p below {trend['alpha']:g}, corrected for {tested} models "
         f"by Holm's method. Holds means that its change over the ladder is less than {HOLDING_SHARE:g} of the improvement at "
         "the largest scale, by two one-sided tests with the same correction.",

@@ -77,7 +77,7 @@ class Fit:
                 `MISFIT`; the message is a sentence.
         """
         if len(losses) < SCALES_OF_A_LAW:
-            scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished"
+            scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished and no best rate is at an edge"
             raise ValueError(f"There is no law of compute: it needs {scales}, not {len(losses)}.")
         self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)

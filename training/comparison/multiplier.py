@@ -51,8 +51,8 @@ class LossCurve:
         """
         if len(losses) < 2:
             raise ValueError(
-                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished, "
-                f"not {len(losses)}."
+                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
+                f"best rate is at an edge, not {len(losses)}."
             )
         self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)

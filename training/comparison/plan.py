@@ -72,6 +72,7 @@ class Variant:
         tokens: number of training tokens of each run, if every batch is full.
         tokenizer: the tokenizer of its recipe.
         given: its entry in the comparison's file.
+        config: all fields of its configuration.
         keep: steps whose checkpoints its runs keep, for those of smaller budgets.
         begins_at: the step of the trunk's checkpoint with which its runs begin; 0 without a trunk.
         has_own_start: whether its scale says where the search of rates begins.
@@ -86,6 +87,7 @@ class Variant:
     tokens: int
     tokenizer: str
     given: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
     keep: tuple[int, ...] = ()
     begins_at: int = 0
     has_own_start: bool = False

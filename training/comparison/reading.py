@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 import shlex
@@ -128,7 +129,10 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
     Raises:
         ValueError: if another version wrote it.
     """
-    if missing := [name for name in ("models", "seeds", "rate_choice", "sweep_seeds") if name not in given]:
+    names = ("models", "rate_choice", "sweep_seeds")
+    if given.get("scales") is None or not all((fields or {}).get("seeds") for fields in given["scales"].values()):
+        names = (*names, "seeds")
+    if missing := [name for name in names if name not in given]:
         raise ValueError(f"comparison.yaml lacks {missing[0]!r}: another version of modeling-nlq wrote it")
 
     def make(name: str, fields: Mapping[str, Any]) -> Comparison:
@@ -138,7 +142,7 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
         for model, entry in _models_of_scale(name, given["models"], scale or {}).items():
             rates = read_rates("learning_rates", entry.get("learning_rates")) or shared
             variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
-        seeds = (fields or {}).get("seeds") or given["seeds"]
+        seeds = (fields or {}).get("seeds") or given.get("seeds")
         choice, sweep_seeds = given["rate_choice"], given["sweep_seeds"]
         return Comparison(name, given["baseline"], variants, seeds, choice, sweep_seeds, [], 0, "", dict(given))
 
@@ -223,7 +227,7 @@ def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, re
 def _mark_own_starts(comparison: Comparison, entry: Mapping[str, Any]) -> None:
     """Keeps the learning rates that a scale gives for a model: the scale before it does not change where they begin."""
     for model, fields in (entry.get("models") or {}).items():
-        comparison.variants[model].has_own_start = "learning_rates" in (fields or {})
+        comparison.variants[model].has_own_start = (fields or {}).get("learning_rates") is not None
 
 
 def _check_overrides(source: str, entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -408,7 +412,8 @@ def _read_model(
     _check_schedule(source, arguments)
     size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
     steps, width = arguments.max_steps, getattr(config, "intermediate_size", None)
-    return Variant(content, rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry)
+    all_fields = json.loads(config.to_json_string(use_diff=False))
+    return Variant(content, rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry, all_fields)
 
 
 def _check_schedule(source: str, arguments: TrainingArguments) -> None:

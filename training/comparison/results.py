@@ -152,19 +152,6 @@ def starts_of_next_scale(comparison: Comparison, finished: FinishedRuns) -> dict
     return found
 
 
-def check_same_models(comparison: Comparison, finished: FinishedRuns) -> None:
-    """Raises `ValueError` if a finished run had a model of another size than the comparison has now."""
-    for name, variant in comparison.variants.items():
-        for run in [*finished.tried(comparison, name), *finished.reported(comparison, name)]:
-            metrics = finished.metrics(run)
-            if metrics is not None and metrics["parameters"] != variant.size.total:
-                sizes = f"run {run.name} has {metrics['parameters']:,} parameters, the model {variant.size.total:,} now"
-                raise ValueError(
-                    f"model {name!r} has changed since {finished.folder} was begun: {sizes}; put the old one back, or choose "
-                    "another --output_dir"
-                )
-
-
 def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 

@@ -57,7 +57,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. What cannot be computed is None; with a diverged run there are no intervals and no multiplier.
+    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at an edge, there are no
+    intervals and no multiplier.
 
     Attributes:
         flops: of a run of the model.
@@ -234,7 +235,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
             note = _obstacle(scale, baseline, model, found)
             if note:
-                step = replace(step, note=note)
+                step = replace(step, note=note, difference_interval=None, improvement_interval=None)
             elif curve is None:
                 step = replace(step, note="no multiplier")
             else:

@@ -13,6 +13,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 from modeling_nlq.training.files import STATE_FILE, differences, written_whole
+from modeling_nlq.training.models import config_differences
 from modeling_nlq.training.run.mirror import CHECKPOINT, wait_for_all
 from modeling_nlq.training.run.record import RunRecord, best_checkpoint
 
@@ -113,11 +114,7 @@ def checkpoint_to_resume(
 
 def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
     """Raises `ValueError` if the model of the run differs from the one in the checkpoint."""
-    free = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
-    before = type(config).from_pretrained(str(checkpoint)).to_dict()
-    now = config.to_dict()
-    known = now.keys() - free
-    if changes := differences({key: before.get(key) for key in known}, {key: now[key] for key in known}):
+    if changes := config_differences(type(config).from_pretrained(str(checkpoint)).to_dict(), config.to_dict()):
         raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
 
 

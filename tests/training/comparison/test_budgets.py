@@ -93,6 +93,7 @@ class TestPlan:
             ({"lr_scheduler_kwargs": {}}, {}, "lr_scheduler_type=warmup_stable_decay, lr_scheduler_kwargs={}"),
             ({"lr_scheduler_kwargs": {"num_decay_steps": 0}}, {}, "lr_scheduler_kwargs: num_decay_steps=0 must be a share"),
             ({"lr_scheduler_kwargs": {"num_decay_steps": 1.5}}, {}, "num_decay_steps=1.5 must be a share"),
+            ({"logging_strategy": "epoch"}, {}, "budgets: logging_strategy=epoch must be steps, or the runs of a budget"),
             ({"warmup_steps": 40}, {}, "the decay of the budget 0.25 would begin at step 18 of 24; it must begin between"),
             ({"metric_for_best_model": "loss"}, {}, "budgets: metric_for_best_model='loss' cannot be combined"),
         ],

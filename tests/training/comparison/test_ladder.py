@@ -11,7 +11,7 @@ from support.runs import without_times
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
@@ -77,6 +77,17 @@ class TestPlan:
         assert (small.variants["twin"].intermediate_size, middle.variants["twin"].intermediate_size) == (64, 99)
         assert middle.variants["base"].intermediate_size == 128
         assert middle.variants["base"].content["training"]["warmup_steps"] == 7
+
+    def test_seeds_by_scale(self, ladder_file):
+        """A folder holds such a file too, whose outline is read without its models."""
+        own = {"seeds": [3, 4], "models": {"twin": {"learning_rates": None}}}
+        ladder = load_comparison(ladder_file(scales={name: {**scale, **own} for name, scale in SCALES.items()}, seeds=None))
+        for read in (ladder, outline(ladder.given)):
+            assert [scale.seeds for scale in read.scales.values()] == [[3, 4]] * 4
+            assert not any(scale.variants["twin"].has_own_start for scale in read.scales.values())
+        given = {**ladder.given, "scales": {**ladder.given["scales"], "small": SCALES["small"]}}
+        with pytest.raises(ValueError, match="lacks 'seeds'"):
+            outline(given)
 
     def test_dry_run(self, ladder_file, capsys, tmp_path):
         assert main(["compare", ladder_file(), "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0

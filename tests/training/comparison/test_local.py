@@ -17,11 +17,12 @@ import psutil
 import pytest
 import yaml
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from support.runs import without_times
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.cli import main
-from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.comparing import check_same_models, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 
@@ -214,17 +215,28 @@ class TestFolder:
         assert run_files(folder) == before
 
     def test_model_that_changed(self, finished, tmp_path, capsys):
-        """Its file has the same name, and another size inside."""
+        """Its file has the same name, and another activation inside."""
         folder = tmp_path / "results"
         shutil.copytree(finished[0], folder)
-        for file in folder.glob("runs/base/*/metrics.json"):
-            file.write_text(json.dumps({**json.loads(file.read_text()), "parameters": 7}))
+        file = folder / "models.json"
+        file.write_text(file.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"'))
         before = run_files(folder)
         assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
-        assert f"model 'base' has changed since {folder} was begun: run base/rate-0.01-seed-0 has 7 parameters, the model " in (
-            capsys.readouterr().err
-        )
+        changes = "hidden_act: 'silu' there, 'gelu' now"
+        assert f"model 'base' has changed since {folder} was begun ({changes}); put the old" in capsys.readouterr().err
         assert run_files(folder) == before
+
+    def test_saved_weights_that_changed(self, make_file, run, recipe_file, tmp_path):
+        """With the same configuration, at one scale of a ladder."""
+        shutil.copytree(run[0], tmp_path / "model")
+        recipe = {**read_yaml(Path(recipe_file)), "model": str(tmp_path / "model"), "tokenizer": str(tmp_path / "model")}
+        scales = {"now": load_comparison(make_file(recipe=recipe)), "then": load_comparison(make_file())}
+        check_same_models(tmp_path / "models.json", scales)
+        check_same_models(tmp_path / "models.json", scales)
+        weights = tmp_path / "model" / "model.safetensors"
+        save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights)
+        with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\); put"):
+            check_same_models(tmp_path / "models.json", scales)
 
     def test_foreign_folder(self, make_file, tmp_path, capsys):
         (tmp_path / "thesis.tex").write_text("all I have")

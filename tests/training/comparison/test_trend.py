@@ -183,9 +183,26 @@ class TestVerdict:
         scales = make_scales({"a": 1.3}, noise=0.003)
         scales[0].losses["base"][0] = None
         found = analyse_trend(scales, "base")
-        assert found.law is None and "4 scales at which every run of the baseline finished, not 3" in found.law_note
+        assert found.law is None and "4 scales at which every run of the baseline finished and no" in found.law_note
         assert found.models["a"].meaning == "no test: the baseline diverged in 1 of 4 runs at scale 0"
         assert found.multiplier_note == "" and found.models["a"].steps["scale 1"].multiplier is not None
+
+    def test_best_rate_at_an_edge(self):
+        """What a better rate would give is unknown, so there are no intervals."""
+        scales = make_scales({"a": 1.3, "b": 1.3}, noise=0.003)
+        scales[1] = dataclasses.replace(scales[1], unsettled={"a"})
+        found = analyse_trend(scales, "base")
+        assert found.models["a"].meaning == "no test: its best rate is at an edge at scale 1"
+        step = found.models["a"].steps["scale 1"]
+        assert step.improvement is not None
+        assert step.improvement_interval is step.difference_interval is step.multiplier is None
+        assert found.models["b"].steps["scale 1"].improvement_interval is not None
+        scales[1] = dataclasses.replace(scales[1], unsettled={"base"})
+        found = analyse_trend(scales, "base")
+        assert found.law_note == (
+            "There is no law of compute: it needs 4 scales at which every run of the baseline finished and no best rate is at "
+            "an edge, not 3."
+        )
 
     def test_a_single_seed(self):
         found = analyse_trend(make_scales({"a": 1.3}, seeds=1), "base")
@@ -377,7 +394,8 @@ class TestMultiplier:
             scale.losses["base"][0] = None
         found = analyse_trend(scales, "base")
         assert found.multiplier_note == (
-            "There are no compute multipliers: they need 2 scales at which every run of the baseline finished, not 1."
+            "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no best "
+            "rate is at an edge, not 1."
         )
         assert found.models["a"].steps["scale 0"].multiplier is None
         with pytest.raises(ValueError, match=r"the baseline's loss does not fall from b to c\.$"):
