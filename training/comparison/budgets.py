@@ -21,6 +21,8 @@ from modeling_nlq.training.run.recipe import resolve_recipe
 
 
 _SCHEDULE = "warmup_stable_decay"
+# How much longer or shorter than its share a decay may be, so that it begins at a step that is logged
+_LARGEST_SHIFT = 0.25
 # Of TrainingArguments. With them a run needs checkpoints that the trunk does not keep, or sees other data
 _REFUSED = ("load_best_model_at_end", "metric_for_best_model", "save_only_model", "ignore_data_skip")
 
@@ -86,7 +88,7 @@ def split_into_budgets(source: str, name: str, comparison: Comparison, shares: l
 
 
 def _read_budget(source: str, trunk: Variant, share: float) -> Variant:
-    """A model with a smaller budget. Its decay begins at a step that is logged, so that no mean of losses spans it."""
+    """A model with a smaller budget. Its decay begins at the nearest step that is logged: no mean of losses spans it."""
     arguments = _arguments(trunk)
     _check_schedule(source, arguments)
     if arguments.logging_strategy != "steps":
@@ -97,14 +99,19 @@ def _read_budget(source: str, trunk: Variant, share: float) -> Variant:
     decay, steps = arguments.lr_scheduler_kwargs["num_decay_steps"], max(1, round(share * trunk.steps))
     # Shares of the steps, which Trainer would read as those of the budget
     whole = {name: _whole(getattr(arguments, name), trunk.steps) for name in ("logging_steps", "save_steps", "eval_steps")}
-    begins_at = steps - _decay_steps(decay, steps)
-    begins_at -= begins_at % whole["logging_steps"]
+    every, wanted = whole["logging_steps"], _decay_steps(decay, steps)
+    begins_at = every * round((steps - wanted) / every)
+    if abs(steps - begins_at - wanted) > max(1, _LARGEST_SHIFT * wanted):
+        raise ValueError(
+            f"{source}: budgets: the budget {share:g} would decay for {steps - begins_at} of its {steps} steps and not for "
+            f"{wanted}, as a decay begins at a multiple of logging_steps={every}; choose a smaller logging_steps"
+        )
     warmup, end = arguments.get_warmup_steps(trunk.steps), trunk.steps - _decay_steps(decay, trunk.steps)
     if not max(warmup, 1) <= begins_at <= end:
         raise ValueError(
             f"{source}: budgets: the decay of the budget {share:g} would begin at step {begins_at} of {steps}; it must begin "
             f"between the end of the warm-up, step {max(warmup, 1)}, and the decay of the longest run, step {end}, at a "
-            f"multiple of logging_steps={whole['logging_steps']}"
+            f"multiple of logging_steps={every}"
         )
     variant = _with_training(
         trunk,

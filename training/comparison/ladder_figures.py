@@ -5,7 +5,7 @@ content has `name`, `baseline`, `scales` (by name, the content of a comparison's
 Compute is in FLOPs of a run. Intervals are those of the trend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     if law:
         line = {"color": BASELINE["color"], "linewidth": 1.2}
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
-        band = Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **NOISE)
-        others = [Line2D([], [], label=formula, **line)] + [band] * bool(law["exponent_interval"])
+        others.append(Line2D([], [], label=formula, **line))
+    if any(found["exponent_interval"] for found in trend["laws"].values()):
+        others.append(Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **NOISE))
     for name, found in losses.items():
         places = [_flops(ladder, scale, name) for scale in found]
         style = {**styles[name], "linewidth": 0.7 * styles[name]["linewidth"], "markersize": 4}
@@ -56,7 +57,7 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
         if points:
             axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.6})
     _scale_compute(axes, ladder)
-    if law:
+    if trend["laws"]:
         _mark_extrapolation(axes, [_flops(ladder, scale, name) for scale in trend["flops"] for name in styles])
     axes.grid(alpha=0.25)
     axes.set_ylabel("test loss (nats per token)")
@@ -165,7 +166,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
     A cross at the top is a run that diverged; a rate at which one did has no mean. A ring marks the lowest mean
-    of the rates that most seeds tried.
+    of the rates that most seeds tried. Every reported run is visible; high losses of other runs are cut off.
     """
     styles, names = _ladder_styles(ladder), list(ladder["trend"]["flops"])
     sweeps = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
@@ -177,13 +178,14 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     figure = Figure(figsize=(4.5 * columns, 3.3 * rows + 1.2), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, scale in zip(grid, panels):
-        means, crosses = [], []
+        means, losses, crosses = [], [], []
         for name, found in sweeps[scale].items():
             rates = sorted(found)
             finished = {rate: [loss for loss in found[rate] if loss is not None] for rate in rates}
             line = [(rate, np.mean(found[rate]) if None not in found[rate] else np.nan) for rate in rates]
             means += [mean for _, mean in line if np.isfinite(mean)]
             points = [(rate, loss) for rate in rates for loss in finished[rate]]
+            losses += [loss for _, loss in points]
             crosses += [(rate, styles[name]["color"]) for rate in rates if None in found[rate]]
             style = {**styles[name], "markersize": 4}
             if points:
@@ -198,8 +200,9 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
                     axes.plot(*place, marker="o", markersize=10, markerfacecolor="none", color=style["color"], zorder=3)
         if means:
             # Rates that are far too large would flatten the bowls
-            low = min(means)
-            high = min(max(means), low + 3 * (np.median(means) - low) or low * 1.01)
+            low, best = min(losses), min(means)
+            high = min(max(means), best + 3 * (np.median(means) - best) or best * 1.01)
+            high = max([high, *_reported_validation_losses(ladder["scales"][scale], styles)])
             if high > low:
                 axes.set_ylim(low - 0.08 * (high - low), high + 0.12 * (high - low))
         for index, (rate, colour) in enumerate(crosses):
@@ -248,6 +251,14 @@ def _flops(ladder: dict[str, Any], scale: str, model: str) -> float:
 
 def _finished_losses(ladder: dict[str, Any], scale: str, model: str) -> list[float]:
     return [run["test_loss"] for run in ladder["scales"][scale]["models"][model]["runs"] if not run["diverged"]]
+
+
+def _reported_validation_losses(results: dict[str, Any], models: Iterable[str]) -> list[float]:
+    """Of the reported runs, if they chose a rate; those of a sweep did not."""
+    if results["rate_choice"] == "sweep":
+        return []
+    runs = [run for name in models for run in results["models"][name]["runs"]]
+    return [run["validation_loss"] for run in runs if not run["diverged"]]
 
 
 def _dodge_models(ladder: dict[str, Any], names: list[str]) -> dict[str, list[float]]:

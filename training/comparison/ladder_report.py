@@ -10,18 +10,24 @@ from matplotlib.figure import Figure
 from modeling_nlq.training.comparison.ladder import flops_of_runs
 from modeling_nlq.training.comparison.ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from modeling_nlq.training.comparison.report import (
-    RATES_CAPTION,
     TASKS_CAPTION,
     embedded_figures,
     markdown_table,
+    markdown_warning,
     parts_of_page,
+    rates_caption,
     render_page,
     verdicts,
     write_figures,
 )
 from modeling_nlq.training.comparison.tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
 from modeling_nlq.training.comparison.trend import HOLDING_SHARE
-from modeling_nlq.training.comparison.wording import outcome_sentence, protocol_sentences, warning_sentences
+from modeling_nlq.training.comparison.wording import (
+    first_warning_sentences,
+    outcome_sentence,
+    protocol_sentences,
+    warning_sentences,
+)
 from modeling_nlq.training.files import write_text
 from modeling_nlq.training.text import align
 
@@ -31,7 +37,7 @@ _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
     "better. The slope is that of a line through the scales. Holm p is that of the slope, and for a trend that holds, that of "
     "a change by half of the improvement. The last column extrapolates the line by one decade of compute beyond the largest "
-    "scale, unless it misses the interval there. It is no measurement."
+    "scale; it needs three scales, and a line that meets the interval of the largest. It is no measurement."
 )
 _DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
 _MULTIPLIERS_CAPTION = (
@@ -55,8 +61,9 @@ _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] 
     ),
     "bowls": (
         "Loss against learning rate",
-        "Validation loss of every run at each scale, and the mean of the seeds that tried a rate. If each seed chooses its "
-        "own, not all try the same. The best rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
+        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it. Losses far "
+        "above the others are cut off, but no reported one. If each seed chooses its own rate, not all try the same. The best "
+        "rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
         draw_bowls,
     ),
 }
@@ -78,6 +85,7 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
         results,
         figures=embedded_figures(folder / "figures", figures, _FIGURES, trend_sentence(results)),
         outcome=f"{top_sentence(results)} {trend_sentence(results)}",
+        first_warnings=scale_warnings(results, first_warning_sentences),
         warnings=ladder_warnings(results),
         corpus=provenance(top),
         top={"name": name, **parts_of_page(top)},
@@ -96,7 +104,8 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
 def describe_ladder(results: dict[str, Any]) -> str:
     """The outcome for a terminal."""
     rows = improvement_rows(results)
-    lines = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
+    lines = [f"warning: {text}" for text in scale_warnings(results, first_warning_sentences)]
+    lines += align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     lines += [top_sentence(results), trend_sentence(results)]
     return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
 
@@ -115,7 +124,9 @@ def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: st
     top, _ = _top(results)
     scale = scale or top
     scales = ", ".join(results["scales"])
+    others = {name: found for name, found in results["scales"].items() if name != scale}
     parts = [
+        *map(markdown_warning, scale_warnings({**results, "scales": others}, first_warning_sentences)),
         verdicts(results["scales"][scale], model),
         f"This is the scale {scale} of a ladder of {len(results['scales'])} scales: {scales}.",
         trend_sentence(results),
@@ -139,12 +150,16 @@ def trend_sentence(results: dict[str, Any]) -> str:
     return f"Trend of the improvement over the scales: {', '.join(found)}."
 
 
+def scale_warnings(results: dict[str, Any], sentences: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    """The sentences about each scale, the largest first."""
+    return [f"Scale {name}: {text}" for name, found in reversed(results["scales"].items()) for text in sentences(found)]
+
+
 def ladder_warnings(results: dict[str, Any]) -> list[str]:
-    """The limits of the outcome: those of each scale, the largest first, and of the trend."""
-    warnings = []
-    for name, found in reversed(results["scales"].items()):
-        warnings += [f"Scale {name}: {text}" for text in warning_sentences(found)]
-    return warnings + [note for note in (results["trend"]["law_note"], results["trend"]["multiplier_note"]) if note]
+    """The limits of the outcome that stand after it: those of each scale, and of the trend."""
+    return scale_warnings(results, warning_sentences) + [
+        note for note in (results["trend"]["law_note"], results["trend"]["multiplier_note"]) if note
+    ]
 
 
 def trend_protocol(results: dict[str, Any]) -> list[str]:
@@ -260,9 +275,10 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
     multipliers = multiplier_rows(results)
     parts = [
         f"# {results['name']}",
+        *map(markdown_warning, scale_warnings(results, first_warning_sentences)),
         top_sentence(results),
         trend_sentence(results),
-        *(f"> **Warning:** {warning}" for warning in ladder_warnings(results)),
+        *map(markdown_warning, ladder_warnings(results)),
         "## The trend over scales",
         markdown_table(improvement_rows(results)),
         _IMPROVEMENTS_CAPTION,
@@ -285,7 +301,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         if tasks := task_rows(found):
             parts += [f"Downstream tasks. {TASKS_CAPTION}", markdown_table(tasks)]
         if rates := rate_rows(found):
-            parts += ["Learning rates. " + RATES_CAPTION, markdown_table(rates)]
+            parts += ["Learning rates. " + rates_caption(found), markdown_table(rates)]
         parts += [markdown_table(run_rows(found))]
     parts += [
         "## Configuration",

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability, save
 from modeling_nlq.training.comparison.tables import given_fields, provenance, rate_rows, run_rows, summary_rows, task_rows
 from modeling_nlq.training.comparison.wording import (
+    first_warning_sentences,
     noise_floor_sentence,
     outcome_sentence,
     protocol_sentences,
@@ -32,10 +33,13 @@ _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)",
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
 _NO_VERDICT = ("open", "!")
-RATES_CAPTION = (
+_RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
-    "many seeds if not in all. The gap of a sweep is that of its two lowest losses, in standard deviations of the validation "
-    "loss of the model's reported runs; there is none where fewer than two rates, or two of those runs, finished."
+    "many seeds if not in all."
+)
+_GAP_CAPTION = (
+    " The gap of a sweep is that of its two lowest losses, in standard deviations of the validation loss of the model's "
+    "reported runs; there is none where fewer than two rates, or two of those runs, finished."
 )
 TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
@@ -97,10 +101,14 @@ def describe(results: dict[str, Any]) -> str:
         "verdict": "verdict",
     }
     table = [list(headers.values()), *([row[name] for name in headers] for row in summary_rows(results))]
+    first = [f"warning: {text}" for text in first_warning_sentences(results)]
     warnings = [f"warning: {text}" for text in warning_sentences(results)]
     notes = [noise_floor_sentence(results), *selection_sentences(results), *warnings]
-    wrapped = [textwrap.fill(note, _TERMINAL_WIDTH, subsequent_indent="  ") for note in notes]
-    return "\n".join([*align(table, right=False), *wrapped])
+    return "\n".join([*_wrap(first), *align(table, right=False), *_wrap(notes)])
+
+
+def _wrap(texts: list[str]) -> list[str]:
+    return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in texts]
 
 
 def verdicts(results: dict[str, Any], model: str | None = None) -> str:
@@ -123,11 +131,12 @@ def verdicts(results: dict[str, Any], model: str | None = None) -> str:
     parts = [
         f"From the comparison `{results['name']}`: {len(rows)} models, {seeds} seeds each, {results['tokens_per_run']:,} "
         "tokens a run, each model at its own best learning rate, all on the same tokens in the same order.",
+        *map(markdown_warning, first_warning_sentences(results)),
         outcome_sentence(results),
         noise_floor_sentence(results),
         *selection_sentences(results),
         markdown_table(rows),
-        *(f"> **Warning:** {warning}" for warning in warning_sentences(results)),
+        *map(markdown_warning, warning_sentences(results)),
     ]
     return "\n\n".join(parts)
 
@@ -158,8 +167,9 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
     rates, tasks = rate_rows(results), task_rows(results)
     parts = [
         f"# {results['name']}",
+        *map(markdown_warning, first_warning_sentences(results)),
         outcome_sentence(results),
-        *(f"> **Warning:** {warning}" for warning in warning_sentences(results)),
+        *map(markdown_warning, warning_sentences(results)),
         "\n".join(f"* {sentence}" for sentence in protocol_sentences(results)),
         "## Models",
         markdown_table(summary_rows(results)),
@@ -167,7 +177,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "\n".join(f"* `{name}`: {_code(given_fields(model))}" for name, model in results["models"].items()),
         *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
         *(["## Downstream tasks", TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
-        *(["## Learning rates", RATES_CAPTION, markdown_table(rates)] if rates else []),
+        *(["## Learning rates", rates_caption(results), markdown_table(rates)] if rates else []),
         "## Every run",
         markdown_table(run_rows(results)),
         "## Configuration",
@@ -180,6 +190,15 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else "nothing, it is the recipe's"
+
+
+def rates_caption(results: dict[str, Any]) -> str:
+    """What stands above the table of learning rates, whose gap only a sweep has."""
+    return _RATES_CAPTION + _GAP_CAPTION * (results["rate_choice"] == "sweep")
+
+
+def markdown_warning(text: str) -> str:
+    return f"> **Warning:** {text}"
 
 
 def markdown_table(rows: list[dict[str, str]]) -> str:
@@ -199,6 +218,7 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
         results,
         figures=embedded_figures(folder, figures, _FIGURES, outcome_sentence(results)),
         outcome=outcome_sentence(results),
+        first_warnings=first_warning_sentences(results),
         warnings=warning_sentences(results),
         corpus=provenance(results),
         **parts_of_page(results),
@@ -216,6 +236,7 @@ def parts_of_page(results: dict[str, Any]) -> dict[str, Any]:
         "summary": summary,
         "tasks": task_rows(results),
         "rates": rate_rows(results),
+        "rates_caption": rates_caption(results),
         "runs": run_rows(results),
     }
 
@@ -246,7 +267,6 @@ def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
         name=results["name"],
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
-        rates_caption=RATES_CAPTION,
         tasks_caption=TASKS_CAPTION,
         words=_WORDS,
         **parts,

@@ -22,8 +22,8 @@ def outcome_sentence(results: dict[str, Any]) -> str:
     return " ".join([f"Baseline: {results['baseline']}.", *verdicts])
 
 
-def warning_sentences(results: dict[str, Any]) -> list[str]:
-    """The limits of the outcome, the worst first."""
+def first_warning_sentences(results: dict[str, Any]) -> list[str]:
+    """What a reader must know before the outcome: other tokens, and best rates at an edge."""
     warnings = []
     if results["same_tokens"] is False:
         warnings.append(
@@ -32,6 +32,12 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         )
     for name, model in results["models"].items():
         warnings += _edge_warnings(name, model, results.get("trunk"))
+    return warnings
+
+
+def warning_sentences(results: dict[str, Any]) -> list[str]:
+    """The limits of the outcome that stand after it, the worst first."""
+    warnings = []
     if warning := power_warning(len(results["seeds"]), len(results["models"]) - 1, results["statistics"]["alpha"]):
         warnings.append(f"{warning}.")
     for name, model in results["models"].items():

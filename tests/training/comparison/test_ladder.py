@@ -195,8 +195,15 @@ class TestRuns:
         file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), learning_rates=[1e-2], seeds=[0])
         folder = tmp_path / "ladder"
         assert main(["compare", file, "--output_dir", str(folder)]) == 0
-        assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+        out = capsys.readouterr().out.splitlines()
         results = json.loads((folder / "results.json").read_text())
+        steps = results["trend"]["models"]["twin"]["steps"].values()
+        assert f"report: {folder / 'report.html'}" in out
+        assert any(line.split()[:7] == ["model", "small", "(%)", "middle", "(%)", "slope", "(%"] for line in out)
+        assert any(line.split()[:3] == ["twin", *(f"{step['improvement']:+.2f}" for step in steps)] for line in out)
+        assert "Largest scale: middle. Baseline: base. Too few seeds, no verdict: twin." in out
+        assert "Trend of the improvement over the scales: cannot tell (twin)." in out
+        assert any(line.startswith("warning: Scale middle: 1 seed ") for line in out)
         for name, found in results["scales"].items():
             metrics = json.loads(
                 (folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"] / "metrics.json").read_text()

@@ -1,5 +1,6 @@
 """The figures of a ladder, from results that are made up."""
 
+import copy
 import dataclasses
 import json
 
@@ -98,6 +99,21 @@ def test_losses_of_every_seed_and_the_law(ladder):
     assert "squared ReLU (1 of 16 diverged)" in labels(figure) and "95 % intervals of the laws" in labels(figure)
 
 
+def test_a_law_for_each_model_and_a_mark_where_the_baseline_has_none(ladder):
+    """The model with a diverged run has too few scales for a law."""
+    laws = ladder["trend"]["laws"]
+    assert list(laws) == ["softmax", "relu", "sigmoid", "gated"]
+    for others in (ladder, {**ladder, "trend": {**ladder["trend"], "law": None, "laws": dict(list(laws.items())[1:])}}):
+        axes = draw_losses(others).axes[0]
+        dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+        drawn = others["trend"]["laws"]
+        assert [line.get_ydata()[-1] for line in dashed] == [law["curve"][-1][1] for law in drawn.values()]
+        assert len(axes.collections) == len(drawn) + 1  # their bands, and the lines of the scales
+        assert [text.get_text() for text in axes.texts] == ["extrapolated"]
+        named = [text for text in labels(axes.figure) if "of the baseline" in text or "of the laws" in text]
+        assert len(named) == 1 + (others is ladder)
+
+
 def test_multipliers_and_what_lies_beyond():
     ladder = make_ladder(gated=25.0)
     steps = ladder["trend"]["models"]["gated"]["steps"]
@@ -138,6 +154,19 @@ def test_bowls_are_means_over_seeds(ladder):
     assert [line.get_xdata()[0] for line in crosses] == [RATES[-1]]
     broken = [line for line in panels[0].lines if np.isnan(np.asarray(line.get_ydata(), dtype=float)).any()]
     assert len(broken) == 1 and list(np.isnan(broken[0].get_ydata())) == [rate == RATES[-1] for rate in RATES]
+
+
+def test_bowls_show_every_reported_run(ladder):
+    """A lucky seed lies far below the means and an unlucky one far above them; each is what its seed chose."""
+    runs = copy.deepcopy(ladder["scales"])
+    for found in runs.values():
+        found["rate_choice"] = "each_seed"
+        for loss, run in zip((1.5, 5.0), found["models"]["relu"]["runs"]):
+            run["validation_loss"] = loss
+        found["models"]["relu"]["tried"][0]["validation_loss"] = 80.0
+    for axes in draw_bowls({**ladder, "scales": runs}).axes[: len(FLOPS)]:
+        low, high = axes.get_ylim()
+        assert low < 1.5 and 5.0 < high < 10
 
 
 def test_small_ladders_have_fewer_figures():

@@ -88,6 +88,21 @@ class TestPlan:
                     comparison.resolve(run, Path("runs"))
         assert list(plan.describe())
 
+    @pytest.mark.parametrize("name", ["queries", "activations", "blocks"])
+    def test_rule_of_the_shipped_ladders(self, name):
+        """One rule gives all shapes, as the files and docs/results/README.md say."""
+        for comparison in load_comparison(name).scales.values():
+            base = comparison.variants[comparison.baseline]
+            for model, variant in comparison.variants.items():
+                config = variant.config
+                width, heads = config["hidden_size"], config["num_attention_heads"]
+                assert (width, config["num_hidden_layers"]) == (16 * heads, heads)
+                if model == "wider":
+                    assert variant.size.non_embedding == pytest.approx(1.125 * base.size.non_embedding, rel=1e-3)
+                else:
+                    assert variant.intermediate_size == 4 * width
+                assert variant.tokens == pytest.approx(20 * base.size.non_embedding, rel=1e-2)
+
 
 class TestBadInput:
     @pytest.mark.parametrize(

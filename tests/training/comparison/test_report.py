@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.ladder import gather_ladder
-from modeling_nlq.training.comparison.ladder_report import write_ladder_report
+from modeling_nlq.training.comparison.ladder_report import describe_ladder, ladder_verdicts, write_ladder_report
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
@@ -269,6 +269,43 @@ def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
             assert ("two best learning rates" in text) == (len(rates) > 1), kind
 
 
+@pytest.mark.parametrize(
+    ("search", "trunk", "after"),
+    [
+        (None, None, "the file asked for just these rates, and a better one may lie beyond."),
+        ({"limit": 2}, None, "the search stopped at its limit of 2 rates, so there is no verdict."),
+        ({"limit": 2}, "large", "the search was that of scale large, with whose runs these begin, so there is no verdict."),
+    ],
+)
+def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, trunk, after):
+    edged = copy.deepcopy(results)
+    edged["trunk"] = trunk
+    for name, model in edged["models"].items():
+        model["search"], model["edges"] = search, {"0": "largest", "2": "largest"} if name == "nonlinear" else {}
+    said = f"nonlinear did best at 0.004, the largest learning rate tried, in 2 of 3 seeds: {after}"
+    outcomes = dict.fromkeys(("markdown", "page", "card"), "Baseline: linear.") | {"terminal": "model test loss (nats)"}
+    for kind, text in texts_of(edged, tmp_path).items():
+        assert text.count(said) == 1 and text.index(said) < text.index(outcomes[kind]), kind
+    ladder = json.loads((RESULTS / "ladder" / "blocks" / "results.json").read_text())
+    for found in ladder["scales"].values():
+        found["models"]["cosine scores"]["search"], found["models"]["cosine scores"]["edges"] = search, {"1": "smallest"}
+        found["trunk"] = trunk
+    write_ladder_report(ladder, tmp_path / "ladder")
+    texts = {
+        "markdown": (tmp_path / "ladder" / "results.md").read_text(),
+        "page": Page((tmp_path / "ladder" / "report.html").read_text()).text,
+        "card": ladder_verdicts(ladder, "cosine scores"),
+        "terminal": describe_ladder(ladder),
+    }
+    for kind, text in texts.items():
+        text = " ".join(text.split())
+        outcome = text.index("model 25k (%)" if kind == "terminal" else "Baseline: standard.")
+        for name in ladder["scales"]:
+            label = "" if kind == "card" and name == "83k" else f"Scale {name}: "
+            place = text.index(f"{label}cosine scores did best at")
+            assert place < outcome and after in text[place:outcome], kind
+
+
 def test_a_choice_in_each_seed_is_part_of_the_test(results):
     """Results that do not say how rates were chosen had a sweep."""
     assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
@@ -321,10 +358,12 @@ def test_same_results_are_the_same_bytes(results, folder, tmp_path):
 def test_terminal_has_a_line_for_each_model(results):
     lines = describe(results).splitlines()
     assert max(map(len, lines)) <= 125
-    for name, line in zip(LOSSES, lines[1:]):
+    header = next(index for index, line in enumerate(lines) if line.startswith("model "))
+    assert all(line.startswith(("warning: ", "  ")) for line in lines[:header])
+    for name, line in zip(LOSSES, lines[header + 1 :]):
         verdict = results["statistics"]["effects"].get(name, {"verdict": "baseline"})["verdict"]
         assert line.startswith(f"{name} ") and line.endswith(f" {verdict}")
-    assert lines[len(LOSSES) + 1].startswith("Noise floor: the test loss of the baseline linear varies by 0.005 nats")
+    assert lines[header + len(LOSSES) + 1].startswith("Noise floor: the test loss of the baseline linear varies by 0.005 nats")
     assert sum(line.startswith("warning: tanh diverged at every learning rate") for line in lines) == 1
     assert sum(line.startswith("warning: relu_squared diverged in 1 of 3 runs") for line in lines) == 1
 
