@@ -32,7 +32,7 @@ _LARGEST_EXPONENT = 2.0
 
 @dataclass(frozen=True)
 class Law:
-    """The law of the baseline. Intervals are None if a scale has a single seed.
+    """The law of a model. Intervals are None if a scale has a single seed.
 
     Attributes:
         irreducible_loss: E in nats, at least 0.
@@ -41,7 +41,7 @@ class Law:
         irreducible_loss_interval: (low, high) in nats, cut at 0.
         coefficient_interval: (low, high).
         exponent_interval: (low, high), cut at 0.
-        residuals: by scale, the baseline's mean loss minus the law, in nats.
+        residuals: by scale, the model's mean loss minus the law, in nats.
         curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to `REACH` decades beyond the largest.
     """
 
