@@ -110,13 +110,14 @@ def describe_ladder(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
 
 
-def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: str | None = None) -> str:
+def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: str | None = None, run: str | None = None) -> str:
     """The outcome for a model card, as Markdown: the verdicts at a scale, and the trend.
 
     Args:
         results: the content of `results.json`.
         model: the model of the card, whose row is marked; `None` if it is not part of the ladder.
         scale: that of the model; by default the largest.
+        run: the name of its run's folder, as `verdicts` takes it.
 
     Raises:
         ValueError: if there is no such model.
@@ -127,7 +128,7 @@ def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: st
     others = {name: found for name, found in results["scales"].items() if name != scale}
     parts = [
         *map(markdown_warning, scale_warnings({**results, "scales": others}, first_warning_sentences)),
-        verdicts(results["scales"][scale], model),
+        verdicts(results["scales"][scale], model, run),
         f"This is the scale {scale} of a ladder of {len(results['scales'])} scales: {scales}.",
         trend_sentence(results),
         markdown_table(improvement_rows(results)),

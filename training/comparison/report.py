@@ -37,6 +37,10 @@ _RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
     "many seeds if not in all."
 )
+_NOT_REPORTED = (
+    "This model is none of those below. It is the run {run} of {model}, which was trained to choose a learning rate, and is "
+    "not among the runs that are reported."
+)
 _GAP_CAPTION = (
     " The gap of a sweep is that of its two lowest losses, in standard deviations of the validation loss of the model's "
     "reported runs; there is none where fewer than two rates, or two of those runs, finished."
@@ -111,12 +115,13 @@ def _wrap(texts: list[str]) -> list[str]:
     return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in texts]
 
 
-def verdicts(results: dict[str, Any], model: str | None = None) -> str:
+def verdicts(results: dict[str, Any], model: str | None = None, run: str | None = None) -> str:
     """The outcome for a model card, as Markdown: the protocol, the noise floor, a row for each model, and warnings.
 
     Args:
         results: the content of `results.json`.
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
+        run: the name of its run's folder. A run that is not among the reported ones is said to be none of them.
 
     Raises:
         ValueError: if there is no such model.
@@ -124,13 +129,15 @@ def verdicts(results: dict[str, Any], model: str | None = None) -> str:
     rows = [{name: row[name] for name in _CARD_COLUMNS} for row in summary_rows(results)]
     if model is not None and model not in results["models"]:
         raise ValueError(f"the comparison {results['name']} has no model {model!r}, only {', '.join(results['models'])}")
+    is_reported = run is None or any(found["folder"] == f"runs/{model}/{run}" for found in results["models"][model]["runs"])
     for row in rows:
-        if row["model"] == model:
+        if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
     seeds = len(results["seeds"])
     parts = [
         f"From the comparison `{results['name']}`: {len(rows)} models, {seeds} seeds each, {results['tokens_per_run']:,} "
         "tokens a run, each model at its own best learning rate, all on the same tokens in the same order.",
+        *([] if is_reported else [markdown_warning(_NOT_REPORTED.format(run=run, model=model))]),
         *map(markdown_warning, first_warning_sentences(results)),
         outcome_sentence(results),
         noise_floor_sentence(results),

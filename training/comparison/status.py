@@ -59,12 +59,11 @@ def _describe(comparison: Comparison, folder: Path, finished: FinishedRuns, is_b
     count, total = 0, 0
     for model in comparison.variants:
         ended, (_, left) = finished.count(comparison, model), finished.unfinished(comparison, model)
-        reported = finished.reported(comparison, model)
+        reported, tunings = finished.reported(comparison, model), finished.tunings(comparison, model)
         seeds = sum(run.name in done for run in reported)
-        if not any(tuning.ready for tuning in finished.tunings(comparison, model)) and not reported:
-            chosen = "every rate diverged"
-        else:
-            chosen = " ".join(f"{rate:g}" for rate in sorted({run.learning_rate for run in reported})) or "none yet"
+        rates = {tuning.rate for tuning in tunings} - {None} if tunings else {run.learning_rate for run in reported}
+        nothing = "none yet" if any(tuning.ready for tuning in tunings) else "every rate diverged"
+        chosen = " ".join(f"{rate:g}" for rate in sorted(rates)) or nothing
         rows.append([model, f"{ended} of {ended + left}", f"{seeds} of {len(comparison.seeds)}", chosen])
         count += ended
         total += ended + left

@@ -30,7 +30,7 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 "loss improvement (%)": _improvement(effect, "loss_improvement"),
                 "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
                 "Holm p": p_value(effect.get("holm_p")),
-                "learning rate": _chosen_rate(model),
+                "learning rate": _chosen_rate(results, name),
                 "parameters": f"{model['parameters']:,}",
                 **({"trained": f"{trained[name]:,}"} if has_frozen else {}),
                 "non-embedding": f"{model['non_embedding_parameters']:,}",
@@ -52,9 +52,10 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     rows = []
     for name, model in swept.items():
         row = {"model": name, **{f"{rate:g}": NOTHING for rate in rates}}
+        chosen = [run["learning_rate"] for run in chosen_runs(results, name)]
         for rate, losses in losses_by_rate(results, name).items():
             text = "diverged" if None in losses else number(statistics.fmean(losses), ".4f")
-            seeds = sum(run["learning_rate"] == rate for run in model["runs"])
+            seeds = chosen.count(rate)
             mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
             row[f"{rate:g}"] = mark + text
         if results["rate_choice"] == "sweep":
@@ -95,6 +96,14 @@ def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[floa
     for run in sorted(tried, key=lambda run: run["learning_rate"]):
         losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
     return losses
+
+
+def chosen_runs(results: dict[str, Any], model: str) -> list[dict[str, Any]]:
+    """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
+    found = results["models"][model]
+    if results["rate_choice"] == "sweep" or len(found["learning_rates"]) == 1:
+        return found["runs"]
+    return [run for run in found["runs"] if not run["diverged"]]
 
 
 def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
@@ -151,13 +160,14 @@ def p_value(p: float | None) -> str:
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")
 
 
-def _chosen_rate(model: dict[str, Any]) -> str:
-    """The rates of the reported runs, with the number of runs at each if they differ."""
-    chosen = [run["learning_rate"] for run in model["runs"]]
+def _chosen_rate(results: dict[str, Any], name: str) -> str:
+    """The rates that were chosen, with the number of seeds at each if not all chose the same."""
+    model, chosen = results["models"][name], [run["learning_rate"] for run in chosen_runs(results, name)]
     if not chosen:
         return "none"
     rates = sorted(set(chosen))
-    text = " ".join(f"{rate:g}" + (f" ({chosen.count(rate)})" if len(rates) > 1 else "") for rate in rates)
+    is_same = len(rates) == 1 and len(chosen) == len(model["runs"])
+    text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in rates)
     return text + (" (edge)" if model["edges"] else "" if len(model["learning_rates"]) > 1 else " (no choice)")
 
 

@@ -3,14 +3,17 @@
 from typing import Any
 
 from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, power_warning
+from modeling_nlq.training.comparison.tables import chosen_runs
 
 
 # One of these stands beside every p-value and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
 _SWEEP = (
-    "p and the intervals do not include the risk that the sweep picked the wrong learning rate. With one run for each rate, up "
-    "to 26 % of simulated comparisons of equal models had a wrong verdict with 5 seeds, and up to 60 % with 10, not 5 %."
+    "p and the intervals do not include the risk that the sweep picked the wrong learning rate. With {} for each rate, up to "
+    "{} % of simulated comparisons of equal models had a wrong verdict with 5 seeds, and up to {} % with 10, not 5 %."
 )
+# By the number of sweep seeds: how the sentence names it, and its two shares
+_SWEEP_ERRORS = {1: ("one run", 26, 60), 2: ("two runs", 16, 38), 4: ("four runs", 10, 22)}
 
 
 def outcome_sentence(results: dict[str, Any]) -> str:
@@ -32,6 +35,7 @@ def first_warning_sentences(results: dict[str, Any]) -> list[str]:
         )
     for name, model in results["models"].items():
         warnings += _edge_warnings(name, model, results.get("trunk"))
+        warnings += _diverged_search_warnings(name, results)
     return warnings
 
 
@@ -42,7 +46,8 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         warnings.append(f"{warning}.")
     for name, model in results["models"].items():
         diverged = sum(run["diverged"] for run in model["runs"])
-        if not model["runs"]:
+        is_at_every_rate = not chosen_runs(results, name)
+        if is_at_every_rate:
             rates = ", ".join(f"{tried:g}" for tried in model["learning_rates"])
             warnings.append(f"{name} diverged at every learning rate tried: {rates}.")
         if diverged and name == results["baseline"]:
@@ -54,7 +59,7 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
                 f"{name} diverged in {diverged} of {len(model['runs'])} runs. Its other runs get no verdict: without its "
                 "failures it would look better than it is."
             )
-        elif diverged:
+        elif diverged and not is_at_every_rate:
             warnings.append(f"{name} diverged in all of its runs.")
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
     if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
@@ -68,9 +73,6 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
 def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[str]:
     """Says where the best rate of a model is the smallest or the largest tried, of a scale that may have a trunk."""
     warnings = []
-    limit = f"stopped at its limit of {model['search']['limit']} rates" if model["search"] else ""
-    if trunk is not None:
-        limit = f"was that of scale {trunk}, with whose runs these begin"
     for end in ("smallest", "largest"):
         seeds = [seed for seed, edge in model["edges"].items() if edge == end]
         if not seeds:
@@ -80,7 +82,7 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
         if len(seeds) < len(model["runs"]):
             where += f", in {len(seeds)} of {len(model['runs'])} seeds"
         after = (
-            f"the search {limit}, so there is no verdict"
+            f"{_end_of_search(model, trunk)}, so there is no verdict"
             if model["search"]
             else "the file asked for just these rates, and a better one may lie beyond"
         )
@@ -88,12 +90,32 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
     return warnings
 
 
+def _diverged_search_warnings(name: str, results: dict[str, Any]) -> list[str]:
+    """Says where a model diverged at every rate of its search."""
+    model, chosen = results["models"][name], len(chosen_runs(results, name))
+    if not model["search"] or (model["runs"] and chosen == len(model["runs"])):
+        return []
+    where = f", in {len(model['runs']) - chosen} of {len(model['runs'])} seeds" if chosen else ""
+    end = _end_of_search(model, results.get("trunk"))
+    return [f"{name} diverged at every learning rate tried{where}: {end}, and smaller rates were not tried."]
+
+
+def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
+    if trunk is not None:
+        return f"the search was that of scale {trunk}, with whose runs these begin"
+    return f"the search stopped at its limit of {model['search']['limit']} rates"
+
+
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
     is_tested = any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
     if not is_tested:
         return []
-    return {"each_seed": [_EACH_SEED], "sweep": [_SWEEP], None: []}[_rate_choice(results)]
+    choice = _rate_choice(results)
+    if choice == "sweep":
+        counts = [count for count in _SWEEP_ERRORS if count <= len(results["sweep_seeds"])]
+        return [_SWEEP.format(*_SWEEP_ERRORS[max(counts)])]
+    return [] if choice is None else [_EACH_SEED]
 
 
 def noise_floor_sentence(results: dict[str, Any]) -> str:

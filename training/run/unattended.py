@@ -89,7 +89,8 @@ class Progress(TrainerCallback):
     """Reports the progress of a run as long as a `with` block lasts, also between its steps.
 
     Its file holds `state` (`running` or `failed`), `step`, `steps` (how many there are), `loss` (of the last step that was
-    logged), `host`, `pid`, `updated` (seconds since 1970) and `error`. A run that is finished leaves no such file.
+    logged), `host`, `pid`, `updated` (seconds since 1970) and `error`. A run that is finished leaves no such file, unless it
+    was killed at that moment.
 
     Args:
         file: written every `pace` seconds.

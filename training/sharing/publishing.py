@@ -210,13 +210,14 @@ def _collect(
     comparison_folder = _find_comparison(folder, comparison)
     if comparison_folder is not None:
         place = folder.resolve()
-        variant = place.parent.name if comparison_folder in place.parents else None
+        is_part = comparison_folder in place.parents
+        variant, run = (place.parent.name, place.name) if is_part else (None, None)
         try:
             results = read_json(comparison_folder / RESULTS_FILE)
             if "scales" in results:
-                text = ladder_verdicts(results, variant, place.parents[2].name if variant else None)
+                text = ladder_verdicts(results, variant, place.parents[2].name if is_part else None, run)
             else:
-                text = verdicts(results, variant)
+                text = verdicts(results, variant, run)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."

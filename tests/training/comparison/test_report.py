@@ -306,9 +306,46 @@ def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, trunk, 
             assert place < outcome and after in text[place:outcome], kind
 
 
+def test_a_search_that_diverged_at_every_rate_is_said_first(results, tmp_path):
+    """In one seed of a model, and in all of another: no rate was chosen there."""
+    lost = copy.deepcopy(results)
+    lost["rate_choice"] = "each_seed"
+    for name, model in lost["models"].items():
+        model["search"], model["edges"] = {"limit": 2}, {}
+        model["runs"] = model["runs"] or [make_run(seed, 2e-3, None) for seed in range(3)]
+        if name == "residual":
+            model["runs"][0]["learning_rate"] = 2e-3
+    end = "the search stopped at its limit of 2 rates, and smaller rates were not tried."
+    texts = texts_of(lost, tmp_path)
+    for kind, text in texts.items():
+        outcome = text.index("model test loss (nats)" if kind == "terminal" else "Baseline: linear.")
+        for said in ("relu_squared diverged at every learning rate tried, in 1 of 3 seeds", "tanh diverged at every learning"):
+            assert text.index(said) < text.index(end, text.index(said)) < outcome, kind
+        assert "diverged in all" not in text and "tanh diverged at every learning rate tried: 0.002, 0.004." in text, kind
+    rows = {row["model"]: row for row in table_after((tmp_path / "results.md").read_text(), "Models")}
+    assert [rows[name]["learning rate"] for name in ("residual", "relu_squared", "tanh")] == [
+        "0.002 (1) 0.004 (2)", "0.004 (2)", "none"
+    ]  # fmt: skip
+    rates = {row["model"]: row for row in table_after((tmp_path / "results.md").read_text(), "Learning rates")}
+    assert rates["tanh"]["0.002"] == "diverged" and rates["relu_squared"]["0.004"].startswith("✓ 2: ")
+
+
+def test_a_run_that_only_chose_a_rate_is_not_taken_for_a_reported_one(results):
+    for run in (None, "4"):
+        results["models"]["linear"]["runs"][0]["folder"] = "runs/linear/4"
+        assert "**linear** (this model)" in verdicts(results, "linear", run) and "none of those" not in verdicts(
+            results, "linear"
+        )
+    text = verdicts(results, "linear", "sweep-rate-0.002-seed-1000")
+    assert "(this model)" not in text
+    assert "It is the run sweep-rate-0.002-seed-1000 of linear, which was trained to choose a learning rate, and is not" in text
+
+
 def test_a_choice_in_each_seed_is_part_of_the_test(results):
     """Results that do not say how rates were chosen had a sweep."""
     assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
+    for runs, words in ((1, "With one run for each rate, up to 26 %"), (3, "With two runs for each rate, up to 16 %")):
+        assert words in selection_sentences({**results, "sweep_seeds": list(range(runs))})[0]
     chosen = {**results, "rate_choice": "each_seed"}
     text = " ".join(protocol_sentences(chosen))
     assert (

@@ -58,6 +58,16 @@ class TestCard:
         assert str(published.folder) not in card.content and published.folder.name not in card.content
         assert "{{" not in card.content and "{%" not in card.content and "None" not in card.text
 
+    def test_of_a_run_that_only_chose_a_rate(self, server, nlq, comparison, tmp_path):
+        shutil.copytree(comparison[0], tmp_path / "results")
+        results = json.loads((tmp_path / "results" / "results.json").read_text())
+        run = results["models"]["base"]["runs"].pop()
+        (tmp_path / "results" / "results.json").write_text(json.dumps(results))
+        nlq.publish(tmp_path / "results" / run["folder"], "anna/tried")
+        text = card_of(server, "anna/tried").text
+        assert f"It is the run {Path(run['folder']).name} of base, which was trained to choose a learning rate" in text
+        assert "(this model)" not in text
+
     def test_of_a_run_of_a_comparison(self, server, nlq, comparison):
         folder, results = comparison
         name, model = "linear queries", results["models"]["linear queries"]
