@@ -12,7 +12,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration import find, suggestion
@@ -60,10 +61,18 @@ def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     return differences({name: before[name] for name in known}, {name: now[name] for name in known})
 
 
-def weights_fingerprint(folder: Path) -> dict[str, str]:
-    """Returns a hash of each file with weights; none if there is no such folder."""
+def weights_fingerprint(name: str) -> dict[str, str]:
+    """What changes with the weights of a model: a hash of each file in its folder, or its commit on the Hub.
+
+    Args:
+        name: as users give it; a configuration has no weights, and an empty fingerprint.
+    """
+    if not is_saved_model(name):
+        return {}
+    if not Path(name).is_dir():
+        return {"commit": extract_commit_hash(cached_file(name, CONFIG_NAME), None)}
     hashes = {}
-    for path in sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in WEIGHTS for path in Path(name).glob(pattern)}):
         with path.open("rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes

@@ -204,16 +204,23 @@ def check_same_models(file: Path, scales: Mapping[str, Comparison]) -> None:
     Raises:
         ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
     """
-    before = read_json(file) if file.is_file() else None
-    now: dict[str, dict[str, dict[str, Any]]] = {}
-    for scale, comparison in scales.items():
-        for model, variant in comparison.variants.items():
-            weights = weights_fingerprint(Path(variant.content["model"]))
-            now.setdefault(scale, {})[model] = {"config": variant.config, "weights": weights}
-            if before is None:
-                continue
-            changes = config_differences(before[scale][model]["config"], variant.config)
-            if before[scale][model]["weights"] != weights:
+    sources = {variant.content["model"] for comparison in scales.values() for variant in comparison.variants.values()}
+    weights = {source: weights_fingerprint(source) for source in sources}
+    now = {
+        scale: {
+            model: {"config": variant.config, "weights": weights[variant.content["model"]]}
+            for model, variant in comparison.variants.items()
+        }
+        for scale, comparison in scales.items()
+    }
+    if not file.is_file():
+        write_text(file, json.dumps(now) + "\n")
+        return
+    for scale, models in read_json(file).items():
+        for model, before in models.items():
+            found = now[scale][model]
+            changes = config_differences(before["config"], found["config"])
+            if before["weights"] != found["weights"]:
                 changes = ", ".join(filter(None, (changes, "other weights")))
             if changes:
                 where = f"model {model!r} of scale {scale!r}" if scale else f"model {model!r}"
@@ -221,8 +228,6 @@ def check_same_models(file: Path, scales: Mapping[str, Comparison]) -> None:
                     f"{where} has changed since {file.parent} was begun ({changes}); put the old one back, or choose another "
                     "--output_dir"
                 )
-    if before is None:
-        write_text(file, json.dumps(now) + "\n")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:

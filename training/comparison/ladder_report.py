@@ -85,7 +85,7 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
         results,
         figures=embedded_figures(folder / "figures", figures, _FIGURES, trend_sentence(results)),
         outcome=f"{top_sentence(results)} {trend_sentence(results)}",
-        first_warnings=scale_warnings(results, first_warning_sentences),
+        first_warnings=_warnings_of(results["scales"], first_warning_sentences),
         warnings=ladder_warnings(results),
         corpus=provenance(top),
         top={"name": name, **parts_of_page(top)},
@@ -104,7 +104,7 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
 def describe_ladder(results: dict[str, Any]) -> str:
     """The outcome for a terminal."""
     rows = improvement_rows(results)
-    lines = [f"warning: {text}" for text in scale_warnings(results, first_warning_sentences)]
+    lines = [f"warning: {text}" for text in _warnings_of(results["scales"], first_warning_sentences)]
     lines += align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     lines += [top_sentence(results), trend_sentence(results)]
     return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
@@ -127,7 +127,7 @@ def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: st
     scales = ", ".join(results["scales"])
     others = {name: found for name, found in results["scales"].items() if name != scale}
     parts = [
-        *map(markdown_warning, scale_warnings({**results, "scales": others}, first_warning_sentences)),
+        *map(markdown_warning, _warnings_of(others, first_warning_sentences)),
         verdicts(results["scales"][scale], model, run),
         f"This is the scale {scale} of a ladder of {len(results['scales'])} scales: {scales}.",
         trend_sentence(results),
@@ -151,16 +151,15 @@ def trend_sentence(results: dict[str, Any]) -> str:
     return f"Trend of the improvement over the scales: {', '.join(found)}."
 
 
-def scale_warnings(results: dict[str, Any], sentences: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+def _warnings_of(scales: dict[str, dict[str, Any]], sentences: Callable[[dict[str, Any]], list[str]]) -> list[str]:
     """The sentences about each scale, the largest first."""
-    return [f"Scale {name}: {text}" for name, found in reversed(results["scales"].items()) for text in sentences(found)]
+    return [f"Scale {name}: {text}" for name, found in reversed(scales.items()) for text in sentences(found)]
 
 
 def ladder_warnings(results: dict[str, Any]) -> list[str]:
     """The limits of the outcome that stand after it: those of each scale, and of the trend."""
-    return scale_warnings(results, warning_sentences) + [
-        note for note in (results["trend"]["law_note"], results["trend"]["multiplier_note"]) if note
-    ]
+    notes = [results["trend"]["law_note"], results["trend"]["multiplier_note"]]
+    return [*_warnings_of(results["scales"], warning_sentences), *filter(None, notes)]
 
 
 def trend_protocol(results: dict[str, Any]) -> list[str]:
@@ -276,7 +275,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
     multipliers = multiplier_rows(results)
     parts = [
         f"# {results['name']}",
-        *map(markdown_warning, scale_warnings(results, first_warning_sentences)),
+        *map(markdown_warning, _warnings_of(results["scales"], first_warning_sentences)),
         top_sentence(results),
         trend_sentence(results),
         *map(markdown_warning, ladder_warnings(results)),

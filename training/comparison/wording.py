@@ -26,7 +26,7 @@ def outcome_sentence(results: dict[str, Any]) -> str:
 
 
 def first_warning_sentences(results: dict[str, Any]) -> list[str]:
-    """What a reader must know before the outcome: other tokens, and best rates at an edge."""
+    """What a reader must know before the outcome: other tokens, best rates at an edge, and models without any good rate."""
     warnings = []
     if results["same_tokens"] is False:
         warnings.append(
@@ -35,7 +35,7 @@ def first_warning_sentences(results: dict[str, Any]) -> list[str]:
         )
     for name, model in results["models"].items():
         warnings += _edge_warnings(name, model, results.get("trunk"))
-        warnings += _diverged_search_warnings(name, results)
+        warnings += _diverged_warnings(name, results)
     return warnings
 
 
@@ -46,10 +46,6 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         warnings.append(f"{warning}.")
     for name, model in results["models"].items():
         diverged = sum(run["diverged"] for run in model["runs"])
-        is_at_every_rate = not chosen_runs(results, name)
-        if is_at_every_rate:
-            rates = ", ".join(f"{tried:g}" for tried in model["learning_rates"])
-            warnings.append(f"{name} diverged at every learning rate tried: {rates}.")
         if diverged and name == results["baseline"]:
             warnings.append(
                 f"{name}, the baseline, diverged in {diverged} of {len(model['runs'])} runs: there are no verdicts."
@@ -59,7 +55,7 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
                 f"{name} diverged in {diverged} of {len(model['runs'])} runs. Its other runs get no verdict: without its "
                 "failures it would look better than it is."
             )
-        elif diverged and not is_at_every_rate:
+        elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
     if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
@@ -90,14 +86,17 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
     return warnings
 
 
-def _diverged_search_warnings(name: str, results: dict[str, Any]) -> list[str]:
-    """Says where a model diverged at every rate of its search."""
+def _diverged_warnings(name: str, results: dict[str, Any]) -> list[str]:
+    """Says where a model diverged at every rate tried, by all seeds or by some."""
     model, chosen = results["models"][name], len(chosen_runs(results, name))
-    if not model["search"] or (model["runs"] and chosen == len(model["runs"])):
+    if model["runs"] and chosen == len(model["runs"]):
         return []
-    where = f", in {len(model['runs']) - chosen} of {len(model['runs'])} seeds" if chosen else ""
-    end = _end_of_search(model, results.get("trunk"))
-    return [f"{name} diverged at every learning rate tried{where}: {end}, and smaller rates were not tried."]
+    if chosen:
+        tried = f", in {len(model['runs']) - chosen} of {len(model['runs'])} seeds"
+    else:
+        tried = f" ({', '.join(f'{rate:g}' for rate in model['learning_rates'])})"
+    end = f": {_end_of_search(model, results.get('trunk'))}, and smaller rates were not tried" if model["search"] else ""
+    return [f"{name} diverged at every learning rate tried{tried}{end}."]
 
 
 def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:

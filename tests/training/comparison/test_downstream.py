@@ -1,16 +1,16 @@
 """Downstream tasks of comparisons: each reported run is evaluated once, and scores are judged like losses."""
 
 import json
-import sys
 
 import pytest
+from support.lm_eval_command import lm_eval_results
 from support.planted import PlantedEngine
 
-from modeling_nlq.configuration import find
 from modeling_nlq.training.comparison import downstream
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import analyse
+from modeling_nlq.training.run.task_items import TASKS
 from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
 
 
@@ -51,36 +51,25 @@ def test_report_has_the_numbers_of_lm_eval(make_file, small_index, task_file, tm
 
 
 @pytest.mark.slow
-def test_a_ladder_has_the_numbers_of_lm_eval_for_a_shipped_task(make_file, small_index, tmp_path, monkeypatch):
+def test_a_ladder_has_the_numbers_of_lm_eval_for_the_shipped_tasks(make_file, small_index, tmp_path, monkeypatch):
     """Those of lm_eval's own command, on the model of one run at each scale."""
     widths = {"small": 32, "large": 48}
     scales = {name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}} for name, width in widths.items()}
     training = {"save_strategy": "no", "max_steps": 12, "report_to": "none"}
-    file = make_file(scales=scales, tasks=["nlq_brackets"], seeds=[0], learning_rates=[1e-2], training=training)
+    file = make_file(scales=scales, tasks=list(TASKS), seeds=[0], learning_rates=[1e-2], training=training)
     folder = tmp_path / "ladder"
     results = run_and_report(load_comparison(file), folder)
     for name in scales:
         found = results["scales"][name]
         run = folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"]
-        command = ["lm_eval", "run", "--model", "hf", "--device", "cpu", "--tasks", "nlq_brackets", "--batch_size", "16"]
-        command += ["--model_args", f"pretrained={run},trust_remote_code=True"]
-        command += [
-            "--include_path",
-            str(find("tasks", "nlq_brackets").parent),
-            "--output_path",
-            str(tmp_path / f"{name}.json"),
-        ]
-        monkeypatch.setattr(sys, "argv", command)
-        from lm_eval.__main__ import cli_evaluate
-
-        cli_evaluate()
-        theirs = json.loads(next(tmp_path.glob(f"{name}_*.json")).read_text())["results"]["nlq_brackets"]
-        metrics = found["tasks"]["nlq_brackets"]
-        assert set(metrics) >= {"acc", "answer_probability", "answer_bits_per_byte"}
-        for metric, judged in metrics.items():
-            assert judged["items"] == 1000
-            assert judged["scores"]["twin"]["0"] == pytest.approx(theirs[f"{metric},none"], abs=1e-5)
-            assert f"{judged['scores']['twin']['0']:.4f}" in (folder / "results.md").read_text()
+        theirs = lm_eval_results(monkeypatch, run, list(TASKS), tmp_path / f"{name}.json", "--batch_size", "16")
+        assert found["tasks"].keys() == theirs.keys() == set(TASKS)
+        for task, metrics in found["tasks"].items():
+            assert set(metrics) >= {"acc", "answer_probability", "answer_bits_per_byte"}
+            for metric, judged in metrics.items():
+                score = judged["scores"]["twin"]["0"]
+                assert judged["items"] == 1000 and score == pytest.approx(theirs[task][f"{metric},none"], abs=1e-5)
+                assert f"{score:.4f}" in (folder / "results.md").read_text()
 
 
 def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):

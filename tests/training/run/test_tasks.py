@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.lm_eval_command import lm_eval_results
 
-from modeling_nlq.configuration import find, names
+from modeling_nlq.configuration import names
 from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import load_recipe
@@ -69,21 +70,14 @@ def test_items_of_a_short_text():
 
 
 def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_index):
-    arguments = ["--tasks", ",".join(TASKS), "--limit", "8", "--batch_size", "4"]
-    assert main(["evaluate", str(run[0]), *arguments, "--output", str(tmp_path / "ours.json")]) == 0
+    options = ["--limit", "8", "--batch_size", "4"]
+    assert main(["evaluate", str(run[0]), "--tasks", ",".join(TASKS), *options, "--output", str(tmp_path / "ours.json")]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + 3 * len(TASKS) and table[1].split()[-2:] == ["0.2500", "8"]
-    command = ["lm_eval", "run", "--model", "hf", "--device", "cpu", *arguments]
-    command += ["--model_args", f"pretrained={run[0]},trust_remote_code=True"]
-    command += ["--include_path", str(find("tasks", "nlq_brackets").parent), "--output_path", str(tmp_path / "theirs.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
+    theirs = lm_eval_results(monkeypatch, run[0], list(TASKS), tmp_path / "theirs.json", *options)
     ours = json.loads((tmp_path / "ours.json").read_text())
-    theirs = json.loads(next(tmp_path.glob("theirs_*.json")).read_text())
-    assert ours["results"].keys() == theirs["results"].keys() == set(TASKS)
-    for task, values in theirs["results"].items():
+    assert ours["results"].keys() == theirs.keys() == set(TASKS)
+    for task, values in theirs.items():
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         assert len(numbers) == 6
         assert {name: ours["results"][task][name] for name in numbers} == pytest.approx(numbers, abs=1e-5)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from support.hub_server import Blob
 from support.publishing_cases import (
     CODE,
@@ -26,6 +27,7 @@ from transformers import AutoTokenizer
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.files import read_yaml
 
 
 ROUND_TRIP = """
@@ -189,6 +191,32 @@ trainer = Trainer(model, TrainingArguments(folder, **options), train_dataset=dat
 trainer.train()
 trainer.push_to_hub()
 """
+
+
+class TestComparison:
+    @pytest.mark.slow
+    def test_of_a_model_whose_weights_change_on_the_hub(self, nlq, copy_run, recipe_file, tmp_path):
+        """The configuration stays the same. The comparison goes on as long as the commit does."""
+        folder = copy_run()
+        nlq.publish(folder, "anna/start")
+        fields = {
+            "recipe": {**read_yaml(recipe_file), "model": "anna/start", "tokenizer": "anna/start"},
+            "baseline": "base",
+            "models": {"base": None, "twin": None},
+            "learning_rates": [1e-2],
+            "seeds": [0],
+            "training": {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no", "report_to": "none"},
+        }
+        (tmp_path / "start.yaml").write_text(yaml.safe_dump(fields))
+        command = ("compare", tmp_path / "start.yaml", "--output_dir", tmp_path / "results")
+        for _ in range(2):
+            done = nlq(*command)
+            assert done.status == 0, done.err
+        change_weights(folder)
+        nlq.publish(folder, "anna/start")
+        done = nlq(*command)
+        assert done.status == 1
+        assert f"model 'base' has changed since {tmp_path / 'results'} was begun (other weights); put the old one" in done.err
 
 
 class TestStockWays:
