@@ -102,6 +102,10 @@ class TestPlan:
                 else:
                     assert variant.intermediate_size == 4 * width
                 assert variant.tokens == pytest.approx(20 * base.size.non_embedding, rel=1e-2)
+                training = variant.content["training"]
+                # As the square root of the tokens, of which the smallest scale has half a million
+                assert training["per_device_train_batch_size"] == 8 * round((variant.tokens / 495_000) ** 0.5)
+                assert training["warmup_steps"] == 0.05
 
 
 class TestBadInput:
