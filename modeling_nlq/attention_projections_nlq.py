@@ -8,7 +8,6 @@ from transformers.activations import ACT2FN
 
 from .activations_nlq import AttentionActivation, get_attention_activation
 from .configuration_nlq import NLQConfig
-from .linear_layers_nlq import apply_linear
 from .parallel_nlq import own_heads, shared_by_heads, sum_over_processes
 from .projections_nlq import PROJECTIONS, NLQBottleneck
 from .rotary_nlq import rotate
@@ -175,7 +174,7 @@ class NLQAttentionProjections(nn.Module):
         if self.projections[name].identity:
             terms.append(own_heads(hidden_states, self.tp_mesh, dim=-1))
         if linear is not None:
-            terms.append(apply_linear(linear, hidden_states))
+            terms.append(linear(hidden_states))
         if bottleneck is not None:
             terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
         states = sum(terms[1:], start=terms[0])
@@ -191,6 +190,6 @@ class NLQAttentionProjections(nn.Module):
         if self.output_activation is not None:
             attn_output = self.output_activation(attn_output)
         if self.gate_proj is not None:
-            gate = torch.sigmoid(apply_linear(self.gate_proj, hidden_states))
+            gate = torch.sigmoid(self.gate_proj(hidden_states))
             attn_output = attn_output * gate.unflatten(-1, (attn_output.shape[2], -1))
-        return apply_linear(self.o_proj, attn_output.flatten(2))
+        return self.o_proj(attn_output.flatten(2))

@@ -1,9 +1,9 @@
 """The next-token loss on the CPU, a row or a few rows at a time.
 
 PyTorch's cross-entropy writes three more tensors of the logits' size, `(tokens, vocabulary)`: the log-softmax, the gradient of
-the chosen entries, and the gradient of the logits. Only the last is needed. Working through slices that fit in the cache, the
-others never reach memory; `docs/benchmarks.md` has what that gains. The C++ code goes through a row at a time, with an
-exponential of its own.
+the chosen entries, and the gradient of the logits. Only the last is needed, and it is computed together with the loss. Working
+through slices that fit in the cache, the others never reach memory; `docs/benchmarks.md` has what that gains. The C++ code goes
+through a row at a time, with an exponential of its own.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ struct Call {
   const void* logits;
   const int64_t* targets;
   float* log_normalizers;
-  const float* gradient;
+  const float* weights;
   void* result;
 };
 
@@ -47,22 +47,22 @@ void forward(const Call& call) {
 }
 
 template <class T>
-void backward(const Call& call) {
+void gradient(const Call& call) {
 #pragma omp parallel for schedule(static) num_threads(call.threads)
   for (int64_t i = 0; i < call.rows; i++) {
     const T* row = static_cast<const T*>(call.logits) + i * call.vocabulary;
     T* result = static_cast<T*>(call.result) + i * call.vocabulary;
-    const float log_normalizer = call.log_normalizers[i], gradient = call.gradient[i];
+    const float log_normalizer = call.log_normalizers[i], weight = call.weights[i];
 #pragma omp simd
-    for (int64_t j = 0; j < call.vocabulary; j++) store(result + j, gradient * exp_negative(load(row + j) - log_normalizer));
+    for (int64_t j = 0; j < call.vocabulary; j++) store(result + j, weight * exp_negative(load(row + j) - log_normalizer));
     const int64_t target = call.targets[i];
-    store(result + target, gradient * (exp_negative(load(row + target) - log_normalizer) - 1));
+    store(result + target, weight * (exp_negative(load(row + target) - log_normalizer) - 1));
   }
 }
 
 extern "C" {
 void nlq_forward(const Call* call, bool is_half) { is_half ? forward<Half>(*call) : forward<float>(*call); }
-void nlq_backward(const Call* call, bool is_half) { is_half ? backward<Half>(*call) : backward<float>(*call); }
+void nlq_gradient(const Call* call, bool is_half) { is_half ? gradient<Half>(*call) : gradient<float>(*call); }
 }
 """
 )
@@ -71,7 +71,7 @@ void nlq_backward(const Call* call, bool is_half) { is_half ? backward<Half>(*ca
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "threads")),
-        *((name, ctypes.c_void_p) for name in ("logits", "targets", "log_normalizers", "gradient", "result")),
+        *((name, ctypes.c_void_p) for name in ("logits", "targets", "log_normalizers", "weights", "result")),
     ]
 
 
@@ -97,42 +97,61 @@ def _slices(logits: torch.Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(logits.shape[0], 1), rows)]  # also for an empty batch
 
 
-class _NegativeLogLikelihood(torch.autograd.Function):
-    """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the log-sum-exp itself, without gradient."""
+def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the log-sum-exp itself.
 
-    generate_vmap_rule = True
+    `(tokens, vocabulary)` and `(tokens,)` -> twice `(tokens,)`.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if _runs_in_cpp(logits):
+        _run("nlq_forward", logits, log_normalizers=(log_normalizers := logits.new_empty(logits.shape[0], dtype=dtype)))
+    else:
+        log_normalizers = torch.cat([torch.logsumexp(logits[part].to(dtype), dim=-1) for part in _slices(logits)])
+    return log_normalizers - logits.gather(-1, targets[:, None]).squeeze(-1), log_normalizers
+
+
+def _gradient(
+    logits: torch.Tensor, targets: torch.Tensor, log_normalizers: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the weighted sum of the negative log-likelihoods, of the logits' shape and dtype."""
+    result = torch.empty_like(logits)
+    if _runs_in_cpp(logits):
+        given = {"targets": targets.long().contiguous(), "weights": weights.contiguous()}
+        _run("nlq_gradient", logits, log_normalizers=log_normalizers, result=result, **given)
+        return result
+    for part in _slices(logits):
+        rows = (logits[part].to(log_normalizers.dtype) - log_normalizers[part, None]).exp_().mul_(weights[part, None])
+        rows.scatter_add_(1, targets[part, None], -weights[part, None])
+        result[part] = rows
+    return result
+
+
+class _Loss(torch.autograd.Function):
+    """The sum of the counted rows' negative log-likelihoods, divided by a count. It keeps its gradient instead of the logits.
+
+    A caller may overwrite the logits before `backward`, also where PyTorch does not see it, such as through NumPy.
+    """
 
     @staticmethod
-    def forward(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens, vocabulary)` and `(tokens,)` -> twice `(tokens,)`."""
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        if _runs_in_cpp(logits):
-            _run("nlq_forward", logits, log_normalizers=(log_normalizers := logits.new_empty(logits.shape[0], dtype=dtype)))
-        else:
-            log_normalizers = torch.cat([torch.logsumexp(logits[part].to(dtype), dim=-1) for part in _slices(logits)])
-        return log_normalizers - logits.gather(-1, targets[:, None]).squeeze(-1), log_normalizers
+    def forward(
+        ctx, logits: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, count: torch.Tensor, has_backward: bool
+    ) -> torch.Tensor:
+        """`(tokens, vocabulary)`, `(tokens,)`, `(tokens,)` and a number -> a number."""
+        losses, log_normalizers = negative_log_likelihood(logits, targets)
+        if has_backward:
+            ctx.save_for_backward(_gradient(logits, targets, log_normalizers, is_counted / count))
+        return losses.masked_fill(~is_counted, 0.0).sum() / count
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, output[1])
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None]:
-        logits, targets, log_normalizers = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: nothing in place
-            result = torch.softmax(logits.to(log_normalizers.dtype), dim=-1) * gradient[:, None]
-            return result.scatter_add(1, targets[:, None], -gradient[:, None]).to(logits.dtype), None
-        result = torch.empty_like(logits)
-        if _runs_in_cpp(logits):
-            given = {"targets": targets.long().contiguous(), "gradient": gradient.to(log_normalizers.dtype).contiguous()}
-            _run("nlq_backward", logits, log_normalizers=log_normalizers, result=result, **given)
-            return result, None
-        for part in _slices(logits):
-            rows = (logits[part].to(log_normalizers.dtype) - log_normalizers[part, None]).exp_().mul_(gradient[part, None])
-            rows.scatter_add_(1, targets[part, None], -gradient[part, None])
-            result[part] = rows
-        return result, None
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
+                "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
+            )
+        (result,) = ctx.saved_tensors
+        # A product would be another tensor of the logits' size, and the factor of a plain `loss.backward()` is 1
+        return result if gradient == 1 else result * gradient.to(result.dtype), None, None, None, None
 
 
 def causal_lm_loss(
@@ -144,7 +163,7 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Transformers' `ForCausalLMLoss`, by its own code except on an eager CPU.
+    """Transformers' `ForCausalLMLoss`, by its own code except on the CPU, where nothing traces or transforms the call.
 
     Args:
         logits: `(batch, length, vocabulary)`.
@@ -156,13 +175,21 @@ def causal_lm_loss(
 
     Returns:
         The mean negative log-likelihood, in nats per token.
+
+    Raises:
+        ValueError: if the labels' shape is not that of the logits without the vocabulary.
     """
-    if logits.device.type != "cpu" or is_tracing(logits):
+    if is_tracing(logits) or not is_plain_call(logits):
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1)
+    if shift_labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels={tuple(shift_labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}, as the logits"
+        )
+    targets, logits = shift_labels.reshape(-1), logits.reshape(-1, vocab_size)
     is_counted = targets != ignore_index
-    losses, _ = _NegativeLogLikelihood.apply(logits.reshape(-1, vocab_size), targets.masked_fill(~is_counted, 0))
-    total = losses.masked_fill(~is_counted, 0.0).sum()
-    return total / (is_counted.sum() if num_items_in_batch is None else num_items_in_batch)
+    count = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
+    count = torch.as_tensor(count, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    has_backward = torch.is_grad_enabled() and logits.requires_grad
+    return _Loss.apply(logits, targets.masked_fill(~is_counted, 0), is_counted, count, has_backward)

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .linear_layers_nlq import apply_linear
-
 
 @dataclass(frozen=True)
 class Projection:
@@ -84,5 +82,4 @@ class NLQBottleneck(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, input)` -> `(batch, length, output)`."""
-        states = self.activation(apply_linear(self.fc1, self.input_norm(hidden_states)))
-        return self.output_norm(apply_linear(self.fc2, states))
+        return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))

@@ -1,4 +1,4 @@
-"""The C++ code for the CPU: linear layers of a few rows, attention of a single query, and where it cannot be built."""
+"""The C++ code for the CPU: attention of a single query, and where it cannot be built."""
 
 import subprocess
 import sys
@@ -6,107 +6,22 @@ import sys
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
-from torch import nn
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from modeling_nlq import cpp_nlq, linear_layers_nlq
+from modeling_nlq import cpp_nlq, one_query_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.cpp_activations_nlq import CPP_BODIES
-from modeling_nlq.linear_layers_nlq import MOST_ROWS, apply_linear
 from modeling_nlq.one_query_nlq import one_query_in_cpp
 
 
 needs_library = pytest.mark.skipif(
-    not cpp_nlq.is_enabled() or linear_layers_nlq._library() is None, reason="the C++ code cannot be built here"
+    not cpp_nlq.is_enabled() or one_query_nlq._library() is None, reason="the C++ code cannot be built here"
 )
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The numbers of rows that the C++ code multiplied."""
-    found, library = [], linear_layers_nlq._library()
-
-    class Counting:
-        @staticmethod
-        def linear(*arguments):
-            found.append(arguments[4])
-            library.linear(*arguments)
-
-    monkeypatch.setattr(linear_layers_nlq, "_library", lambda: Counting)
-    return found
 
 
 @pytest.fixture
 def no_grad():
     with torch.no_grad():
         yield
-
-
-@needs_library
-@pytest.mark.usefixtures("no_grad")
-class TestLinearLayers:
-    @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
-    @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-    def test_product(self, calls, rows, bias):
-        """Widths and sizes that no block of the code divides, and enough of them for several threads."""
-        for width, size in ((1, 1), (17, 5), (200, 131)):
-            layer = nn.Linear(width, size, bias=bias)
-            states = torch.randn(2, rows, width)[1:]
-            expected = layer.double()(states.double())
-            torch.testing.assert_close(apply_linear(layer.float(), states).double(), expected, rtol=1e-5, atol=1e-5)
-        assert calls == [rows] * 3
-
-    def test_strided_rows(self, calls):
-        layer, states = nn.Linear(20, 7), torch.randn(20, 3).t()
-        torch.testing.assert_close(apply_linear(layer, states), layer(states))
-        assert calls == [3]
-
-    def test_threads_change_nothing(self, calls):
-        layer, states, threads = nn.Linear(512, 300), torch.randn(3, 512), torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)
-            one = apply_linear(layer, states)
-            torch.set_num_threads(3)
-            assert torch.equal(apply_linear(layer, states), one)
-        finally:
-            torch.set_num_threads(threads)
-
-    def test_not_used(self, calls):
-        """Where someone could tell the difference, the layer itself is called."""
-        layer, states = nn.Linear(6, 4), torch.randn(2, 6)
-        with torch.enable_grad():
-            assert apply_linear(layer, states).requires_grad
-        with torch.autocast("cpu"):
-            assert apply_linear(layer, states).dtype == torch.bfloat16
-        for inputs in (torch.randn(MOST_ROWS + 1, 6), torch.randn(0, 6), states.double()):
-            torch.testing.assert_close(apply_linear(layer.to(inputs.dtype), inputs), layer(inputs))
-        layer = layer.float()
-        torch.testing.assert_close(torch.func.vmap(lambda row: apply_linear(layer, row))(states), layer(states))
-        with forward_ad.dual_level():
-            assert forward_ad.unpack_dual(apply_linear(layer, forward_ad.make_dual(states, states))).tangent is not None
-        recorded = make_fx(lambda row: apply_linear(layer, row))(states)
-        torch.testing.assert_close(recorded(2 * states), layer(2 * states))
-        for bias in (torch.randn(8)[::2], torch.randn(1).expand(4)):
-            odd = nn.Linear(6, 4)
-            odd.bias = nn.Parameter(bias)
-            torch.testing.assert_close(apply_linear(odd, states), odd(states))
-        negative = torch._neg_view(states)
-        torch.testing.assert_close(apply_linear(layer, negative), layer(negative))
-        assert apply_linear(nn.Linear(0, 4), torch.empty(2, 0)).shape == (2, 4)
-        seen = []
-        layer.register_forward_hook(lambda *arguments: seen.append(arguments))
-        apply_linear(layer, states)
-        assert len(seen) == 1
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            apply_linear(nn.Linear(6, 4), torch.randn(2, 3))
-        assert calls == []
-
-    def test_bias_that_is_no_parameter(self):
-        layer, states = nn.Linear(6, 4), torch.randn(2, 6)
-        del layer.bias
-        layer.register_buffer("bias", torch.randn(4))
-        torch.testing.assert_close(apply_linear(layer, states), layer(states))
 
 
 # batch, heads, key-value heads, keys, head_dim
@@ -204,16 +119,14 @@ class TestBuild:
         assert list(folder.iterdir()) == []
 
     @needs_library
-    def test_turned_off(self, monkeypatch, calls, no_grad):
+    def test_turned_off(self, monkeypatch, no_grad):
         monkeypatch.setenv("NLQ_CPP", "0")
-        apply_linear(nn.Linear(3, 2), torch.ones(1, 3))
         assert one_query_in_cpp(layer("relu"), *one_query(1, 1, 1, 2, 4), None, 1.0) is None
-        assert calls == []
 
     @needs_library
     @pytest.mark.slow
     def test_two_processes(self, folder):
-        code = "from modeling_nlq import linear_layers_nlq; assert linear_layers_nlq._library() is not None"
+        code = "from modeling_nlq import one_query_nlq; assert one_query_nlq._library() is not None"
         processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
         assert [process.wait(300) for process in processes] == [0, 0]
         assert len(list(folder.iterdir())) == 1
