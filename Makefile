@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-clients test-ray lint benchmark clean
+.PHONY: demo test test-all test-oldest test-newest test-clients test-ray lint benchmark clean
 .PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
 
 demo: .venv/installed
@@ -25,6 +25,18 @@ test-all: .venv/installed-test
 # The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
 test-oldest: .venv-oldest/installed
 	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients --ignore tests/cluster
+
+# The quick tests and other people's programs with the newest of everything that the index has now, without constraints. Another
+# package must not replace the build of torch
+NEWEST = $(subst .venv,.venv-newest,$(PIP)) install --quiet --upgrade --upgrade-strategy eager
+
+test-newest:
+	test -d .venv-newest || $(PYTHON) -m venv .venv-newest
+	$(NEWEST) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(subst .venv,.venv-newest,$(PIP)) freeze | grep "^torch==" > .venv-newest/torch.txt
+	$(NEWEST) -c .venv-newest/torch.txt -e ".[test,clients]"
+	$(subst .venv,.venv-newest,$(PIP)) list
+	$(subst .venv,.venv-newest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/cluster
 
 # Other people's programs, which have an environment of their own
 test-clients: .venv-clients/installed
@@ -134,4 +146,4 @@ $(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--ind
 endef
 
 clean:
-	rm -rf .venv .venv-oldest .venv-clients .venv-ray .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-clients .venv-ray .cache build dist *.egg-info

@@ -18,8 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -34,6 +32,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
+from .arguments_nlq import CACHE_NAME, choose_cache
 from .attention_nlq import eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .cpp_nlq import is_plain_call
@@ -60,7 +59,6 @@ def sdpa_with_sink_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    cache: PagedAttentionCache | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
@@ -77,7 +75,6 @@ def sdpa_with_sink_forward(
             to their own index, counted from the first key, and a single query sees all keys.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
-        cache: in continuous batching, as in `paged_attention_forward`, and so are the mask and the other arguments.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -87,11 +84,7 @@ def sdpa_with_sink_forward(
     if scaling <= 0.0:
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
     if module.attention_sink is None:
-        inputs = (module, query, key, value, attention_mask)
-        return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, cache=cache, **kwargs)
-    if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-        attention_mask = attention_mask == 0
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     head_dim = query.shape[-1]
     pad = nn.functional.pad
     is_learned = module.attention_sink == "learned"
@@ -143,46 +136,6 @@ def sparse_attention_forward(
     return output, None
 
 
-def paged_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    cache: PagedAttentionCache | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes continuous batching: softmax without sinks by Transformers' function, the rest as `eager` does.
-
-    One row holds the new tokens of all requests, one request after the other. The keys of a request are its cached tokens and
-    its new ones. Queries beyond the requests' tokens pad the row; they see no key, and their weights are 0.
-
-    Without a paged cache this is `eager`: a model can be called while continuous batching runs, and this name is set.
-
-    Args:
-        module: the attention layer.
-        query: `(1, heads, query, head_dim)`.
-        key, value: `(1, key_value_heads, query, head_dim)`, of the new tokens.
-        attention_mask: `(1, 1, query, key)`, 0 where a query sees a key and the dtype's lowest number elsewhere.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight; none with a paged cache, which is for generation.
-        cache: Transformers' paged cache, or `None`.
-        kwargs: where the cache stores the new tokens and finds the old ones.
-
-    Returns:
-        The output `(1, query, heads, head_dim)` and the weights `(1, heads, query, key)`.
-    """
-    if cache is None:
-        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-    if _softmax_without_sink(module.activation, module.attention_sink):
-        inputs = (module, query, key, value, attention_mask)
-        return eager_paged_attention_forward(*inputs, scaling=scaling, cache=cache, **kwargs)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    return eager_attention_forward(module, query, key, value, attention_mask == 0, scaling)
-
-
 @dataclass(frozen=True)
 class AttentionBackend:
     """One row of the table of backends.
@@ -232,7 +185,7 @@ _other = _flash_attention
 PAGED_EAGER = "paged|eager"
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned"),
-    PAGED_EAGER: AttentionBackend(paged_attention_forward, lambda activation, sink: True, weights="returned", is_paged=True),
+    PAGED_EAGER: AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned", is_paged=True),
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward,
         lambda activation, sink: activation.name == "softmax",
@@ -433,7 +386,7 @@ def make_mask(
     config: NLQConfig,
     sequences: Sequences,
     inputs_embeds: torch.Tensor,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     layer_idx: int = 0,
     sliding_window: int | None = None,
 ) -> Any:
@@ -444,7 +397,7 @@ def make_mask(
         config: the model's configuration.
         sequences: padding, packed documents and positions of this call.
         inputs_embeds: `(batch, query, hidden)`.
-        past_key_values: the cache, before the tokens of this call.
+        cache: the cache, before the tokens of this call.
         layer_idx: the number of the layer.
         sliding_window: the window of the layer.
 
@@ -458,12 +411,13 @@ def make_mask(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
             )
-        return mask
-    _check_export(past_key_values, layer_idx)
+        # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
+        return None if mask is None else mask == 0
+    _check_export(cache, layer_idx)
     kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _other).mask
-    if kind in ("visibility", "dense") and mask is None and sequences.sees_all_keys(past_key_values, layer_idx, sliding_window):
+    if kind in ("visibility", "dense") and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window):
         return None
-    make_visibility = functools.partial(sequences.visibility, past_key_values, layer_idx, sliding_window)
+    make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
         if is_dense or isinstance(mask, BlockMask):
@@ -478,7 +432,7 @@ def make_mask(
         mask = boolean_mask(mask)
         if sliding_window is None:
             return mask
-        key_length, key_offset = sequences.key_range(past_key_values, layer_idx)
+        key_length, key_offset = sequences.key_range(cache, layer_idx)
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
             tokens = sequences.query_offset + inputs_embeds.shape[1]
             if isinstance(tokens, int) and mask.shape[-1] < tokens:
@@ -500,7 +454,7 @@ def make_mask(
             f"attn_implementation={config._attn_implementation!r} takes packed documents in a batch of 1, not "
             f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
         )
-    _check_cache(backend, past_key_values)
+    _check_cache(backend, cache)
     if sliding_window is not None:
         config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
@@ -508,7 +462,7 @@ def make_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=mask,
-        past_key_values=past_key_values,
+        **{CACHE_NAME: cache},
         position_ids=positions,
         layer_idx=layer_idx,
     )
@@ -521,10 +475,11 @@ def create_masks_for_generate(
     config: NLQConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache,
+    cache: Cache | None = None,
     position_ids: torch.Tensor | None = None,
     *,
     layers: Sequence[nn.Module],
+    past_key_values: Cache | None = None,
     **kwargs,
 ) -> Any:
     """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
@@ -533,28 +488,29 @@ def create_masks_for_generate(
     dense mask, it is made here. Else the model makes the masks from the padding mask. It is as long as a static cache, so its
     shape stays the same from token to token.
     """
-    implementation = config._attn_implementation
+    cache, implementation = choose_cache(cache, past_key_values), config._attn_implementation
     is_linear = [layer.activation.kind == "linear" for layer in layers]
     if not all(is_linear):
-        _check_cache(implementation, past_key_values)
+        _check_cache(implementation, cache)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
     has_windows = any(layer.sliding_window is not None for layer in layers)
     if not takes_padding and not any(is_linear) and not has_windows:
         layer_idx = layers[0].layer_idx
-        return create_causal_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids, layer_idx=layer_idx)
+        given = {CACHE_NAME: cache, "position_ids": position_ids, "layer_idx": layer_idx}
+        return create_causal_mask(config, inputs_embeds, attention_mask, **given)
     if attention_mask is None:
         return None
     indices = {layer.sliding_window: layer.layer_idx for layer in layers}.values()
-    length = max(past_key_values.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in indices)
+    length = max(cache.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in indices)
     if length <= attention_mask.shape[-1]:
         return attention_mask
     return nn.functional.pad(attention_mask, (0, length - attention_mask.shape[-1]))
 
 
-def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:
-    if not torch.compiler.is_exporting() or past_key_values is None or layer_idx >= len(past_key_values.layers):
+def _check_export(cache: Cache | None, layer_idx: int) -> None:
+    if not torch.compiler.is_exporting() or cache is None or layer_idx >= len(cache.layers):
         return
-    if past_key_values.is_sliding[layer_idx] and past_key_values.get_seq_length(layer_idx):
+    if cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
         # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
         raise ValueError(
             f"sliding_window (layer {layer_idx}): an exported program keeps the sample's number of tokens in a window's cache; "
@@ -562,8 +518,8 @@ def _check_export(past_key_values: Cache | None, layer_idx: int) -> None:
         )
 
 
-def _check_cache(backend: str, past_key_values: Cache | None) -> None:
-    if backend == "flex_attention" and getattr(past_key_values, "is_compileable", False):
+def _check_cache(backend: str, cache: Cache | None) -> None:
+    if backend == "flex_attention" and getattr(cache, "is_compileable", False):
         # The block mask would read the length of the cache when the kernel runs, after the cache has grown
         raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
 

@@ -5,6 +5,8 @@ from transformers.utils.versions import require_version
 
 
 MINIMUM_TRANSFORMERS = "5.21.0"
+# The newest release whose tests pass (docs/versions.md). A newer minor release gets a warning.
+NEWEST_TRANSFORMERS = "5.24.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import math
@@ -166,7 +168,7 @@ class NLQConfig(PreTrainedConfig):
     """
 
     model_type = "nlq"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -235,6 +237,11 @@ class NLQConfig(PreTrainedConfig):
             if self.num_key_value_heads is None:
                 self.num_key_value_heads = self.num_attention_heads
             if self.head_dim is None:
+                if self.hidden_size % self.num_attention_heads:
+                    raise ValueError(
+                        f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}, "
+                        "or head_dim must be given"
+                    )
                 self.head_dim = self.hidden_size // self.num_attention_heads
             if self.intermediate_size is None:
                 self.intermediate_size = 4 * self.hidden_size
@@ -369,11 +376,6 @@ class NLQConfig(PreTrainedConfig):
             _check_per_layer_switches({name for switches in overrides for name in switches})
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
             _check_positive(self, name)
-        if self.head_dim == self.hidden_size // self.num_attention_heads and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                "or head_dim must be given"
-            )
         for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
             _check_positive(self, name)
         if self.num_attention_heads % self.num_key_value_heads != 0:
@@ -508,6 +510,15 @@ def _check_layer(layer: NLQConfig) -> None:
     for name in ("attention_scaling", "attention_output_scaling"):
         if (value := getattr(layer, name)) is not None and not math.isfinite(value):
             raise ValueError(f"{name}={value!r} must be finite")
+
+
+def warn_of_untested_transformers() -> None:
+    """Warns once if the installed Transformers is newer than those that this code was tested with."""
+    if Version(transformers.__version__).release[:2] > Version(NEWEST_TRANSFORMERS).release[:2]:
+        logger.warning_once(
+            f"NLQ {__version__} was tested with Transformers {MINIMUM_TRANSFORMERS} to {NEWEST_TRANSFORMERS}, and "
+            f"{transformers.__version__} is installed. Compare generation with use_cache=False once, or see docs/versions.md."
+        )
 
 
 NLQConfig.register_for_auto_class()

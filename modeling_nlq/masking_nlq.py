@@ -198,15 +198,15 @@ class Sequences(NamedTuple):
     last_position: int | None = None
     is_paged: bool = False
 
-    def visibility(self, past_key_values: Cache | None, layer_idx: int, sliding_window: int | None = None) -> Visibility:
+    def visibility(self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None) -> Visibility:
         """Makes the visibility of a layer, apart from a 4-D or block mask of the caller.
 
         Args:
-            past_key_values: the cache, before the tokens of this call.
+            cache: the cache, before the tokens of this call.
             layer_idx: the number of the layer. A cache of a window has forgotten the tokens before it.
             sliding_window: the window of the layer.
         """
-        key_length, key_offset = self.key_range(past_key_values, layer_idx)
+        key_length, key_offset = self.key_range(cache, layer_idx)
         return make_visibility(
             self.position_ids.shape[-1],
             key_length,
@@ -227,32 +227,31 @@ class Sequences(NamedTuple):
             raise ValueError(f"attention_mask holds masks for {', '.join(self.attention_mask)}, and none for {kind!r}")
         return self.attention_mask[kind]
 
-    def sees_all_keys(self, past_key_values: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
+    def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
         """Tells whether there is a single query, and it sees all keys of a layer; the arguments are those of `visibility`."""
         if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
             return False
         if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
             return False
-        key_length, key_offset = self.key_range(past_key_values, layer_idx)
+        key_length, key_offset = self.key_range(cache, layer_idx)
         return key_length + key_offset == self.query_offset + 1 and (sliding_window is None or key_length <= sliding_window)
 
-    def key_range(self, past_key_values: Cache | None, layer_idx: int) -> tuple[int, int]:
+    def key_range(self, cache: Cache | None, layer_idx: int) -> tuple[int, int]:
         """Returns the number of keys of a layer, and the number of tokens before the first key."""
         query_length = self.position_ids.shape[-1]
-        return (query_length, 0) if past_key_values is None else past_key_values.get_mask_sizes(query_length, layer_idx)
+        return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer_idx)
 
 
 def read_sequences(
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | BlockMask | dict | None = None,
     position_ids: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
+    cache: Cache | PagedAttentionCache | None = None,
     use_cache: bool | None = None,
     layer_idx: int = 0,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
-    cache: PagedAttentionCache | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
@@ -263,36 +262,36 @@ def read_sequences(
             of layer, as `generate` passes them.
         position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there is a mask
             or a cache.
-        past_key_values: the cache, before the tokens of this call.
+        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other arguments are
+            Transformers' own.
         use_cache: whether the caller asked for a cache.
         layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
         seq_idx: allowed beside `position_ids` only; it is not read.
-        cache: Transformers' paged cache, in continuous batching. Then the other arguments are Transformers' own.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
     """
-    if cache is not None:
+    if isinstance(cache, PagedAttentionCache):
         return Sequences(position_ids, attention_mask, is_paged=True)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if isinstance(attention_mask, dict):
         attention_mask = _without_types(attention_mask)
     position_ids = _check_positions(position_ids, batch, query_length)
-    query_offset = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
+    query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
     boundaries = _check_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
     if boundaries is not None:
-        if past_key_values is not None:
+        if cache is not None:
             raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
         position_ids = _positions_from_boundaries(boundaries, batch, query_length, attention_mask, position_ids)
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
-    if attention_mask is None and past_key_values is None:
+    if attention_mask is None and cache is None:
         segments = _find_packed_documents(position_ids, use_cache)
     if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
         attention_mask = padding_mask = None  # it hides nothing, and a mask costs time

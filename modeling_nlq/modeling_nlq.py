@@ -10,6 +10,7 @@ from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -25,6 +26,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
+from .adapters_nlq import NLQAdaptersMixin, register_default_targets
+from .arguments_nlq import CACHE_NAME, check_arguments, choose_cache
 from .attention_nlq import eager_attention_forward
 from .attention_projections_nlq import NLQAttentionProjections, NLQHeadProjection, NLQL2Norm
 from .backends_nlq import (
@@ -37,19 +40,13 @@ from .backends_nlq import (
     make_mask,
     supports_flash_attention,
 )
-from .configuration_nlq import AUTOMATIC, NLQConfig
+from .configuration_nlq import AUTOMATIC, NLQConfig, warn_of_untested_transformers
 from .continuous_batching_nlq import NLQGenerationMixin
-from .linear_layers_nlq import apply_linear
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
 from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
 
-
-try:
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-except ImportError:
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = {}
 
 logger = logging.get_logger(__name__)
 
@@ -65,7 +62,7 @@ class NLQMLP(nn.Module):
         self.fc2.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return apply_linear(self.fc2, self.act_fn(apply_linear(self.fc1, hidden_states)))
+        return self.fc2(self.act_fn(self.fc1(hidden_states)))
 
 
 class NLQGatedMLP(nn.Module):
@@ -80,8 +77,7 @@ class NLQGatedMLP(nn.Module):
         self.down_proj.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate = self.act_fn(apply_linear(self.gate_proj, hidden_states))
-        return apply_linear(self.down_proj, gate * apply_linear(self.up_proj, hidden_states))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
@@ -146,7 +142,7 @@ class NLQAttention(NLQAttentionProjections):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: Visibility | torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         backend: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -156,8 +152,11 @@ class NLQAttention(NLQAttentionProjections):
         """
         name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
+            # changes the arguments that flash attention gets
+            more = {"kwargs": kwargs} if isinstance(cache, PagedAttentionCache) else {}
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
 
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
@@ -222,7 +221,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: Visibility | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         backend: str | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, None]:
@@ -230,15 +229,15 @@ class NLQLinearAttention(NLQAttentionProjections):
         if backend is None:
             self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         query_states, key_states, value_states = self.project(hidden_states)  # rotary positions come after the feature map
-        cache = state = None
-        if past_key_values is not None:
-            cache = past_key_values.layers[self.layer_idx] if self.layer_idx < len(past_key_values.layers) else None
-            if not hasattr(cache, "get_state"):
+        cache_layer = state = None
+        if cache is not None:
+            cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+            if not hasattr(cache_layer, "get_state"):
                 raise ValueError(
                     f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
                     "state: make it by DynamicCache(config=model.config)"
                 )
-            state = cache.get_state()
+            state = cache_layer.get_state()
         elif isinstance(attention_mask, Visibility):
             attention_mask.check(hidden_states.shape[1], hidden_states.shape[1])
         elif attention_mask is not None:
@@ -252,10 +251,10 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay=self.log_decay,
             position_embeddings=position_embeddings,
             state=state,
-            form="parallel" if self.config._attn_implementation == "eager" and cache is None else "chunked",
+            form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
         )
-        if cache is not None:
-            cache.set_state(state, hidden_states.shape[1])
+        if cache_layer is not None:
+            cache_layer.set_state(state, hidden_states.shape[1])
         return self.project_output(hidden_states, attn_output), None
 
 
@@ -304,7 +303,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         attention_mask: Visibility | torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """`(batch, query, hidden)` -> the same shape."""
@@ -313,7 +312,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             self._before(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
+            cache=cache,
             **kwargs,
         )
         hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
@@ -332,12 +331,12 @@ def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tenso
     return hidden_states if module is None else module(hidden_states)
 
 
-class NLQPreTrainedModel(PreTrainedModel):
+class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
     config: NLQConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NLQDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -349,6 +348,7 @@ class NLQPreTrainedModel(PreTrainedModel):
         # of a downloaded folder is not the class imported above. A subclass with another name registers itself.
         if type(config).__name__ == NLQConfig.__name__:
             AutoModel.register(type(config), NLQModel, exist_ok=True)
+        warn_of_untested_transformers()
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
@@ -446,9 +446,10 @@ class NLQModel(NLQPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
@@ -458,7 +459,8 @@ class NLQModel(NLQPreTrainedModel):
             position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding. Where
                 they do not rise by one, a new packed document begins, which sees nothing of the documents before it. With an
                 `attention_mask`, even of all ones, or with a cache, each row is one text.
-            past_key_values: the cache; also returned.
+            cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In continuous
+                batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`.
             cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
@@ -466,22 +468,27 @@ class NLQModel(NLQPreTrainedModel):
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
-                beyond the learned ones, for a cache under gradient checkpointing, and for `is_causal=False`.
+                beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
+                names that are not known (`arguments_nlq.py`).
         """
+        cache = choose_cache(cache, past_key_values)
+        is_paged = isinstance(cache, PagedAttentionCache)
         # Continuous batching says so too where it gives a mask, which is causal
-        if not kwargs.pop("is_causal", True) and kwargs.get("cache") is None:
+        if not kwargs.pop("is_causal", True) and not is_paged:
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
+        if not is_paged:
+            check_arguments(kwargs)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        use_cache = self._check_use_cache(use_cache, past_key_values)
+        use_cache = self._check_use_cache(use_cache, cache)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = own_layers(itertools.islice(self.layers, self.config.num_hidden_layers))
         first_layer_idx = layers[0].self_attn.layer_idx
         sequences = read_sequences(
-            inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, layer_idx=first_layer_idx, **kwargs
+            inputs_embeds, attention_mask, position_ids, cache, use_cache, layer_idx=first_layer_idx, **kwargs
         )
         wants_cache = self.config.use_cache if use_cache is None else use_cache
-        if wants_cache and past_key_values is None and sequences.packed_position_ids is None:
-            past_key_values = DynamicCache(config=self.config)
+        if wants_cache and cache is None and sequences.packed_position_ids is None:
+            cache = DynamicCache(config=self.config)
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
@@ -503,7 +510,7 @@ class NLQModel(NLQPreTrainedModel):
                     self.config,
                     sequences,
                     inputs_embeds,
-                    past_key_values,
+                    cache,
                     layer.self_attn.layer_idx,
                     sliding_window,
                 )
@@ -513,11 +520,11 @@ class NLQModel(NLQPreTrainedModel):
                 attention_mask=masks[kind],
                 position_embeddings=position_embeddings if layer.self_attn.has_rotary_positions else None,
                 position_ids=sequences.packed_position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 backend=kind[0],
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Returns the token embeddings `(batch, query, hidden)`."""
@@ -528,14 +535,16 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError(f"{name}={tuple(inputs.shape)} contains no tokens")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _check_use_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> bool | None:
-        """Returns `use_cache`, or `False` under gradient checkpointing, where Transformers drops the cache in each layer."""
-        if not (self.training and any(layer.gradient_checkpointing for layer in own_layers(self.layers))):
+    def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
+        """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
+        if not (
+            self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in own_layers(self.layers))
+        ):
             return use_cache
-        if past_key_values is not None:
+        if cache is not None:
             raise ValueError(
-                "past_key_values cannot be used with gradient checkpointing in training, which drops the cache; call "
-                "gradient_checkpointing_disable(), or eval()"
+                "past_key_values: a cache cannot be used with gradient checkpointing in training, which computes each layer "
+                "twice; call gradient_checkpointing_disable(), or eval()"
             )
         if use_cache:
             logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
@@ -587,16 +596,17 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `NLQModel`.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in `NLQModel`.
             labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
 
@@ -607,19 +617,19 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=choose_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
-        logits = apply_linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -656,8 +666,7 @@ for _names, _class in (
 ):
     _names.setdefault(NLQConfig.model_type, _class.__name__)
 
-# PEFT reads the layers that LoRA adapts by default from a table of its own. These are its values for Llama.
-TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(NLQConfig.model_type, ["q_proj", "v_proj"])
+register_default_targets(NLQConfig.model_type)
 
 __all__ = [
     "NLQForCausalLM",

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import yaml
+from support.deprecations import DeprecationHandler
 from transformers import dynamic_module_utils
 
 
@@ -26,6 +28,17 @@ from modeling_nlq.training.run.trainer import train
 def pytest_collection_modifyitems(items):
     """Starts with the tests of training, which take longest: a long test at the end would leave the other processes idle."""
     items.sort(key=lambda item: "/tests/training/" not in item.path.as_posix())
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_calls():
+    """Fails a test in which our code makes a call that Transformers logs as deprecated."""
+    logging.Logger.warning_once.cache_clear()  # each test hears what an earlier one heard
+    logger, handler = logging.getLogger("transformers"), DeprecationHandler()
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert not handler.found, "\n".join(handler.found)
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,7 @@ def test_one_version_everywhere():
     assert f'"transformers>={MINIMUM_TRANSFORMERS},<6"' in (REPOSITORY / "pyproject.toml").read_text()
 
 
+@pytest.mark.skipif(sys.prefix.endswith(".venv-newest"), reason="make test-newest installs without constraints")
 def test_constraints_are_what_is_installed():
     names = ("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers")
     installed = {f"{name}=={version(name).split('+')[0]}" for name in names}

@@ -8,10 +8,12 @@ import torch
 from support.client_cases import greedy
 from support.reference import weights_of_query
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq, backends_nlq, register_attention_activation
 from modeling_nlq.activations_nlq import get_attention_activation
-from modeling_nlq.backends_nlq import paged_attention_forward, sdpa_with_sink_forward
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM, SCALING = 4, 2, 8, 0.5
@@ -22,29 +24,22 @@ VOCABULARY = 60
 POSITIONS = 64
 
 
-class Cache:
-    """Stands for Transformers' paged cache: it returns the keys and values of all requests, and some of padding."""
-
-    def __init__(self, key, value):
-        self.states = key, value
-
-    def update(self, key_states, value_states, layer_idx, kwargs):
-        return self.states
-
-
 def paged_inputs():
-    """Query, key, value and mask `(1, 1, query, key)` of `REQUESTS`, with padding whose keys would change any sum."""
+    """Query, key, value and mask `(1, 1, query, key)` of `REQUESTS`, with padding whose keys would change any sum.
+
+    The keys are those that the paged cache returns, of all requests.
+    """
     generator = torch.Generator().manual_seed(0)
     query_length = sum(new for _, new in REQUESTS) + PADDING
     key_length = sum(cached + new for cached, new in REQUESTS) + PADDING
     query = torch.randn(1, HEADS, query_length, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, 1, KEY_VALUE_HEADS, key_length, HEAD_DIM, generator=generator)
     key[:, :, -PADDING:], value[:, :, -PADDING:] = 50.0, 1e3
-    mask = torch.full((1, 1, query_length, key_length), torch.finfo(torch.float32).min)
+    mask = torch.zeros(1, 1, query_length, key_length, dtype=torch.bool)
     first_query = first_key = 0
     for cached, new in REQUESTS:
         for index in range(new):
-            mask[..., first_query + index, first_key : first_key + cached + index + 1] = 0.0
+            mask[..., first_query + index, first_key : first_key + cached + index + 1] = True
         first_query, first_key = first_query + new, first_key + cached + new
     return query, key, value, mask
 
@@ -79,20 +74,18 @@ def paged_output(function, name, normalization=None, sink=None):
         is_causal=True,
         layer_idx=0,
     )
-    query, key, value, mask = paged_inputs()
-    new = slice(0, query.shape[2])  # the cache has them all, so the new keys and values are not read
-    return function(module, query, key[:, :, new], value[:, :, new], mask, scaling=SCALING, cache=Cache(key, value))[0]
+    return function(module, *paged_inputs(), scaling=SCALING)[0]
 
 
 SINK = torch.tensor([-1.0, 0.0, 1.0, 3.0])
 FORMS = [
     *(
-        pytest.param(paged_attention_forward, name, None, None, id=name)
+        pytest.param(eager_attention_forward, name, None, None, id=name)
         for name in ("sigmoid", "tanh", "sparsemax", "entmax15")
     ),
-    pytest.param(paged_attention_forward, "squared", "sum", None, id="squared-sum"),
-    pytest.param(paged_attention_forward, "softplus", "length", None, id="softplus-length"),
-    pytest.param(paged_attention_forward, "softmax", None, SINK, id="softmax-sink"),
+    pytest.param(eager_attention_forward, "squared", "sum", None, id="squared-sum"),
+    pytest.param(eager_attention_forward, "softplus", "length", None, id="softplus-length"),
+    pytest.param(eager_attention_forward, "softmax", None, SINK, id="softmax-sink"),
     pytest.param(sdpa_with_sink_forward, "softmax", None, SINK, id="sdpa-sink"),
 ]
 
@@ -101,14 +94,6 @@ FORMS = [
 def test_paged_form(function, name, normalization, sink):
     output = paged_output(function, name, normalization, sink)
     torch.testing.assert_close(output, expected_output(name, normalization, sink).float(), rtol=1e-5, atol=1e-5)
-
-
-def test_softmax_without_sinks_is_transformers(monkeypatch):
-    monkeypatch.setattr(backends_nlq, "eager_paged_attention_forward", lambda *args, **kwargs: ("Transformers", None))
-    assert paged_output(paged_attention_forward, "softmax") == "Transformers"
-    assert isinstance(paged_output(paged_attention_forward, "sigmoid"), torch.Tensor)
-    monkeypatch.setattr(backends_nlq, "sdpa_attention_forward", lambda *args, cache, **kwargs: (cache, None))
-    assert isinstance(paged_output(sdpa_with_sink_forward, "softmax"), Cache)
 
 
 def make_model(**switches) -> NLQForCausalLM:
@@ -187,12 +172,11 @@ def sigmoid():
     return make_model(attention_activation="sigmoid")
 
 
-def flash_stand_in(module, query, key, value, attention_mask, scaling, cache=None, **kwargs):
+def flash_stand_in(module, query, key, value, attention_mask, scaling, **kwargs):
     """What flash attention computes from the lengths that Transformers gives it, where it is not installed."""
-    if cache is None:
+    if "cu_seq_lens_q" not in kwargs:
         return sdpa_with_sink_forward(module, query, key, value, attention_mask, scaling)
     assert attention_mask is None
-    key, value = cache.update(key, value, module.layer_idx, kwargs)
     outputs = []
     starts = [kwargs[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     for first, last, first_key, last_key in zip(starts[0], starts[0][1:], starts[1], starts[1][1:]):
@@ -309,7 +293,12 @@ class TestRefused:
         with pytest.raises(
             ValueError, match=r"^attn_implementation='nlq_tiled' takes no paged cache; start continuous batching"
         ):
-            model(torch.tensor([[1]]), position_ids=torch.tensor([[0]]), cache=Cache(None, None), use_cache=False)
+            model(
+                torch.tensor([[1]]),
+                position_ids=torch.tensor([[0]]),
+                cache=object.__new__(PagedAttentionCache),
+                use_cache=False,
+            )
         model = make_model(attn_implementation="flex_attention")
         with pytest.raises(ValueError, match=r"use one of nlq, sdpa, eager$"):
             run(model)

@@ -203,14 +203,18 @@ def test_input_is_checked(tokens):
 
 
 def test_gradient_checkpointing_refuses_a_cache(tokens):
-    """Transformers drops it at each layer, so that queries would see keys of the future."""
+    """Backward computes each layer again, and would add its keys a second time. Without gradients nothing is repeated."""
     model = make("sigmoid")
     cache = model(tokens, use_cache=True).past_key_values
     model.gradient_checkpointing_enable()
     model.train()
-    with pytest.raises(ValueError, match="past_key_values cannot be used with gradient checkpointing"):
+    with pytest.raises(ValueError, match="a cache cannot be used with gradient checkpointing"):
         model(tokens, past_key_values=cache)
     assert model(tokens, use_cache=True).past_key_values is None
+    with torch.no_grad():
+        first = model(tokens[:, :5], use_cache=True)
+        rest = model(tokens[:, 5:], past_key_values=first.past_key_values)
+        torch.testing.assert_close(torch.cat([first.logits, rest.logits], dim=1), model(tokens, use_cache=False).logits)
     assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
 
 

@@ -223,7 +223,7 @@ for model, folder in zip(models, (new, old)):
 def make_old_revision(folder: Path) -> None:
     code = folder / "modeling_nlq.py"
     text = code.read_text()
-    changed = text.replace("logits = apply_linear(self.lm_head,", "logits = 2 * apply_linear(self.lm_head,")
+    changed = text.replace("logits = self.lm_head(", "logits = 2 * self.lm_head(")
     assert changed != text
     code.write_text(changed)
 

@@ -103,7 +103,10 @@ class TestValues:
     @pytest.mark.parametrize("name", TRITON_BODIES)
     def test_weights_and_derivative(self, name, dtype):
         # What PyTorch's own formulas lose in float64 where they cancel, as in 1 + tanh(s): `TAILS` is stricter there
-        check(name, ROWS[name].function, scores_of_all_sizes(dtype), absolute=5e-14 if name.startswith("gelu") else 4e-15)
+        scores = scores_of_all_sizes(dtype)
+        if name == "gelu_10":  # PyTorch's slope at the bound itself is 1, and since 2.14 it is 0
+            scores = scores[scores != 10.0]
+        check(name, ROWS[name].function, scores, absolute=5e-14 if name.startswith("gelu") else 4e-15)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float64"])
     @pytest.mark.parametrize("name, function, low, high", TAILS, ids=[f"{name} from {low}" for name, _, low, _ in TAILS])

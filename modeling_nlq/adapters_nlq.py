@@ -1,0 +1,49 @@
+"""Adapters of PEFT: the layers that LoRA adapts by default, and a warning about layers that a model does not have."""
+
+from transformers.utils import logging
+
+
+try:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+except ImportError:
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = {}
+
+logger = logging.get_logger(__name__)
+
+# Queries and values, as for Llama. A model has those that its projections need.
+DEFAULT_TARGETS = [f"{name}_{layer}" for name in "qv" for layer in ("proj", "bottleneck.fc1", "bottleneck.fc2")]
+
+
+def register_default_targets(model_type: str) -> None:
+    """Tells PEFT which layers LoRA adapts where `target_modules` is not given."""
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, DEFAULT_TARGETS)
+
+
+class NLQAdaptersMixin:
+    """Warns of a LoRA for layers that do not exist. PEFT adapts the others in silence, and leaves the queries as they are."""
+
+    @property
+    def peft_config(self) -> dict:
+        """PEFT's configurations by adapter, which PEFT sets here after it has added its layers."""
+        if "peft_config" not in vars(self):
+            raise AttributeError("peft_config")  # PEFT asks by `hasattr`
+        return vars(self)["peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict) -> None:
+        vars(self)["peft_config"] = configs
+        names = [name for name, _ in self.named_modules()]
+        for config in configs.values():
+            targets = getattr(config, "target_modules", None)
+            if not isinstance(targets, set | list) or set(targets) == set(DEFAULT_TARGETS):
+                continue
+            if missing := sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)):
+                bottlenecks = {
+                    name.partition("self_attn.")[2] for name in names if name.endswith(("bottleneck.fc1", "bottleneck.fc2"))
+                }
+                more = f"; its nonlinear projections are {', '.join(sorted(bottlenecks))}" if bottlenecks else ""
+                logger.warning(f"target_modules: no layer of this model is named {', '.join(missing)}{more}")
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        vars(self).pop("peft_config", None)

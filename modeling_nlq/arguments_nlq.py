@@ -1,0 +1,52 @@
+"""The arguments of `forward`: the names that Transformers gives to the cache, and the arguments that a model may ignore."""
+
+from dataclasses import fields
+
+from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+# Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+# The tensors and objects that a call may pass and no file of the model reads by name, and why that changes no result.
+IGNORED_ARGUMENTS = {
+    "cache_position": "the places of the new tokens, which the cache knows",
+    "num_items_in_batch": "Trainer's number of labels; the loss of the language model reads it",
+    "shift_labels": "labels of sequence parallelism; the loss of the language model reads them",
+    "token_type_ids": "tokenizers of other models; NLQ models have one type of token",
+}
+_READ_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}  # by `masking_nlq.read_sequences`
+
+
+def choose_cache(
+    cache: Cache | PagedAttentionCache | None, past_key_values: Cache | PagedAttentionCache | None
+) -> Cache | PagedAttentionCache | None:
+    """Returns the cache, under whichever name it was given.
+
+    Raises:
+        ValueError: if both are given and are not the same object.
+    """
+    if cache is None:
+        return past_key_values
+    if past_key_values is not None and past_key_values is not cache:
+        raise ValueError("cache and past_key_values are two names for one argument; give one of them")
+    return cache
+
+
+def check_arguments(arguments: dict) -> None:
+    """Checks the arguments of a call that `forward` does not name.
+
+    A renamed cache or mask would otherwise be lost, and the model would compute something else in silence. Switches and numbers
+    are let through, and so is everything that continuous batching passes beside its paged cache.
+
+    Raises:
+        ValueError: if one of them holds a cache, a mask or a tensor and is not in `IGNORED_ARGUMENTS`.
+    """
+    for name in arguments.keys() - IGNORED_ARGUMENTS.keys() - _READ_ARGUMENTS:
+        if not isinstance(value := arguments[name], bool | int | float | str | None):
+            raise ValueError(
+                f"{name}: NLQ models do not know this argument, and must not ignore what it holds, a {type(value).__name__}. "
+                "Leave it out. If Transformers passed it, this version of Transformers is too new: see docs/versions.md"
+            )

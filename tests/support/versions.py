@@ -1,0 +1,186 @@
+"""Ten models under several releases of Transformers, each saved by every release and loaded by every other one.
+
+    python -m support.versions 5.21.0 5.24.0 --folder results/versions      (or `make test-versions`)
+
+Each release gets a virtual environment that has only Transformers itself and takes all other packages from this one. In it, one
+process saves the ten models, and later two processes load the folders of all releases, by the installed package and by remote
+code. They compare the logits with those that were saved, and generation with a cache to generation without one. The result is
+the table of docs/versions.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from support.paths import REPOSITORY
+
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Large weights: the greedy tokens vary, and differ by more than rounding
+SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3, "query_projection": "linear", "pad_token_id": 0}
+CONFIGURATIONS = {
+    "softmax": {},
+    "sigmoid": {"attention_activation": "sigmoid"},
+    "squared": {"attention_activation": "squared"},
+    "linear attention": {"attention_activation": "linear_attention"},
+    "decay": {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "position_embedding": "rope"},
+    "window": {"sliding_window": 6, "position_embedding": "rope"},
+    "nonlinear queries": {"query_projection": "nonlinear", "num_key_value_heads": 4},
+    "sink": {"attention_sink": "learned"},
+    "sparsemax": {"attention_activation": "sparsemax"},
+    "hybrid": {"attention_activation": "linear_attention", "per_layer_config": {1: {"attention_activation": "softmax"}}},
+}
+PROMPTS = ([7, 21, 3, 44, 18, 9, 30, 2], [11, 5, 40])
+
+
+def save_models(folder: Path) -> None:
+    import torch
+
+    from modeling_nlq import NLQConfig, NLQForCausalLM
+
+    for name, switches in CONFIGURATIONS.items():
+        torch.manual_seed(2)
+        model = NLQForCausalLM(NLQConfig(**{**SIZES, **switches})).eval()
+        model.save_pretrained(folder / name.replace(" ", "_"))
+        torch.save(model(torch.tensor(PROMPTS[:1])).logits.detach(), folder / name.replace(" ", "_") / "logits.pt")
+
+
+def check_model(folder: Path) -> dict[str, bool]:
+    """Loads a folder, and tells for each check whether it passed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    long, short = (torch.tensor([prompt]) for prompt in PROMPTS)
+    padded = torch.cat([long, torch.nn.functional.pad(short, (long.shape[1] - short.shape[1], 0))])
+    mask = (padded != 0).long()
+    is_linear = any(
+        not hasattr(layer.self_attn, "find_backend") or hasattr(layer.self_attn, "log_decay") for layer in model.model.layers
+    )
+
+    def generate(tokens, **options):
+        options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(tokens), **options}
+        return model.generate(tokens, **options)[:, tokens.shape[1] :].tolist()
+
+    def logits(**inputs):
+        with torch.no_grad():
+            return model(use_cache=False, **inputs).logits
+
+    plain = [generate(tokens, use_cache=False)[0] for tokens in (long, short)]
+    both = torch.cat([long, short], dim=1)
+    positions = torch.cat([torch.arange(tokens.shape[1]) for tokens in (long, short)])[None]
+    apart = torch.cat([logits(input_ids=tokens) for tokens in (long, short)], dim=1)
+    checks = {
+        "logits": lambda: torch.allclose(logits(input_ids=long), torch.load(folder / "logits.pt"), atol=1e-4),
+        "cached": lambda: generate(long)[0] == plain[0] and len(set(plain[0])) > 1,
+        "padded": lambda: generate(padded, attention_mask=mask) == plain,
+        "packed": lambda: torch.allclose(logits(input_ids=both, position_ids=positions), apart, atol=1e-4),
+        "beams": lambda: generate(long, num_beams=3) == generate(long, num_beams=3, use_cache=False),
+        "static": lambda: generate(padded, attention_mask=mask, cache_implementation="static") == plain,
+    }
+    if not is_linear:  # a state cannot go back by some tokens, and is not paged
+        checks["assisted"] = lambda: generate(long, prompt_lookup_num_tokens=3)[0] == plain[0]
+        checks["continuous batching"] = lambda: _generate_batch(model) == plain
+    passed = {}
+    for name, check in checks.items():
+        try:
+            passed[name] = check()
+        except Exception as error:
+            print(f"{folder.name}, {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            passed[name] = False
+    return passed
+
+
+def _generate_batch(model) -> list[list[int]]:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    paged = ContinuousBatchingConfig(num_blocks=40, max_batch_tokens=16, page_size=4)
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(
+        list(PROMPTS), generation_config=config, continuous_batching_config=paged, progress_bar=False
+    )
+    return [outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.split("_")[-1]))]
+
+
+def make_environment(version: str, folder: Path) -> Path:
+    """Makes a virtual environment of a release of Transformers, and returns its Python."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, f"transformers=={version}"], check=True)
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([*install, "-e", REPOSITORY], check=True)
+    return python
+
+
+def run(python: Path, *arguments: str | Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": ""}
+    environment["HF_MODULES_CACHE"] = str(python.parents[1] / "modules")
+    command = [python, "-W", "ignore", "-m", "support.versions", *arguments]
+    return subprocess.run(command, env=environment, cwd=python.parents[1], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def table(versions: list[str], found: dict[tuple[str, str, str], dict[str, dict[str, bool]]]) -> str:
+    """Returns a row for each release that loads, with the number of checks that passed of the folders of each release."""
+    lines = [
+        "| loaded by | as | " + " | ".join(f"saved by {version}" for version in versions) + " |",
+        "|---" * (len(versions) + 2) + "|",
+    ]
+    for reader in versions:
+        for way in ("package", "remote code"):
+            cells = []
+            for writer in versions:
+                results = [passed for checks in found[reader, way, writer].values() for passed in checks.values()]
+                cells.append(f"{sum(results)} of {len(results)}")
+            lines.append(f"| {reader} | {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*")
+    parser.add_argument("--folder", type=Path, default=Path("results/versions"))
+    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--check", type=Path, nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--without_package", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.without_package:
+        sys.modules["modeling_nlq"] = None
+    if arguments.save is not None:
+        return save_models(arguments.save)
+    if arguments.check is not None:
+        if not arguments.without_package:
+            import modeling_nlq  # noqa: F401 - registers the Auto classes
+
+        print(
+            json.dumps(
+                [{name: check_model(folder / name.replace(" ", "_")) for name in CONFIGURATIONS} for folder in arguments.check]
+            )
+        )
+        return None
+    folder = arguments.folder.resolve()
+    pythons = {version: make_environment(version, folder / version) for version in arguments.versions}
+    saved = {version: folder / version / "saved" for version in arguments.versions}
+    for version, python in pythons.items():
+        run(python, "--save", saved[version])
+    found = {}
+    for version, python in pythons.items():
+        for way, options in (("package", []), ("remote code", ["--without_package"])):
+            output = json.loads(run(python, *options, "--check", *saved.values()).splitlines()[-1])
+            found |= {(version, way, writer): results for writer, results in zip(saved, output)}
+            for writer, results in zip(saved, output):
+                for name, checks in results.items():
+                    for check in (check for check, passed in checks.items() if not passed):
+                        print(f"{version} by {way}, saved by {writer}: {name}: {check} failed")
+    print(table(arguments.versions, found))
+    return sys.exit(not all(p for r in found.values() for checks in r.values() for p in checks.values()))
+
+
+if __name__ == "__main__":
+    main()
