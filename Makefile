@@ -7,7 +7,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-newest test-clients test-ray lint benchmark clean
+.PHONY: demo test test-all test-oldest test-newest test-versions test-clients test-ray lint benchmark clean
 .PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
 
 demo: .venv/installed
@@ -37,6 +37,12 @@ test-newest:
 	$(NEWEST) -c .venv-newest/torch.txt -e ".[test,clients]"
 	$(subst .venv,.venv-newest,$(PIP)) list
 	$(subst .venv,.venv-newest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/cluster
+
+# Ten models under each of these releases of Transformers, saved by one and loaded by another
+TRANSFORMERS ?= 5.21.0 5.21.1 5.22.0 5.22.1 5.22.2 5.23.0 5.24.0
+
+test-versions: .venv/installed-test
+	PYTHONPATH=tests .venv/bin/python -m support.versions $(TRANSFORMERS)
 
 # Other people's programs, which have an environment of their own
 test-clients: .venv-clients/installed

@@ -42,7 +42,7 @@ class NLQAdaptersMixin:
                     name.partition("self_attn.")[2] for name in names if name.endswith(("bottleneck.fc1", "bottleneck.fc2"))
                 }
                 more = f"; its nonlinear projections are {', '.join(sorted(bottlenecks))}" if bottlenecks else ""
-                logger.warning(f"target_modules: no layer of this model is named {', '.join(missing)}{more}")
+                logger.warning_once(f"target_modules: no layer of this model is named {', '.join(missing)}{more}")
 
     @peft_config.deleter
     def peft_config(self) -> None:

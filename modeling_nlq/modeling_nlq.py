@@ -544,7 +544,7 @@ class NLQModel(NLQPreTrainedModel):
         if cache is not None:
             raise ValueError(
                 "past_key_values: a cache cannot be used with gradient checkpointing in training, which computes each layer "
-                "twice; call gradient_checkpointing_disable(), or eval()"
+                "twice; turn checkpointing off, or call eval()"
             )
         if use_cache:
             logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")

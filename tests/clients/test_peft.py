@@ -32,7 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM
+from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, adapters_nlq
 from modeling_nlq.training import convert
 
 
@@ -529,8 +529,22 @@ def test_documented_scripts(conversions, trained, tmp_path, monkeypatch):
 
 
 def test_default_targets(trained):
-    """Without `target_modules`, LoRA adapts what it adapts in a Llama."""
-    for query, expected in (("upcycled", {"q_proj", "v_proj"}), ("nonlinear", {"v_proj"})):
+    """Without `target_modules`, LoRA adapts queries and values, as in a Llama."""
+    bottleneck = {"self_attn.q_bottleneck.fc1", "self_attn.q_bottleneck.fc2"}
+    for query, expected in (("linear", {"self_attn.q_proj"}), ("nonlinear", bottleneck)):
         model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
-        adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
-        assert adapted == expected
+        assert adapted_layers(model) == expected | {"self_attn.v_proj"}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], {"v_proj", "q_proj"}])
+def test_warning_of_layers_that_do_not_exist(trained, targets, monkeypatch):
+    """PEFT leaves out in silence what it does not find, here all queries."""
+    messages = []
+    monkeypatch.setattr(adapters_nlq.logger, "warning_once", messages.append)
+    for query in ("linear", "nonlinear"):
+        for add in (get_peft_model, lambda model, config: model.add_adapter(config)):
+            add(load(trained("sigmoid", query)), LoraConfig(target_modules=targets, **LORA))
+        get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
+        get_peft_model(load(trained("sigmoid", query)), LoraConfig(target_modules="all-linear", **LORA))
+    expected = "no layer of this model is named q_proj; its nonlinear projections are q_bottleneck.fc1, q_bottleneck.fc2"
+    assert messages == [f"target_modules: {expected}"] * 2

@@ -71,6 +71,11 @@ def test_known_and_harmless_arguments(make_model):
     assert torch.equal(model(TOKENS, **harmless, **switches).logits, expected)
 
 
+def test_documented_arguments():
+    text = (REPOSITORY / "docs" / "versions.md").read_text()
+    assert all(f"| `{name}` | {reason} |" in text for name, reason in IGNORED_ARGUMENTS.items())
+
+
 @pytest.mark.parametrize("renamed", [CACHE_NAME, "attention_mask"])
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_a_renaming_stops_generation(make_model, renamed, activation, monkeypatch):
