@@ -5,7 +5,12 @@
 
 Losses are in standard deviations of a run, and "better" and "worse" are wrong where models are equal. Runs of one seed, at any
 rate and of any model, may share three quarters of their variance, as happens if data and initial weights are the same. The
-formulas are vectorised. Before any table is printed, they must give the verdicts of `analyse`.
+formulas are vectorised. Before any table is printed, they must give the verdicts of `analyse` and the warnings of
+`noise_ratio`.
+
+Noise is normal, has heavy tails (Student's t with three degrees of freedom), or is skewed (exponential). The tests are
+two-sided, so it does not matter to which side. The baseline, one model, or all models but the baseline may be four times as
+noisy as the rest.
 
 Tests, at given learning rates:
 
@@ -15,6 +20,7 @@ Tests, at given learning rates:
   of K models has (n - 1) K / (1 + (K - 1) / 4) degrees of freedom, because all differences share the baseline's runs.
 * blocks: seeds are the blocks of a two-way analysis without interaction. All models, the baseline included, share its residual
   variance with (n - 1) K degrees of freedom, and Dunnett's critical value (1955) allows for the K tests.
+* johnson: that of `analyse`, with Johnson's t (1978), which is corrected for the skewness of the differences.
 
 Ways to choose a rate, each followed by the paired test:
 
@@ -39,7 +45,7 @@ import scipy
 from scipy import optimize, special, stats
 
 import modeling_nlq
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, rate_gap
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, noise_ratio, rate_gap
 
 
 ALPHA = 0.05
@@ -56,16 +62,8 @@ DISTRIBUTIONS: dict[str, Noise] = {
     "t3": lambda random, shape: random.standard_t(3, shape) / np.sqrt(3),
     "skewed": lambda random, shape: random.standard_exponential(shape) - 1,
 }
-# Name, distribution, and how many times as noisy the baseline and the first other model are as the rest
-NOISES = (
-    ("equal", "normal", 1, 1),
-    ("one model 4 x", "normal", 1, 4),
-    ("baseline 4 x", "normal", 4, 1),
-    ("t3", "t3", 1, 1),
-    ("t3, one model 4 x", "t3", 1, 4),
-    ("skewed", "skewed", 1, 1),
-    ("skewed, one model 4 x", "skewed", 1, 4),
-)
+# How noisy the baseline, the first other model, and the rest are
+NOISES = {"equal": (1, 1, 1), "one model 4 x": (1, 4, 1), "all models 4 x": (1, 4, 4), "baseline 4 x": (4, 1, 1)}
 
 
 def draw(random: np.random.Generator, shape: tuple[int, ...], shared: float, noise: str = "normal") -> np.ndarray:
@@ -147,7 +145,22 @@ def dunnett(models: int, freedom: int) -> float:
     return optimize.brentq(excess, 0.1, 100)
 
 
-TESTS = {"pooled": pooled, "paired": paired, "blocks": blocks}
+def johnson(losses: np.ndarray) -> np.ndarray:
+    differences = losses[:, 1:] - losses[:, :1]
+    seeds, mean, variance = losses.shape[2], differences.mean(axis=2), differences.var(axis=2, ddof=1)
+    cubes = ((differences - mean[..., None]) ** 3).sum(axis=2) * seeds / ((seeds - 1) * (seeds - 2))
+    corrected = mean + cubes / (6 * variance * seeds) + cubes * mean**2 / (3 * variance**2)
+    return holm(2 * stats.t.sf(np.abs(corrected) / np.sqrt(variance / seeds), seeds - 1))
+
+
+TESTS = {"pooled": pooled, "paired": paired, "blocks": blocks, "johnson": johnson}
+
+
+def warned_of_noise(losses: np.ndarray) -> np.ndarray:
+    """Whether `noise_ratio` finds a difference, `(repetition,)`, from losses as `paired_t` takes them."""
+    variances, (models, freedom) = losses.var(axis=2, ddof=1), np.subtract(losses.shape[1:], 1)
+    f, degrees = variances[:, 1:].mean(axis=1) / variances[:, 0], (models * freedom, freedom)
+    return 2 * np.minimum(stats.f.sf(f, *degrees), stats.f.cdf(f, *degrees)) < 0.05
 
 
 def compare_tests(
@@ -156,6 +169,7 @@ def compare_tests(
     models: int,
     shared: float = 0.0,
     noise: str = "equal",
+    distribution: str = "normal",
     difference: float = 0.0,
     repetitions: int = 2000,
 ) -> dict[str, float]:
@@ -167,20 +181,26 @@ def compare_tests(
         models: number of models besides the baseline.
         shared: the part of a run's variance that all runs of its seed have in common.
         noise: a name of `NOISES`.
+        distribution: a name of `DISTRIBUTIONS`.
         difference: of the first model to all others, in standard deviations of a run.
         repetitions: number of comparisons.
 
     Returns:
         by test: the share of comparisons with a wrong verdict if `difference` is 0, else that with the first model's right one.
+        Also `warned`, comparisons with a warning of unequal noise, and `unwarned`, those in which the paired test is wrong and
+        there is no such warning.
     """
-    distribution, baseline, first = next(found[1:] for found in NOISES if found[0] == noise)
-    scale = np.array([baseline, first, *[1] * (models - 1)], float)[:, None]
+    baseline, first, other = NOISES[noise]
+    scale = np.array([baseline, first, *[other] * (models - 1)], float)[:, None]
     losses = scale * draw(random, (repetitions, models + 1, seeds), shared, distribution)
     losses[:, 1] -= difference
-    if not difference:
-        return {name: test(losses).any(axis=1).mean() for name, test in TESTS.items()}
-    is_lower = losses[:, 1].mean(axis=1) < losses[:, 0].mean(axis=1)
-    return {name: (test(losses)[:, 0] & is_lower).mean() for name, test in TESTS.items()}
+    found = {name: test(losses) for name, test in TESTS.items()}
+    if difference:
+        is_lower = losses[:, 1].mean(axis=1) < losses[:, 0].mean(axis=1)
+        return {name: (rejected[:, 0] & is_lower).mean() for name, rejected in found.items()}
+    wrong, warned = {name: rejected.any(axis=1) for name, rejected in found.items()}, warned_of_noise(losses)
+    wrong |= {"warned": warned, "unwarned": wrong["paired"] & ~warned}
+    return {name: values.mean() for name, values in wrong.items()}
 
 
 def compare_choices(
@@ -284,9 +304,12 @@ def gate(repetitions: int = 40) -> None:
     for seeds, models in PLANS:
         losses = np.random.default_rng(seeds).standard_normal((repetitions, models + 1, seeds))
         losses += np.linspace(0, 8 / np.sqrt(seeds), models + 1)[:, None]  # so that about half of the tests reject
-        rejected = paired(losses)
+        rejected, warned = paired(losses), warned_of_noise(losses)
         for index, comparison in enumerate(losses.tolist()):
-            analysis = analyse({str(model): dict(enumerate(runs)) for model, runs in enumerate(comparison)}, "0", ALPHA)
+            by_model = {str(model): dict(enumerate(runs)) for model, runs in enumerate(comparison)}
+            if (noise_ratio(by_model, "0") is not None) != warned[index]:
+                raise SystemExit(f"correctness gate: warnings differ (seeds {seeds}, models {models}); no tables")
+            analysis = analyse(by_model, "0", ALPHA)
             verdicts = [effect.verdict in ("better", "worse") for effect in analysis.effects.values()]
             if verdicts != rejected[index].tolist():
                 raise SystemExit(f"correctness gate: verdicts differ (seeds {seeds}, models {models}); no tables")
@@ -303,15 +326,23 @@ def show(header: list[str], rows: list[list[str]]) -> None:
 
 
 def show_tests(random: np.random.Generator, repetitions: int) -> None:
+    header = ["seeds", "models"]
     for shared in SHARED:
-        print(f"Comparisons of equals with a wrong verdict, %: {' / '.join(TESTS)}; seeds share {shared:.0%} of the variance\n")
-        rows = []
-        for seeds, models in PLANS:
-            cells = [
-                compare_tests(random, seeds, models, shared, noise[0], repetitions=repetitions).values() for noise in NOISES
-            ]
-            rows.append([str(seeds), str(models), *(" / ".join(map(percent, cell)) for cell in cells)])
-        show(["seeds", "models", *(name for name, *_ in NOISES)], rows)
+        for distribution in DISTRIBUTIONS:
+            rows, warnings = [], []
+            for seeds, models in PLANS:
+                found = [
+                    compare_tests(random, seeds, models, shared, noise, distribution, repetitions=repetitions)
+                    for noise in NOISES
+                ]
+                plan = [str(seeds), str(models)]
+                rows.append([*plan, *(" / ".join(percent(values[name]) for name in TESTS) for values in found)])
+                warnings.append([*plan, *(f"{percent(of['warned'])} ({percent(of['unwarned'])})" for of in found)])
+            what = f"{distribution} noise, seeds share {shared:.0%} of the variance"
+            print(f"Comparisons of equals with a wrong verdict, %: {' / '.join(TESTS)}; {what}\n")
+            show([*header, *NOISES], rows)
+            print(f"Those with a warning of unequal noise, % (wrong without it: paired); {what}\n")
+            show([*header, *NOISES], warnings)
     for shared in SHARED:
         print(f"True differences found, %: {' / '.join(TESTS)}; equal noise, seeds share {shared:.0%} of the variance\n")
         rows = []
@@ -321,7 +352,7 @@ def show_tests(random: np.random.Generator, repetitions: int) -> None:
                 for size in (1, 2, 3)
             ]
             rows.append([str(seeds), str(models), *(" / ".join(map(percent, cell)) for cell in cells)])
-        show(["seeds", "models", "1 deviation", "2 deviations", "3 deviations"], rows)
+        show([*header, "1 deviation", "2 deviations", "3 deviations"], rows)
 
 
 def show_choices(random: np.random.Generator, repetitions: int) -> None:

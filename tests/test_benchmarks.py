@@ -3,7 +3,10 @@
 import argparse
 import dataclasses
 import functools
+import math
+import re
 import sys
+from pathlib import Path
 
 import attention
 import attention_cuda
@@ -473,6 +476,22 @@ class TestSelection:
         same = selection.compare_tests(random, 5, 1, repetitions=1500)
         assert same["paired"] == same["pooled"] == same["blocks"] < 0.08
 
+    def test_the_documented_errors_of_skewed_noise(self):
+        """Also those of the warning: the table of docs/comparisons.md, within four standard errors."""
+        text = (Path(__file__).parents[1] / "docs" / "comparisons.md").read_text().split("### Skewed noise")[1].split("\n#")[0]
+        rows = [re.findall(r"[\d.]+", line) for line in text.splitlines() if re.match(r"\| \d", line)]
+        random, repetitions = np.random.default_rng(0), 1500
+        for seeds, models, *shares in rows:
+            found = [
+                selection.compare_tests(random, int(seeds), int(models), 0.0, noise, "skewed", repetitions=repetitions)
+                for noise in ("equal", "one model 4 x", "all models 4 x", "baseline 4 x")
+            ]
+            calm = selection.compare_tests(random, int(seeds), int(models), repetitions=repetitions)
+            simulated = [*(of["paired"] for of in found), calm["warned"], found[2]["warned"], found[2]["unwarned"]]
+            for share, documented in zip(simulated, (float(share) / 100 for share in shares), strict=True):
+                assert abs(share - documented) < 4 * math.sqrt(documented * (1 - documented) / repetitions), (seeds, models)
+        assert len(rows) == 7
+
     @pytest.mark.parametrize("correlation", [1.0, 0.5])
     def test_only_a_choice_in_each_seed_is_in_the_test(self, correlation):
         random = np.random.default_rng(0)
@@ -504,9 +523,10 @@ class TestSelection:
 
     def test_wrong_statistics_give_no_table(self, monkeypatch):
         selection.gate()
-        monkeypatch.setattr(selection, "paired", lambda losses: selection.paired_t(losses) > 2)
-        with pytest.raises(SystemExit, match="correctness gate: verdicts differ"):
-            selection.gate()
+        for name, message in (("paired", "verdicts differ"), ("warned_of_noise", "warnings differ")):
+            with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"correctness gate: {message}"):
+                patch.setattr(selection, name, lambda losses: selection.paired_t(losses).max(axis=1, keepdims=True) > 2)
+                selection.gate()
 
 
 class TestTrend:

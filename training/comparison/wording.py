@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, power_warning
+from modeling_nlq.training.comparison.results import losses_by_seed
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
 from modeling_nlq.training.comparison.tables import chosen_runs
 
 
@@ -14,6 +15,13 @@ _SWEEP = (
 )
 # By the number of sweep seeds: how the sentence names it, and its two shares
 _SWEEP_ERRORS = {1: ("one run", 26, 60), 2: ("two runs", 16, 38), 4: ("four runs", 10, 22)}
+
+# The share of wrong verdicts is the largest that the benchmark measures
+_UNEQUAL_NOISE = (
+    "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
+    "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
+    "not 5 %."
+)
 
 
 def outcome_sentence(results: dict[str, Any]) -> str:
@@ -57,6 +65,10 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             )
         elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
+    if _is_tested(results) and (ratio := noise_ratio(losses_by_seed(results["models"], results["seeds"]), results["baseline"])):
+        others, baseline = f"the other model{'s' * (len(results['models']) > 2)}", "the baseline"
+        louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
+        warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
     if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
         warnings.append(
@@ -107,14 +119,17 @@ def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    is_tested = any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
-    if not is_tested:
+    if not _is_tested(results):
         return []
     choice = _rate_choice(results)
     if choice == "sweep":
         counts = [count for count in _SWEEP_ERRORS if count <= len(results["sweep_seeds"])]
         return [_SWEEP.format(*_SWEEP_ERRORS[max(counts)])]
     return [] if choice is None else [_EACH_SEED]
+
+
+def _is_tested(results: dict[str, Any]) -> bool:
+    return any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
 
 
 def noise_floor_sentence(results: dict[str, Any]) -> str:

@@ -21,7 +21,12 @@ from modeling_nlq.training.comparison.ladder_report import describe_ladder, ladd
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
-from modeling_nlq.training.comparison.wording import noise_floor_sentence, protocol_sentences, selection_sentences
+from modeling_nlq.training.comparison.wording import (
+    noise_floor_sentence,
+    protocol_sentences,
+    selection_sentences,
+    warning_sentences,
+)
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -250,6 +255,20 @@ def texts_of(results, folder) -> dict[str, str]:
         "card": verdicts(results, "nonlinear"),
     }
     return {kind: " ".join(text.split()) for kind, text in texts.items()}
+
+
+def test_unequal_noise_is_warned_of(tmp_path):
+    def planted(**steps):
+        return make_results({name: {seed: 4.6 + step * seed for seed in range(3)} for name, step in steps.items()}, [4e-3])
+
+    said = "The test losses of the other model vary 8.0 times as much from seed to seed as those of the baseline. If noise is"
+    for kind, text in texts_of(planted(linear=0.01, nonlinear=0.08), tmp_path).items():
+        assert text.count(said) == 1, kind
+    (warning,) = warning_sentences(planted(linear=0.08, nonlinear=0.01, identity=0.01))
+    assert warning.startswith(
+        "The test losses of the baseline vary 8.0 times as much from seed to seed as those of the other models."
+    )
+    assert warning_sentences(planted(linear=0.02, nonlinear=0.01)) == []
 
 
 @pytest.mark.slow
