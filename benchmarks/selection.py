@@ -31,8 +31,11 @@ Ways to choose a rate, each followed by the paired test:
 * search: the same, where a seed begins at one rate and tries neighbours until the best rate has a worse one on both sides.
 
 The true losses of three rates are (0, g, 3g) or (g, 0, g). The search has the bowl (..., 4g, g, 0, g, 4g, ...) and begins
-beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. The last table has models that are equal at
-their best rates, but not equally sensitive to the rate.
+beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. A table has models that are equal at their
+best rates, but not equally sensitive to the rate.
+
+The last table is about ladders: where the search of a scale begins, at the median of the rates that the seeds chose at the
+scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...).
 """
 
 import argparse
@@ -53,6 +56,7 @@ PLANS = tuple((seeds, models) for seeds in (3, 5, 10) for models in (1, 2, 5))  
 SHARED = (0.0, 0.75)
 GAPS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)
 REACH = 6  # rates on each side of the bowl's lowest point; the search hardly ever gets so far
+MOVES = (0, 2, 4)  # rates by which the best one moves from scale to scale
 
 Noise = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -276,17 +280,53 @@ def compare_choices(
     return {name: {what: float(np.mean(value)) for what, value in values.items()} for name, values in found.items()}
 
 
-def search(validation: np.ndarray) -> np.ndarray:
-    """The rates tried, as booleans, by searches through `(repetition, model, rate, seed)`, each seed by itself."""
-    tried = np.zeros(validation.shape, bool)
-    tried[:, :, validation.shape[2] // 2 - 1] = True
+def search(validation: np.ndarray, start: np.ndarray | int | None = None) -> np.ndarray:
+    """The rates tried, as booleans, by searches through `(repetition, model, rate, seed)`, each seed by itself.
+
+    Args:
+        validation: the losses.
+        start: indices of the rates where searches begin, `(repetition, model, 1, seed)`; by default beside the middle.
+    """
+    shape = validation.shape
+    tried = np.zeros(shape, bool)
+    start = np.array(shape[2] // 2 - 1 if start is None else start)
+    np.put_along_axis(tried, np.broadcast_to(start, (*shape[:2], 1, shape[3])), True, axis=2)
     while True:
         best = np.where(tried, validation, np.inf).argmin(axis=2, keepdims=True)
         before = tried.sum()
         for neighbour in (best - 1, best + 1):
-            np.put_along_axis(tried, neighbour.clip(0, validation.shape[2] - 1), True, axis=2)
+            np.put_along_axis(tried, neighbour.clip(0, shape[2] - 1), True, axis=2)
         if tried.sum() == before:
             return tried
+
+
+def compare_starts(
+    random: np.random.Generator, seeds: int, models: int, losses: np.ndarray, moves: int, repetitions: int = 2000
+) -> dict[str, dict[str, float]]:
+    """Simulates ladders of two scales, in which the best rate moves between them.
+
+    Args:
+        random: the source of all random numbers.
+        seeds, models: as for `compare_choices`.
+        losses: true losses of the rates at the smaller scale, the best in the middle.
+        moves: by how many rates the best one moves.
+        repetitions: number of ladders.
+
+    Returns:
+        by where the searches of the larger scale begin, `median` or `own`: `wrong`, the share of larger scales with a wrong
+        verdict, and `runs` of a model there.
+    """
+    shape = (repetitions, models + 1, len(losses), seeds)
+    smaller = losses[:, None] + random.standard_normal(shape)
+    own = np.where(search(smaller), smaller, np.inf).argmin(axis=2, keepdims=True)
+    larger = np.roll(losses, moves)[:, None] + random.standard_normal(shape)
+    found = {}
+    for name, start in (("median", np.sort(own, axis=3)[..., (seeds - 1) // 2, None]), ("own", own)):
+        tried = search(larger, start)
+        t = np.abs(paired_t(np.where(tried, larger, np.inf).min(axis=2))).max(axis=1)
+        wrong = 2 * stats.t.sf(t, seeds - 1) < ALPHA / models
+        found[name] = {"wrong": float(wrong.mean()), "runs": float(tried.sum(axis=(2, 3)).mean())}
+    return found
 
 
 def gaps(sweep: np.ndarray, reported: np.ndarray) -> np.ndarray:
@@ -391,6 +431,24 @@ def show_choices(random: np.random.Generator, repetitions: int) -> None:
     show(["baseline", "model", "correlation", "shared", *ways], rows)
 
 
+def show_starts(random: np.random.Generator, repetitions: int) -> None:
+    print("Ladders: the highest share of larger scales with a wrong verdict, %, over all bowls (runs a model): median / own\n")
+    away, rows = np.abs(np.arange(-2 * REACH, 2 * REACH + 1.0)), []
+    for seeds, models in [plan for plan in PLANS if plan[1] != 2]:
+        row = [str(seeds), str(models)]
+        for moves in MOVES:
+            found = [
+                compare_starts(random, seeds, models, gap * away**power, moves, repetitions)
+                for gap in (0.25, 0.5, 1.0)
+                for power in (1, 2)
+            ]
+            worst = {way: max(values[way]["wrong"] for values in found) for way in ("median", "own")}
+            runs = {way: np.mean([values[way]["runs"] for values in found]) for way in worst}
+            row.append(" / ".join(f"{percent(worst[way])} ({runs[way]:.1f})" for way in worst))
+        rows.append(row)
+    show(["seeds", "models", *(f"moves by {moves}" for moves in MOVES)], rows)
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -416,9 +474,8 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    random = np.random.default_rng(0)
-    show_tests(random, repetitions)
-    show_choices(random, repetitions)
+    for part in (show_tests, show_choices, show_starts):
+        part(np.random.default_rng(0), repetitions)
 
 
 if __name__ == "__main__":

@@ -521,6 +521,13 @@ class TestSelection:
         # Rates beside each other, as a search tries no others
         assert (np.diff(tried.astype(int), axis=2, prepend=0) == 1).sum(axis=2).max() == 1
 
+    def test_only_seeds_that_begin_at_their_own_rates_choose_independently(self):
+        away = np.abs(np.arange(-12, 13.0))
+        found = selection.compare_starts(np.random.default_rng(0), 5, 5, 0.5 * away, 4, repetitions=1500)
+        # Of 5 and 8 %, with a standard error below 1 %
+        assert found["own"]["wrong"] < 0.065 < found["median"]["wrong"]
+        assert found["own"]["runs"] < 1.05 * found["median"]["runs"]
+
     def test_wrong_statistics_give_no_table(self, monkeypatch):
         selection.gate()
         for name, message in (("paired", "verdicts differ"), ("warned_of_noise", "warnings differ")):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
 from modeling_nlq.training.comparison.reading import load_comparison, outline
@@ -183,6 +185,43 @@ class TestRuns:
             **expected,
             "scales": {name: {**found, "command": results["command"]} for name, found in expected["scales"].items()},
         }
+
+    def test_each_seed_begins_at_its_own_rate(self, ladder_file, tmp_path):
+        """So that the choices of seeds are independent: seed 1 has its best rate at four times that of the others."""
+        seeds = {"small": [0, 1], "middle": [0, 2], "large": [0, 1, 2, 3]}
+        scales = {name: {**SCALES[name], "seeds": own} for name, own in seeds.items()}
+        file = ladder_file(scales=scales, learning_rates={"start": 1e-3, "factor": 3})
+        engine = PlantedEngine(
+            lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
+        )
+        results = run_comparison(load_comparison(file), tmp_path, engine)
+        for name, found in results["scales"].items():
+            for model in found["models"].values():
+                tried = {seed: [] for seed in seeds[name]}
+                for run in [*model["tried"], *model["runs"]]:
+                    tried[run["seed"]].append(run["learning_rate"])
+                low, high = [0.000111111, 0.000333333, 0.001], [0.003, 0.009, 0.027]
+                expected = {0: low, 1: high, 2: low, 3: [*low, 0.003]}  # 3 is new at `large`: it begins where the file says
+                if name != "large":
+                    expected = {0: low, 1: [0.000333333, 0.001, *high], 2: [*low, 0.003]}
+                if name == "small":
+                    expected[0] = [*low, 0.003]
+                assert {seed: sorted(rates) for seed, rates in tried.items()} == {seed: expected[seed] for seed in tried}
+        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
+
+    def test_a_ladder_whose_seeds_shared_a_start_goes_on(self, ladder_file, tmp_path, monkeypatch):
+        """As older versions began it: no run is made twice."""
+        best = {0: 1e-2, 1: 4e-2, 2: 4e-2}
+        engine = PlantedEngine(lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / best[run.seed])))
+        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), seeds=[0, 1, 2])
+        with monkeypatch.context() as patch:
+            patch.setattr(ladder, "chosen_rates", lambda *_: dict.fromkeys(("base", "twin"), dict.fromkeys(range(3), 4e-2)))
+            run_comparison(load_comparison(file), tmp_path, engine)
+        before = len(engine.made)
+        results = run_comparison(load_comparison(file), tmp_path, engine)
+        assert sorted(engine.made) == sorted(set(engine.made)) and len(engine.made) == before
+        assert [run["learning_rate"] for run in results["scales"]["middle"]["models"]["twin"]["runs"]] == [1e-2, 4e-2, 4e-2]
 
     def test_three_scales_have_no_law(self, ladder_file, tmp_path):
         file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])
