@@ -34,8 +34,9 @@ The true losses of three rates are (0, g, 3g) or (g, 0, g). The search has the b
 beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. A table has models that are equal at their
 best rates, but not equally sensitive to the rate.
 
-The last table is about ladders: where the search of a scale begins, at the median of the rates that the seeds chose at the
-scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...).
+A table is about ladders: where the search of a scale begins, at the median of the rates that the seeds chose at the
+scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...). The last
+table is about seeds that are added until a report has a verdict.
 """
 
 import argparse
@@ -449,6 +450,29 @@ def show_starts(random: np.random.Generator, repetitions: int) -> None:
     show(["seeds", "models", *(f"moves by {moves}" for moves in MOVES)], rows)
 
 
+def wrong_after_looks(random: np.random.Generator, looks: list[int], models: int, repetitions: int = 2000) -> float:
+    """The share of comparisons of equals with a wrong verdict, if seeds are added until there is a verdict.
+
+    Args:
+        random: the source of all random numbers.
+        looks: numbers of seeds of the reports, ascending.
+        models: besides the baseline.
+        repetitions: number of comparisons.
+    """
+    losses = random.standard_normal((repetitions, models + 1, looks[-1]))
+    return float(np.any([paired(losses[..., :seeds]).any(axis=1) for seeds in looks], axis=0).mean())
+
+
+def show_looks(random: np.random.Generator, repetitions: int) -> None:
+    print("Comparisons of equals with a wrong verdict, %, if seeds are added after reports without one; equal noise\n")
+    looks = {"3, 5": [3, 5], "5, 10": [5, 10], "3, 5, 10": [3, 5, 10], "every number from 3 to 10": list(range(3, 11))}
+    rows = [
+        [name, *(percent(wrong_after_looks(random, seeds, models, repetitions)) for models in (1, 2, 5))]
+        for name, seeds in looks.items()
+    ]
+    show(["seeds of the reports", "1 model", "2 models", "5 models"], rows)
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -474,7 +498,7 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    for part in (show_tests, show_choices, show_starts):
+    for part in (show_tests, show_choices, show_starts, show_looks):
         part(np.random.default_rng(0), repetitions)
 
 

@@ -528,6 +528,11 @@ class TestSelection:
         assert found["own"]["wrong"] < 0.065 < found["median"]["wrong"]
         assert found["own"]["runs"] < 1.05 * found["median"]["runs"]
 
+    def test_seeds_that_are_added_until_there_is_a_verdict(self):
+        wrong = [selection.wrong_after_looks(np.random.default_rng(0), looks, 2, 1500) for looks in ([5], [3, 5], [3, 5, 10])]
+        # Of 5, 9 and 12 %, with standard errors below 1 %
+        assert wrong[0] < 0.065 < wrong[1] < wrong[2]
+
     def test_wrong_statistics_give_no_table(self, monkeypatch):
         selection.gate()
         for name, message in (("paired", "verdicts differ"), ("warned_of_noise", "warnings differ")):

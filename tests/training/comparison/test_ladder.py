@@ -223,6 +223,30 @@ class TestRuns:
         assert sorted(engine.made) == sorted(set(engine.made)) and len(engine.made) == before
         assert [run["learning_rate"] for run in results["scales"]["middle"]["models"]["twin"]["runs"]] == [1e-2, 4e-2, 4e-2]
 
+    def test_added_seeds(self, ladder_file, tmp_path, capsys):
+        """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
+        scales = dict(itertools.islice(SCALES.items(), 2))
+        middle = {**scales, "middle": {**scales["middle"], "seeds": [0, 1, 2]}}
+        engine = PlantedEngine(planted(1.3), 3)
+        with pytest.raises(Interrupted):
+            run_comparison(load_comparison(ladder_file(scales=scales, seeds=[0, 1])), tmp_path, engine)
+        engine.most_runs = None
+        results = run_comparison(load_comparison(ladder_file(scales=middle, seeds=[0, 1])), tmp_path, engine)
+        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1], [0, 1, 2]]
+        assert [found["added_seeds"] for found in results["scales"].values()] == [[], []]
+        for seeds in ([0, 1, 2], [0, 1, 2, 3]):
+            results = run_and_report(load_comparison(ladder_file(scales=scales, seeds=seeds)), tmp_path, engine)
+        assert len(engine.made) == len(set(engine.made))
+        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1, 2, 3]] * 2
+        assert [found["added_seeds"] for found in results["scales"].values()] == [[2, 3], [3]]
+        for said in ("Scale small: Seeds 2, 3 were added after a finished", "Scale middle: Seed 3 was added after a finished"):
+            assert said in (tmp_path / "report.html").read_text()
+        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        assert again["scales"]["small"]["added_seeds"] == [2, 3]
+        fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
+        assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
+        assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err
+
     def test_three_scales_have_no_law(self, ladder_file, tmp_path):
         file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])
         results = run_and_report(load_comparison(file), tmp_path / "ladder", PlantedEngine(planted(1.3)))

@@ -365,7 +365,7 @@ def test_a_run_that_only_chose_a_rate_is_not_taken_for_a_reported_one(results):
 def test_a_choice_in_each_seed_is_part_of_the_test(results):
     """Results that do not say how rates were chosen had a sweep."""
     assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
-    for runs, words in ((1, "With one run for each rate, up to 26 %"), (3, "With two runs for each rate, up to 16 %")):
+    for runs, words in ((1, "With one run for each rate, up to 26 %"), (3, "With two runs for each rate, up to 15 %")):
         assert words in selection_sentences({**results, "sweep_seeds": list(range(runs))})[0]
     chosen = {**results, "rate_choice": "each_seed"}
     text = " ".join(protocol_sentences(chosen))
