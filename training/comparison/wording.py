@@ -70,8 +70,10 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             )
         elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
-    if _is_tested(results) and (ratio := noise_ratio(losses_by_seed(results["models"], results["seeds"]), results["baseline"])):
-        others, baseline = f"the other model{'s' * (len(results['models']) > 2)}", "the baseline"
+    baseline, tested = results["baseline"], _tested(results)
+    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)}, results["seeds"])
+    if ratio := noise_ratio(losses, baseline):
+        others, baseline = f"the other model{'s' * (len(tested) > 1)}", "the baseline"
         louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
         warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
@@ -124,7 +126,7 @@ def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    if not _is_tested(results):
+    if not _tested(results):
         return []
     choice = _rate_choice(results)
     if choice == "sweep":
@@ -133,8 +135,8 @@ def selection_sentences(results: dict[str, Any]) -> list[str]:
     return [] if choice is None else [_EACH_SEED]
 
 
-def _is_tested(results: dict[str, Any]) -> bool:
-    return any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
+def _tested(results: dict[str, Any]) -> list[str]:
+    return [name for name, effect in results["statistics"]["effects"].items() if effect["p"] is not None]
 
 
 def noise_floor_sentence(results: dict[str, Any]) -> str:
@@ -159,7 +161,7 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     """How the numbers were measured."""
     found, seeds = results["statistics"], results["seeds"]
     level = f"{100 * found['confidence']:g} %"
-    tested = [name for name, effect in found["effects"].items() if effect["p"] is not None]
+    tested = _tested(results)
     sentences = [
         noise_floor_sentence(results),
         f"{len(results['models'])} models, {len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "

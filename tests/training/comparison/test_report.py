@@ -269,6 +269,12 @@ def test_unequal_noise_is_warned_of(tmp_path):
         "The test losses of the baseline vary 8.0 times as much from seed to seed as those of the other models."
     )
     assert warning_sentences(planted(linear=0.02, nonlinear=0.01)) == []
+    untested = make_results(
+        {name: {seed: 4.6 + step * seed for seed in range(3)} for name, step in (("linear", 0.01), ("nonlinear", 0.02))}
+        | {"identity": {0: 4.6, 1: 5.6, 2: None}},
+        [4e-3],
+    )
+    assert not any("times as much" in warning for warning in warning_sentences(untested))
 
 
 @pytest.mark.slow
