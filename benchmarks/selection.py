@@ -5,7 +5,12 @@
 
 Losses are in standard deviations of a run, and "better" and "worse" are wrong where models are equal. Runs of one seed, at any
 rate and of any model, may share three quarters of their variance, as happens if data and initial weights are the same. The
-formulas are vectorised. Before any table is printed, they must give the verdicts of `analyse`.
+formulas are vectorised. Before any table is printed, they must give the verdicts of `analyse` and the warnings of
+`noise_ratio`.
+
+Noise is normal, has heavy tails (Student's t with three degrees of freedom), or is skewed (exponential). The tests are
+two-sided, so it does not matter to which side. The baseline, one model, or all models but the baseline may be four times as
+noisy as the rest.
 
 Tests, at given learning rates:
 
@@ -15,6 +20,7 @@ Tests, at given learning rates:
   of K models has (n - 1) K / (1 + (K - 1) / 4) degrees of freedom, because all differences share the baseline's runs.
 * blocks: seeds are the blocks of a two-way analysis without interaction. All models, the baseline included, share its residual
   variance with (n - 1) K degrees of freedom, and Dunnett's critical value (1955) allows for the K tests.
+* johnson: that of `analyse`, with Johnson's t (1978), which is corrected for the skewness of the differences.
 
 Ways to choose a rate, each followed by the paired test:
 
@@ -25,8 +31,12 @@ Ways to choose a rate, each followed by the paired test:
 * search: the same, where a seed begins at one rate and tries neighbours until the best rate has a worse one on both sides.
 
 The true losses of three rates are (0, g, 3g) or (g, 0, g). The search has the bowl (..., 4g, g, 0, g, 4g, ...) and begins
-beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. The last table has models that are equal at
-their best rates, but not equally sensitive to the rate.
+beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. A table has models that are equal at their
+best rates, but not equally sensitive to the rate.
+
+A table is about ladders: where the search of a scale begins, at the median of the rates that the seeds chose at the
+scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...). The last
+table is about seeds that are added until a report has a verdict.
 """
 
 import argparse
@@ -39,7 +49,7 @@ import scipy
 from scipy import optimize, special, stats
 
 import modeling_nlq
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, rate_gap
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, noise_ratio, rate_gap
 
 
 ALPHA = 0.05
@@ -47,6 +57,7 @@ PLANS = tuple((seeds, models) for seeds in (3, 5, 10) for models in (1, 2, 5))  
 SHARED = (0.0, 0.75)
 GAPS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)
 REACH = 6  # rates on each side of the bowl's lowest point; the search hardly ever gets so far
+MOVES = (0, 2, 4)  # rates by which the best one moves from scale to scale
 
 Noise = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -56,16 +67,8 @@ DISTRIBUTIONS: dict[str, Noise] = {
     "t3": lambda random, shape: random.standard_t(3, shape) / np.sqrt(3),
     "skewed": lambda random, shape: random.standard_exponential(shape) - 1,
 }
-# Name, distribution, and how many times as noisy the baseline and the first other model are as the rest
-NOISES = (
-    ("equal", "normal", 1, 1),
-    ("one model 4 x", "normal", 1, 4),
-    ("baseline 4 x", "normal", 4, 1),
-    ("t3", "t3", 1, 1),
-    ("t3, one model 4 x", "t3", 1, 4),
-    ("skewed", "skewed", 1, 1),
-    ("skewed, one model 4 x", "skewed", 1, 4),
-)
+# How noisy the baseline, the first other model, and the rest are
+NOISES = {"equal": (1, 1, 1), "one model 4 x": (1, 4, 1), "all models 4 x": (1, 4, 4), "baseline 4 x": (4, 1, 1)}
 
 
 def draw(random: np.random.Generator, shape: tuple[int, ...], shared: float, noise: str = "normal") -> np.ndarray:
@@ -147,7 +150,22 @@ def dunnett(models: int, freedom: int) -> float:
     return optimize.brentq(excess, 0.1, 100)
 
 
-TESTS = {"pooled": pooled, "paired": paired, "blocks": blocks}
+def johnson(losses: np.ndarray) -> np.ndarray:
+    differences = losses[:, 1:] - losses[:, :1]
+    seeds, mean, variance = losses.shape[2], differences.mean(axis=2), differences.var(axis=2, ddof=1)
+    cubes = ((differences - mean[..., None]) ** 3).sum(axis=2) * seeds / ((seeds - 1) * (seeds - 2))
+    corrected = mean + cubes / (6 * variance * seeds) + cubes * mean**2 / (3 * variance**2)
+    return holm(2 * stats.t.sf(np.abs(corrected) / np.sqrt(variance / seeds), seeds - 1))
+
+
+TESTS = {"pooled": pooled, "paired": paired, "blocks": blocks, "johnson": johnson}
+
+
+def warned_of_noise(losses: np.ndarray) -> np.ndarray:
+    """Whether `noise_ratio` finds a difference, `(repetition,)`, from losses as `paired_t` takes them."""
+    variances, (models, freedom) = losses.var(axis=2, ddof=1), np.subtract(losses.shape[1:], 1)
+    f, degrees = variances[:, 1:].mean(axis=1) / variances[:, 0], (models * freedom, freedom)
+    return 2 * np.minimum(stats.f.sf(f, *degrees), stats.f.cdf(f, *degrees)) < 0.05
 
 
 def compare_tests(
@@ -156,6 +174,7 @@ def compare_tests(
     models: int,
     shared: float = 0.0,
     noise: str = "equal",
+    distribution: str = "normal",
     difference: float = 0.0,
     repetitions: int = 2000,
 ) -> dict[str, float]:
@@ -167,20 +186,26 @@ def compare_tests(
         models: number of models besides the baseline.
         shared: the part of a run's variance that all runs of its seed have in common.
         noise: a name of `NOISES`.
+        distribution: a name of `DISTRIBUTIONS`.
         difference: of the first model to all others, in standard deviations of a run.
         repetitions: number of comparisons.
 
     Returns:
         by test: the share of comparisons with a wrong verdict if `difference` is 0, else that with the first model's right one.
+        Also `warned`, comparisons with a warning of unequal noise, and `unwarned`, those in which the paired test is wrong and
+        there is no such warning.
     """
-    distribution, baseline, first = next(found[1:] for found in NOISES if found[0] == noise)
-    scale = np.array([baseline, first, *[1] * (models - 1)], float)[:, None]
+    baseline, first, other = NOISES[noise]
+    scale = np.array([baseline, first, *[other] * (models - 1)], float)[:, None]
     losses = scale * draw(random, (repetitions, models + 1, seeds), shared, distribution)
     losses[:, 1] -= difference
-    if not difference:
-        return {name: test(losses).any(axis=1).mean() for name, test in TESTS.items()}
-    is_lower = losses[:, 1].mean(axis=1) < losses[:, 0].mean(axis=1)
-    return {name: (test(losses)[:, 0] & is_lower).mean() for name, test in TESTS.items()}
+    found = {name: test(losses) for name, test in TESTS.items()}
+    if difference:
+        is_lower = losses[:, 1].mean(axis=1) < losses[:, 0].mean(axis=1)
+        return {name: (rejected[:, 0] & is_lower).mean() for name, rejected in found.items()}
+    wrong, warned = {name: rejected.any(axis=1) for name, rejected in found.items()}, warned_of_noise(losses)
+    wrong |= {"warned": warned, "unwarned": wrong["paired"] & ~warned}
+    return {name: values.mean() for name, values in wrong.items()}
 
 
 def compare_choices(
@@ -256,17 +281,53 @@ def compare_choices(
     return {name: {what: float(np.mean(value)) for what, value in values.items()} for name, values in found.items()}
 
 
-def search(validation: np.ndarray) -> np.ndarray:
-    """The rates tried, as booleans, by searches through `(repetition, model, rate, seed)`, each seed by itself."""
-    tried = np.zeros(validation.shape, bool)
-    tried[:, :, validation.shape[2] // 2 - 1] = True
+def search(validation: np.ndarray, start: np.ndarray | int | None = None) -> np.ndarray:
+    """The rates tried, as booleans, by searches through `(repetition, model, rate, seed)`, each seed by itself.
+
+    Args:
+        validation: the losses.
+        start: indices of the rates where searches begin, `(repetition, model, 1, seed)`; by default beside the middle.
+    """
+    shape = validation.shape
+    tried = np.zeros(shape, bool)
+    start = np.array(shape[2] // 2 - 1 if start is None else start)
+    np.put_along_axis(tried, np.broadcast_to(start, (*shape[:2], 1, shape[3])), True, axis=2)
     while True:
         best = np.where(tried, validation, np.inf).argmin(axis=2, keepdims=True)
         before = tried.sum()
         for neighbour in (best - 1, best + 1):
-            np.put_along_axis(tried, neighbour.clip(0, validation.shape[2] - 1), True, axis=2)
+            np.put_along_axis(tried, neighbour.clip(0, shape[2] - 1), True, axis=2)
         if tried.sum() == before:
             return tried
+
+
+def compare_starts(
+    random: np.random.Generator, seeds: int, models: int, losses: np.ndarray, moves: int, repetitions: int = 2000
+) -> dict[str, dict[str, float]]:
+    """Simulates ladders of two scales, in which the best rate moves between them.
+
+    Args:
+        random: the source of all random numbers.
+        seeds, models: as for `compare_choices`.
+        losses: true losses of the rates at the smaller scale, the best in the middle.
+        moves: by how many rates the best one moves.
+        repetitions: number of ladders.
+
+    Returns:
+        by where the searches of the larger scale begin, `median` or `own`: `wrong`, the share of larger scales with a wrong
+        verdict, and `runs` of a model there.
+    """
+    shape = (repetitions, models + 1, len(losses), seeds)
+    smaller = losses[:, None] + random.standard_normal(shape)
+    own = np.where(search(smaller), smaller, np.inf).argmin(axis=2, keepdims=True)
+    larger = np.roll(losses, moves)[:, None] + random.standard_normal(shape)
+    found = {}
+    for name, start in (("median", np.sort(own, axis=3)[..., (seeds - 1) // 2, None]), ("own", own)):
+        tried = search(larger, start)
+        t = np.abs(paired_t(np.where(tried, larger, np.inf).min(axis=2))).max(axis=1)
+        wrong = 2 * stats.t.sf(t, seeds - 1) < ALPHA / models
+        found[name] = {"wrong": float(wrong.mean()), "runs": float(tried.sum(axis=(2, 3)).mean())}
+    return found
 
 
 def gaps(sweep: np.ndarray, reported: np.ndarray) -> np.ndarray:
@@ -284,9 +345,12 @@ def gate(repetitions: int = 40) -> None:
     for seeds, models in PLANS:
         losses = np.random.default_rng(seeds).standard_normal((repetitions, models + 1, seeds))
         losses += np.linspace(0, 8 / np.sqrt(seeds), models + 1)[:, None]  # so that about half of the tests reject
-        rejected = paired(losses)
+        rejected, warned = paired(losses), warned_of_noise(losses)
         for index, comparison in enumerate(losses.tolist()):
-            analysis = analyse({str(model): dict(enumerate(runs)) for model, runs in enumerate(comparison)}, "0", ALPHA)
+            by_model = {str(model): dict(enumerate(runs)) for model, runs in enumerate(comparison)}
+            if (noise_ratio(by_model, "0") is not None) != warned[index]:
+                raise SystemExit(f"correctness gate: warnings differ (seeds {seeds}, models {models}); no tables")
+            analysis = analyse(by_model, "0", ALPHA)
             verdicts = [effect.verdict in ("better", "worse") for effect in analysis.effects.values()]
             if verdicts != rejected[index].tolist():
                 raise SystemExit(f"correctness gate: verdicts differ (seeds {seeds}, models {models}); no tables")
@@ -303,15 +367,23 @@ def show(header: list[str], rows: list[list[str]]) -> None:
 
 
 def show_tests(random: np.random.Generator, repetitions: int) -> None:
+    header = ["seeds", "models"]
     for shared in SHARED:
-        print(f"Comparisons of equals with a wrong verdict, %: {' / '.join(TESTS)}; seeds share {shared:.0%} of the variance\n")
-        rows = []
-        for seeds, models in PLANS:
-            cells = [
-                compare_tests(random, seeds, models, shared, noise[0], repetitions=repetitions).values() for noise in NOISES
-            ]
-            rows.append([str(seeds), str(models), *(" / ".join(map(percent, cell)) for cell in cells)])
-        show(["seeds", "models", *(name for name, *_ in NOISES)], rows)
+        for distribution in DISTRIBUTIONS:
+            rows, warnings = [], []
+            for seeds, models in PLANS:
+                found = [
+                    compare_tests(random, seeds, models, shared, noise, distribution, repetitions=repetitions)
+                    for noise in NOISES
+                ]
+                plan = [str(seeds), str(models)]
+                rows.append([*plan, *(" / ".join(percent(values[name]) for name in TESTS) for values in found)])
+                warnings.append([*plan, *(f"{percent(of['warned'])} ({percent(of['unwarned'])})" for of in found)])
+            what = f"{distribution} noise, seeds share {shared:.0%} of the variance"
+            print(f"Comparisons of equals with a wrong verdict, %: {' / '.join(TESTS)}; {what}\n")
+            show([*header, *NOISES], rows)
+            print(f"Those with a warning of unequal noise, % (wrong without it: paired); {what}\n")
+            show([*header, *NOISES], warnings)
     for shared in SHARED:
         print(f"True differences found, %: {' / '.join(TESTS)}; equal noise, seeds share {shared:.0%} of the variance\n")
         rows = []
@@ -321,7 +393,7 @@ def show_tests(random: np.random.Generator, repetitions: int) -> None:
                 for size in (1, 2, 3)
             ]
             rows.append([str(seeds), str(models), *(" / ".join(map(percent, cell)) for cell in cells)])
-        show(["seeds", "models", "1 deviation", "2 deviations", "3 deviations"], rows)
+        show([*header, "1 deviation", "2 deviations", "3 deviations"], rows)
 
 
 def show_choices(random: np.random.Generator, repetitions: int) -> None:
@@ -360,6 +432,47 @@ def show_choices(random: np.random.Generator, repetitions: int) -> None:
     show(["baseline", "model", "correlation", "shared", *ways], rows)
 
 
+def show_starts(random: np.random.Generator, repetitions: int) -> None:
+    print("Ladders: the highest share of larger scales with a wrong verdict, %, over all bowls (runs a model): median / own\n")
+    away, rows = np.abs(np.arange(-2 * REACH, 2 * REACH + 1.0)), []
+    for seeds, models in [plan for plan in PLANS if plan[1] != 2]:
+        row = [str(seeds), str(models)]
+        for moves in MOVES:
+            found = [
+                compare_starts(random, seeds, models, gap * away**power, moves, repetitions)
+                for gap in (0.25, 0.5, 1.0)
+                for power in (1, 2)
+            ]
+            worst = {way: max(values[way]["wrong"] for values in found) for way in ("median", "own")}
+            runs = {way: np.mean([values[way]["runs"] for values in found]) for way in worst}
+            row.append(" / ".join(f"{percent(worst[way])} ({runs[way]:.1f})" for way in worst))
+        rows.append(row)
+    show(["seeds", "models", *(f"moves by {moves}" for moves in MOVES)], rows)
+
+
+def wrong_after_looks(random: np.random.Generator, looks: list[int], models: int, repetitions: int = 2000) -> float:
+    """The share of comparisons of equals with a wrong verdict, if seeds are added until there is a verdict.
+
+    Args:
+        random: the source of all random numbers.
+        looks: numbers of seeds of the reports, ascending.
+        models: besides the baseline.
+        repetitions: number of comparisons.
+    """
+    losses = random.standard_normal((repetitions, models + 1, looks[-1]))
+    return float(np.any([paired(losses[..., :seeds]).any(axis=1) for seeds in looks], axis=0).mean())
+
+
+def show_looks(random: np.random.Generator, repetitions: int) -> None:
+    print("Comparisons of equals with a wrong verdict, %, if seeds are added after reports without one; equal noise\n")
+    looks = {"3, 5": [3, 5], "5, 10": [5, 10], "3, 5, 10": [3, 5, 10], "every number from 3 to 10": list(range(3, 11))}
+    rows = [
+        [name, *(percent(wrong_after_looks(random, seeds, models, repetitions)) for models in (1, 2, 5))]
+        for name, seeds in looks.items()
+    ]
+    show(["seeds of the reports", "1 model", "2 models", "5 models"], rows)
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -385,9 +498,8 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    random = np.random.default_rng(0)
-    show_tests(random, repetitions)
-    show_choices(random, repetitions)
+    for part in (show_tests, show_choices, show_starts, show_looks):
+        part(np.random.default_rng(0), repetitions)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
+from selection import DISTRIBUTIONS
 
 import modeling_nlq
 from modeling_nlq.training.comparison.trend import Scale, Trend, analyse_trend
@@ -59,13 +60,15 @@ class Noise:
         share: standard deviation of a run, in percent of its loss.
         shared: the part of its variance that runs of one seed at one scale have in common.
         by_scale: factors of `share`.
-        heavy: whether it has Student's t distribution with three degrees of freedom, with the same deviation.
+        distribution: a name of `DISTRIBUTIONS`.
+        of_models: a factor of `share` for all models but the baseline.
     """
 
     share: float = 0.3
     shared: float = 0.0
     by_scale: tuple[float, ...] = EQUAL
-    heavy: bool = False
+    distribution: str = "normal"
+    of_models: float = 1.0
 
 
 def simulate(
@@ -89,7 +92,7 @@ def simulate(
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
-        return random.standard_t(3, shape) / np.sqrt(3) if noise.heavy else random.standard_normal(shape)
+        return DISTRIBUTIONS[noise.distribution](random, shape)
 
     found = []
     names = [str(model) for model in range(models + 1)]
@@ -98,6 +101,7 @@ def simulate(
         for index, flops in enumerate(FLOPS):
             factors = np.array([1.0, *[1 - improvement(flops) / 100] * models])[:, None]
             errors = np.sqrt(noise.shared) * draw(1, seeds) + np.sqrt(1 - noise.shared) * draw(models + 1, seeds)
+            errors[1:] *= noise.of_models
             values = of(flops) * factors * (1 + noise.share / 100 * noise.by_scale[index] * errors)
             losses = {name: dict(enumerate(row)) for name, row in zip(names, values.tolist())}
             scales.append(Scale(str(index), dict.fromkeys(names, flops), losses))
@@ -157,7 +161,7 @@ def show_multipliers(repetitions: int) -> None:
     noises = {f"{share:g} %, {shared:.0%} shared": Noise(share, shared) for shared in (0.0, 0.75) for share in (0.3, 1.0)}
     unlike = {
         "0.3 %, largest scale 4 x": Noise(by_scale=(1.0, 1.0, 1.0, 4.0)),
-        "0.3 %, heavy tails": Noise(heavy=True),
+        "0.3 %, heavy tails": Noise(distribution="t3"),
         "0.3 %, none shared, no law": Noise(),
         "1 %, none shared, no law": Noise(1.0),
     }
@@ -194,7 +198,8 @@ def show_errors(repetitions: int) -> None:
                 ("equal", Noise()),
                 ("smallest scale 4 x", Noise(by_scale=(4.0, 1.0, 1.0, 1.0))),
                 ("largest scale 4 x", Noise(by_scale=(1.0, 1.0, 1.0, 4.0))),
-                ("heavy tails", Noise(heavy=True)),
+                ("heavy tails", Noise(distribution="t3")),
+                ("skewed, models 4 x", Noise(distribution="skewed", of_models=4.0)),
             ):
                 trends = simulate(with_change(1.0, 0.0), seeds, noise, models, repetitions)
                 slopes = [model.slope_interval for trend in trends for model in trend.models.values()]

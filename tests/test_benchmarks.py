@@ -3,7 +3,10 @@
 import argparse
 import dataclasses
 import functools
+import math
+import re
 import sys
+from pathlib import Path
 
 import attention
 import attention_cuda
@@ -473,6 +476,22 @@ class TestSelection:
         same = selection.compare_tests(random, 5, 1, repetitions=1500)
         assert same["paired"] == same["pooled"] == same["blocks"] < 0.08
 
+    def test_the_documented_errors_of_skewed_noise(self):
+        """Also those of the warning: the table of docs/comparisons.md, within four standard errors."""
+        text = (Path(__file__).parents[1] / "docs" / "comparisons.md").read_text().split("### Skewed noise")[1].split("\n#")[0]
+        rows = [re.findall(r"[\d.]+", line) for line in text.splitlines() if re.match(r"\| \d", line)]
+        random, repetitions = np.random.default_rng(0), 1500
+        for seeds, models, *shares in rows:
+            found = [
+                selection.compare_tests(random, int(seeds), int(models), 0.0, noise, "skewed", repetitions=repetitions)
+                for noise in ("equal", "one model 4 x", "all models 4 x", "baseline 4 x")
+            ]
+            calm = selection.compare_tests(random, int(seeds), int(models), repetitions=repetitions)
+            simulated = [*(of["paired"] for of in found), calm["warned"], found[2]["warned"], found[2]["unwarned"]]
+            for share, documented in zip(simulated, (float(share) / 100 for share in shares), strict=True):
+                assert abs(share - documented) < 4 * math.sqrt(documented * (1 - documented) / repetitions), (seeds, models)
+        assert len(rows) == 7
+
     @pytest.mark.parametrize("correlation", [1.0, 0.5])
     def test_only_a_choice_in_each_seed_is_in_the_test(self, correlation):
         random = np.random.default_rng(0)
@@ -502,11 +521,24 @@ class TestSelection:
         # Rates beside each other, as a search tries no others
         assert (np.diff(tried.astype(int), axis=2, prepend=0) == 1).sum(axis=2).max() == 1
 
+    def test_only_seeds_that_begin_at_their_own_rates_choose_independently(self):
+        away = np.abs(np.arange(-12, 13.0))
+        found = selection.compare_starts(np.random.default_rng(0), 5, 5, 0.5 * away, 4, repetitions=1500)
+        # Of 5 and 8 %, with a standard error below 1 %
+        assert found["own"]["wrong"] < 0.065 < found["median"]["wrong"]
+        assert found["own"]["runs"] < 1.05 * found["median"]["runs"]
+
+    def test_seeds_that_are_added_until_there_is_a_verdict(self):
+        wrong = [selection.wrong_after_looks(np.random.default_rng(0), looks, 2, 1500) for looks in ([5], [3, 5], [3, 5, 10])]
+        # Of 5, 9 and 12 %, with standard errors below 1 %
+        assert wrong[0] < 0.065 < wrong[1] < wrong[2]
+
     def test_wrong_statistics_give_no_table(self, monkeypatch):
         selection.gate()
-        monkeypatch.setattr(selection, "paired", lambda losses: selection.paired_t(losses) > 2)
-        with pytest.raises(SystemExit, match="correctness gate: verdicts differ"):
-            selection.gate()
+        for name, message in (("paired", "verdicts differ"), ("warned_of_noise", "warnings differ")):
+            with monkeypatch.context() as patch, pytest.raises(SystemExit, match=f"correctness gate: {message}"):
+                patch.setattr(selection, name, lambda losses: selection.paired_t(losses).max(axis=1, keepdims=True) > 2)
+                selection.gate()
 
 
 class TestTrend:

@@ -15,7 +15,7 @@ from modeling_nlq.training.comparison.ladder import gather_ladder, in_turn, scal
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.plan import Comparison, Ladder
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.results import FinishedRuns, gather, unsettled_models
 from modeling_nlq.training.files import (
@@ -34,6 +34,7 @@ from modeling_nlq.training.run.checkpoints import KEPT
 from modeling_nlq.training.storage import open_folder, remove_folder
 
 
+ADDED_SEEDS_FILE = "added_seeds.json"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
 MODELS_FILE = "models.json"
 
@@ -156,7 +157,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
     is_ladder = isinstance(comparison, Ladder)
-    scales = comparison.scales if is_ladder else {"": comparison}
+    scales = _scales_of(comparison)
     if not isinstance(folder, Path) and (trunks := {scale.trunk for scale in scales.values() if scale.trunk is not None}):
         raise ValueError(
             f"{folder} is no folder: the checkpoints with which budgets of scale {min(trunks)!r} begin need one; choose a "
@@ -164,7 +165,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
         )
     gathered = {}
     with engine.connected(list(scales.values()), folder):
-        _claim_folder(folder, comparison.given)
+        _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, scales)
             for name, scale, finished in in_turn(comparison, folder) if is_ladder else [("", comparison, FinishedRuns(folder))]:
@@ -175,7 +176,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                     remove_folder(checkpoint)  # of a run that was killed after its last step
                 if scale.tasks:
                     score_runs(scale, finished.folder, finished)
-                gathered[name] = gather(scale, finished)
+                gathered[name] = {**gather(scale, finished), "added_seeds": _added_seeds(folder).get(name, [])}
                 unsettled = unsettled_models(gathered[name]["models"])
                 gathered[name]["tasks"] = read_scores(scale, finished.folder, finished, unsettled)
                 if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
@@ -187,15 +188,51 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     return json.loads(text)
 
 
-def _claim_folder(folder: Path, given: dict[str, Any]) -> None:
+def _claim_folder(folder: Path, comparison: Comparison | Ladder) -> None:
+    """Writes the comparison into a new folder, or checks that it is the one there, which may have fewer seeds.
+
+    Raises:
+        ValueError: if the folder holds another comparison or something else.
+    """
     file = folder / COMPARISON_FILE
-    if file.is_file():
-        if changes := differences(read_yaml(file), given):
+    if not file.is_file():
+        if is_taken(folder):
+            raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
+        write_yaml(file, comparison.given)
+    elif changes := differences(before := read_yaml(file), comparison.given):
+        added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
+        if added is None:
             raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
-    elif is_taken(folder):
-        raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
-    else:
-        write_yaml(file, given)
+        if (folder / RESULTS_FILE).is_file():
+            known = _added_seeds(folder)
+            added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
+            write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
+        write_yaml(file, comparison.given)
+
+
+def _without_seeds(given: dict[str, Any]) -> dict[str, Any]:
+    scales = {name: _without_seeds(fields or {}) for name, fields in (given.get("scales") or {}).items()}
+    return {name: value for name, value in given.items() if name != "seeds"} | ({"scales": scales} if scales else {})
+
+
+def _new_seeds(before: dict[str, Any], comparison: Comparison | Ladder) -> dict[str, list[int]] | None:
+    """The seeds that a comparison adds to the one in a folder, by scale; `None` if it lacks one of those there."""
+    scales, new = _scales_of(outline(before)), {}
+    for name, scale in _scales_of(comparison).items():
+        if not set(scales[name].seeds) <= set(scale.seeds):
+            return None
+        new[name] = [seed for seed in scale.seeds if seed not in scales[name].seeds]
+    return new if any(new.values()) else None
+
+
+def _scales_of(comparison: Comparison | Ladder) -> dict[str, Comparison]:
+    return comparison.scales if isinstance(comparison, Ladder) else {"": comparison}
+
+
+def _added_seeds(folder: Path) -> dict[str, list[int]]:
+    """The seeds that were added after a finished report, by scale."""
+    file = folder / ADDED_SEEDS_FILE
+    return read_json(file) if file.is_file() else {}
 
 
 def check_same_models(file: Path, scales: Mapping[str, Comparison]) -> None:

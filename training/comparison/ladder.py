@@ -7,7 +7,7 @@ from typing import Any
 
 from modeling_nlq.training.comparison.budgets import with_rates_of_trunk
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
-from modeling_nlq.training.comparison.results import FinishedRuns, losses_by_seed, starts_of_next_scale, unsettled_models
+from modeling_nlq.training.comparison.results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.trend import Scale, analyse_trend
 from modeling_nlq.training.traces import without_folders
 
@@ -20,13 +20,15 @@ def scale_folder(folder: Path, name: str) -> Path:
 def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
     """Goes through the scales in the order in which they are made.
 
-    The rates of a scale are known when the scale before it is finished: the rates found at one scale start the searches at the
-    next, and a smaller budget has those that its trunk tried.
+    The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that it chose
+    at the last scale that it has, and a smaller budget has those that its trunk tried. One start for all seeds would be an
+    accident of the scale before that they share, and their choices would not be independent.
 
     Yields:
         Name, comparison and finished runs of a scale. The runs may be made before the next scale is asked for.
     """
-    starts, trunks = {}, {}
+    starts: dict[str, dict[int, float]] = {}
+    trunks = {}
     for name in ladder.in_order_of_making():
         scale, finished = ladder.scales[name], FinishedRuns(scale_folder(folder, name))
         if scale.trunk is None:
@@ -36,7 +38,8 @@ def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, Fin
             scale = with_rates_of_trunk(scale, *trunks[scale.trunk])
         yield name, scale, finished
         if scale.trunk is None:
-            starts = starts_of_next_scale(scale, finished)
+            for model, rates in chosen_rates(scale, finished).items():
+                starts[model] = {**starts.get(model, {}), **rates}
 
 
 def gather_ladder(ladder: Ladder, gathered: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,11 +267,18 @@ class Ladder:
         yield f"{sum(flops.values()):.3g} FLOPs in all: {shares}"
 
 
-def with_starts(comparison: Comparison, chosen: dict[str, float]) -> Comparison:
-    """A comparison whose searches of rates begin at other rates, by model, unless its scale says where they begin."""
+def with_starts(comparison: Comparison, chosen: Mapping[str, Mapping[int, float]]) -> Comparison:
+    """A comparison in which groups of seeds begin their searches at rates of their own, unless its scale says where to begin.
+
+    Args:
+        comparison: the comparison.
+        chosen: by model, the rates of groups by their first seed. Other groups begin where the file says.
+    """
     variants = {
-        name: dataclasses.replace(variant, rates=variant.rates.starting_at(chosen[name]))
-        if name in chosen and not variant.has_own_start
+        name: dataclasses.replace(
+            variant, rates_by_seed={seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
+        )
+        if not variant.has_own_start
         else variant
         for name, variant in comparison.variants.items()
     }

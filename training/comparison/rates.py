@@ -1,5 +1,6 @@
 """Which learning rates are tried, and which of them is the best: a given list, or a search that finds its own range."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ class Rates:
 
     Attributes:
         listed: the rates of a list, ascending; empty for a search.
-        start: the middle of the first three rates of a search.
+        start: the middle of the first three rates of a search, without a `shift`.
         factor: the ratio of neighbouring rates, above 1.
         limit: the most rates that a search tries, at least 3.
+        shift: by how many factors a search begins above `start`. So all searches of a model try rates of one grid.
     """
 
     listed: tuple[float, ...] = ()
     start: float | None = None
     factor: float | None = None
     limit: int = _LIMIT
+    shift: int = 0
 
     @property
     def is_search(self) -> bool:
@@ -42,7 +45,7 @@ class Rates:
     @property
     def first(self) -> list[float]:
         """The rates that are tried in any case, ascending."""
-        return [self._at(power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
+        return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
         """The rates to try after those whose losses are known; none when the best is found or the limit is reached.
@@ -55,7 +58,7 @@ class Rates:
         edge = self.edge(losses)
         if not self.is_search or edge is None or len(losses) >= self.limit:
             return []
-        powers = [round(math.log(rate / self.start, self.factor)) for rate in losses]
+        powers = list(map(self._power, losses))
         return [self._at(min(powers) - 1 if edge == "smallest" else max(powers) + 1)]
 
     def best(self, losses: Mapping[float, float]) -> float | None:
@@ -71,12 +74,15 @@ class Rates:
         return "largest" if len(losses) > 1 and best == max(losses) else None
 
     def starting_at(self, rate: float) -> "Rates":
-        """A search like this one that begins at another rate; a list stays as it is."""
-        return Rates(start=rate, factor=self.factor, limit=self.limit) if self.is_search else self
+        """A search like this one that begins at another rate, the nearest of its grid; a list stays as it is."""
+        return dataclasses.replace(self, shift=self._power(rate)) if self.is_search else self
 
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
         return f"{rates} ..." if self.is_search else rates
+
+    def _power(self, rate: float) -> int:
+        return round(math.log(rate / self.start, self.factor))
 
     def _at(self, power: int) -> float:
         # Six digits, which the names of run folders have

@@ -142,14 +142,12 @@ def next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run]
     return comparison.in_order(ready), done, left
 
 
-def starts_of_next_scale(comparison: Comparison, finished: FinishedRuns) -> dict[str, float]:
-    """The rates at which the searches of the next scale begin, by model: the median of those that were chosen here."""
-    found = {}
-    for model in comparison.variants:
-        rates = [tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None]
-        if rates:
-            found[model] = statistics.median_low(rates)
-    return found
+def chosen_rates(comparison: Comparison, finished: FinishedRuns) -> dict[str, dict[int, float]]:
+    """The rates that groups of seeds chose, by model and first seed of the group; none of a group that diverged at each."""
+    return {
+        model: {tuning.seeds[0]: tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None}
+        for model in comparison.variants
+    }
 
 
 def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:

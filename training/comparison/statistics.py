@@ -6,7 +6,9 @@ standard deviation has n - 1 in its divisor.
 
 Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
 runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed;
-`benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests.
+`benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests. It errs too often where
+noise is skewed and that of the baseline is another one than that of the models: then differences are skewed, too. A few seeds
+cannot show skewness, but `noise_ratio` tells whether noises differ.
 
 The test takes the losses as given. Where a sweep chose the learning rate on other runs, it does not include the error of that
 choice, and `rate_gap` tells how large it may be.
@@ -32,6 +34,9 @@ BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
 
 # In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
 CLEAR_RATE_GAP = 3.0
+
+# Error of the test of `noise_ratio`: the share of comparisons with equal, normal noise in which it finds a difference
+_NOISE_ALPHA = 0.05
 
 # Of the test text, each of some 20,000 tokens where the text has 200,000.
 _TEXT_PARTS = 10
@@ -267,6 +272,32 @@ def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) ->
     best = sorted(loss for loss in map(_plain, sweep) if loss is not None)[:2]
     deviation = _deviation([loss for loss in map(_plain, reported) if loss is not None])
     return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
+
+
+def noise_ratio(losses: dict[str, dict[int, float | None]], baseline: str) -> float | None:
+    """How many times as much the losses of the other models vary from seed to seed as those of the baseline.
+
+    The variance of the other models is pooled, each about its own mean, and compared with the baseline's by a two-sided F test.
+    Where the runs of a seed share noise, the test seldom finds a difference of equal noises.
+
+    Args:
+        losses: as for `analyse`; diverged runs are left out.
+        baseline: a key of `losses`.
+
+    Returns:
+        The ratio of the standard deviations; None if the test finds no difference, or there are too few runs or no noise.
+    """
+    groups = {name: [loss for loss in map(_plain, runs.values()) if loss is not None] for name, runs in losses.items()}
+    own, *others = [groups.pop(baseline), *(group for group in groups.values() if len(group) > 1)]
+    if len(own) < 2 or not others:
+        return None
+    freedoms = [len(group) - 1 for group in others]
+    variance = sum(freedom * _deviation(group) ** 2 for freedom, group in zip(freedoms, others)) / sum(freedoms)
+    if not variance or not _deviation(own):
+        return None
+    f = variance / _deviation(own) ** 2
+    distribution = stats.f(sum(freedoms), len(own) - 1)
+    return math.sqrt(f) if 2 * min(distribution.sf(f), distribution.cdf(f)) < _NOISE_ALPHA else None
 
 
 def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, power_warning
+from modeling_nlq.training.comparison.results import losses_by_seed
+from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
 from modeling_nlq.training.comparison.tables import chosen_runs
 
 
@@ -13,7 +14,14 @@ _SWEEP = (
     "{} % of simulated comparisons of equal models had a wrong verdict with 5 seeds, and up to {} % with 10, not 5 %."
 )
 # By the number of sweep seeds: how the sentence names it, and its two shares
-_SWEEP_ERRORS = {1: ("one run", 26, 60), 2: ("two runs", 16, 38), 4: ("four runs", 10, 22)}
+_SWEEP_ERRORS = {1: ("one run", 26, 59), 2: ("two runs", 15, 39), 4: ("four runs", 10, 22)}
+
+# The share of wrong verdicts is the largest that the benchmark measures
+_UNEQUAL_NOISE = (
+    "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
+    "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
+    "not 5 %."
+)
 
 
 def outcome_sentence(results: dict[str, Any]) -> str:
@@ -44,6 +52,11 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
     warnings = []
     if warning := power_warning(len(results["seeds"]), len(results["models"]) - 1, results["statistics"]["alpha"]):
         warnings.append(f"{warning}.")
+    if added := results.get("added_seeds"):  # older results do not say
+        warnings.append(
+            f"Seed{'s' * (len(added) > 1)} {', '.join(map(str, added))} {'were' if len(added) > 1 else 'was'} added after a "
+            "finished report. If its outcome was the reason, p is too small."
+        )
     for name, model in results["models"].items():
         diverged = sum(run["diverged"] for run in model["runs"])
         if diverged and name == results["baseline"]:
@@ -57,6 +70,12 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
             )
         elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
+    baseline, tested = results["baseline"], _tested(results)
+    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)}, results["seeds"])
+    if ratio := noise_ratio(losses, baseline):
+        others, baseline = f"the other model{'s' * (len(tested) > 1)}", "the baseline"
+        louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
+        warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
     gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
     if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
         warnings.append(
@@ -107,14 +126,17 @@ def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    is_tested = any(effect["p"] is not None for effect in results["statistics"]["effects"].values())
-    if not is_tested:
+    if not _tested(results):
         return []
     choice = _rate_choice(results)
     if choice == "sweep":
         counts = [count for count in _SWEEP_ERRORS if count <= len(results["sweep_seeds"])]
         return [_SWEEP.format(*_SWEEP_ERRORS[max(counts)])]
     return [] if choice is None else [_EACH_SEED]
+
+
+def _tested(results: dict[str, Any]) -> list[str]:
+    return [name for name, effect in results["statistics"]["effects"].items() if effect["p"] is not None]
 
 
 def noise_floor_sentence(results: dict[str, Any]) -> str:
@@ -139,7 +161,7 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     """How the numbers were measured."""
     found, seeds = results["statistics"], results["seeds"]
     level = f"{100 * found['confidence']:g} %"
-    tested = [name for name, effect in found["effects"].items() if effect["p"] is not None]
+    tested = _tested(results)
     sentences = [
         noise_floor_sentence(results),
         f"{len(results['models'])} models, {len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
 from modeling_nlq.training.cli import main
+from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
 from modeling_nlq.training.comparison.reading import load_comparison, outline
@@ -160,7 +162,8 @@ class TestRuns:
         assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
         page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
         for text in (*SCALES, *(f"{step['multiplier']:.2f} [" for step in trend["steps"].values())):
-            assert text in page and text in table
+            # An interval has a line of its own, so that a page of 1,200 pixels holds four scales
+            assert text.replace(" [", " <small>[") in page and text in table
         assert not re.search(r"(src|href)=.(?!data:)", page)
         figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
         assert figures == {"losses.png", "multipliers.png", "improvements.png", "bowls.png"}
@@ -183,6 +186,67 @@ class TestRuns:
             **expected,
             "scales": {name: {**found, "command": results["command"]} for name, found in expected["scales"].items()},
         }
+
+    def test_each_seed_begins_at_its_own_rate(self, ladder_file, tmp_path):
+        """So that the choices of seeds are independent: seed 1 has its best rate at four times that of the others."""
+        seeds = {"small": [0, 1], "middle": [0, 2], "large": [0, 1, 2, 3]}
+        scales = {name: {**SCALES[name], "seeds": own} for name, own in seeds.items()}
+        file = ladder_file(scales=scales, learning_rates={"start": 1e-3, "factor": 3})
+        engine = PlantedEngine(
+            lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
+        )
+        results = run_comparison(load_comparison(file), tmp_path, engine)
+        for name, found in results["scales"].items():
+            for model in found["models"].values():
+                tried = {seed: [] for seed in seeds[name]}
+                for run in [*model["tried"], *model["runs"]]:
+                    tried[run["seed"]].append(run["learning_rate"])
+                low, high = [0.000111111, 0.000333333, 0.001], [0.003, 0.009, 0.027]
+                expected = {0: low, 1: high, 2: low, 3: [*low, 0.003]}  # 3 is new at `large`: it begins where the file says
+                if name != "large":
+                    expected = {0: low, 1: [0.000333333, 0.001, *high], 2: [*low, 0.003]}
+                if name == "small":
+                    expected[0] = [*low, 0.003]
+                assert {seed: sorted(rates) for seed, rates in tried.items()} == {seed: expected[seed] for seed in tried}
+        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
+
+    def test_a_ladder_whose_seeds_shared_a_start_goes_on(self, ladder_file, tmp_path, monkeypatch):
+        """As older versions began it: no run is made twice."""
+        best = {0: 1e-2, 1: 4e-2, 2: 4e-2}
+        engine = PlantedEngine(lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / best[run.seed])))
+        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), seeds=[0, 1, 2])
+        with monkeypatch.context() as patch:
+            patch.setattr(ladder, "chosen_rates", lambda *_: dict.fromkeys(("base", "twin"), dict.fromkeys(range(3), 4e-2)))
+            run_comparison(load_comparison(file), tmp_path, engine)
+        before = len(engine.made)
+        results = run_comparison(load_comparison(file), tmp_path, engine)
+        assert sorted(engine.made) == sorted(set(engine.made)) and len(engine.made) == before
+        assert [run["learning_rate"] for run in results["scales"]["middle"]["models"]["twin"]["runs"]] == [1e-2, 4e-2, 4e-2]
+
+    def test_added_seeds(self, ladder_file, tmp_path, capsys):
+        """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
+        scales = dict(itertools.islice(SCALES.items(), 2))
+        middle = {**scales, "middle": {**scales["middle"], "seeds": [0, 1, 2]}}
+        engine = PlantedEngine(planted(1.3), 3)
+        with pytest.raises(Interrupted):
+            run_comparison(load_comparison(ladder_file(scales=scales, seeds=[0, 1])), tmp_path, engine)
+        engine.most_runs = None
+        results = run_comparison(load_comparison(ladder_file(scales=middle, seeds=[0, 1])), tmp_path, engine)
+        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1], [0, 1, 2]]
+        assert [found["added_seeds"] for found in results["scales"].values()] == [[], []]
+        for seeds in ([0, 1, 2], [0, 1, 2, 3]):
+            results = run_and_report(load_comparison(ladder_file(scales=scales, seeds=seeds)), tmp_path, engine)
+        assert len(engine.made) == len(set(engine.made))
+        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1, 2, 3]] * 2
+        assert [found["added_seeds"] for found in results["scales"].values()] == [[2, 3], [3]]
+        for said in ("Scale small: Seeds 2, 3 were added after a finished", "Scale middle: Seed 3 was added after a finished"):
+            assert said in (tmp_path / "report.html").read_text()
+        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        assert again["scales"]["small"]["added_seeds"] == [2, 3]
+        fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
+        assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
+        assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err
 
     def test_three_scales_have_no_law(self, ladder_file, tmp_path):
         file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])

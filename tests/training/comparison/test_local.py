@@ -214,6 +214,37 @@ class TestFolder:
         assert "models.third: None there, {} now" in capsys.readouterr().err
         assert run_files(folder) == before
 
+    def test_added_seeds(self, finished, tmp_path, capsys):
+        """The finished runs stay, those of the new seed are made, and every report says that it was added."""
+        folder, file = tmp_path / "results", tmp_path / "comparison.yaml"
+        shutil.copytree(finished[0], folder)
+        before, given = run_files(folder), read_yaml(Path(finished[2]))
+        file.write_text(yaml.safe_dump({**given, "seeds": [0, 7, 1, 2]}))
+        assert main(["compare", str(file), "--output_dir", str(folder)]) == 0
+        said = "Seed 7 was added after a finished report. If its outcome was the reason, p is too small."
+        for text in (capsys.readouterr().out, (folder / "report.html").read_text(), (folder / "results.md").read_text()):
+            assert said in " ".join(text.split())
+        after = run_files(folder)
+        assert all(after[path] == changed for path, changed in before.items() if path.is_file())
+        new = {path.parent.relative_to(folder / "runs") for path in after.keys() - before.keys() if path.name == "metrics.json"}
+        assert {path.parts[0] for path in new} == {"base", "twin", "planted", "one rate absurd"}
+        assert all(path.name.endswith("-seed-7") for path in new) and len(new) == 4
+        results = json.loads((folder / "results.json").read_text())
+        assert results["statistics"]["effects"]["twin"]["pairs"] == 4 and results["added_seeds"] == [7]
+        assert run_comparison(load_comparison(folder / "comparison.yaml"), folder) == results
+        capsys.readouterr()
+        for changed, message in (
+            ({}, "seeds: [0, 7, 1, 2] there, [0, 1, 2] now"),
+            ({"seeds": [0, 1, 2, 8]}, "seeds: [0, 7, 1, 2] there, [0, 1, 2, 8] now"),
+            ({"seeds": [7, 0, 1, 2]}, "seeds: [0, 7, 1, 2] there, [7, 0, 1, 2] now"),
+            ({"seeds": [0, 7, 1, 2, 8], "sweep_seeds": [9]}, "sweep_seeds: [1000] there, [9] now"),
+        ):
+            file.write_text(yaml.safe_dump({**given, **changed}))
+            assert main(["compare", str(file), "--output_dir", str(folder)]) == 1
+            error = capsys.readouterr().err
+            assert "holds another comparison (" in error and message in error and error.count("\n") == 1
+        assert run_files(folder) == after and read_yaml(folder / "comparison.yaml")["seeds"] == [0, 7, 1, 2]
+
     def test_model_that_changed(self, finished, tmp_path, capsys):
         """Its file has the same name, and another activation inside."""
         folder = tmp_path / "results"

@@ -21,7 +21,12 @@ from modeling_nlq.training.comparison.ladder_report import describe_ladder, ladd
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
-from modeling_nlq.training.comparison.wording import noise_floor_sentence, protocol_sentences, selection_sentences
+from modeling_nlq.training.comparison.wording import (
+    noise_floor_sentence,
+    protocol_sentences,
+    selection_sentences,
+    warning_sentences,
+)
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -252,6 +257,26 @@ def texts_of(results, folder) -> dict[str, str]:
     return {kind: " ".join(text.split()) for kind, text in texts.items()}
 
 
+def test_unequal_noise_is_warned_of(tmp_path):
+    def planted(**steps):
+        return make_results({name: {seed: 4.6 + step * seed for seed in range(3)} for name, step in steps.items()}, [4e-3])
+
+    said = "The test losses of the other model vary 8.0 times as much from seed to seed as those of the baseline. If noise is"
+    for kind, text in texts_of(planted(linear=0.01, nonlinear=0.08), tmp_path).items():
+        assert text.count(said) == 1, kind
+    (warning,) = warning_sentences(planted(linear=0.08, nonlinear=0.01, identity=0.01))
+    assert warning.startswith(
+        "The test losses of the baseline vary 8.0 times as much from seed to seed as those of the other models."
+    )
+    assert warning_sentences(planted(linear=0.02, nonlinear=0.01)) == []
+    untested = make_results(
+        {name: {seed: 4.6 + step * seed for seed in range(3)} for name, step in (("linear", 0.01), ("nonlinear", 0.02))}
+        | {"identity": {0: 4.6, 1: 5.6, 2: None}},
+        [4e-3],
+    )
+    assert not any("times as much" in warning for warning in warning_sentences(untested))
+
+
 @pytest.mark.slow
 def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
     words = "picked the wrong learning rate"
@@ -346,7 +371,7 @@ def test_a_run_that_only_chose_a_rate_is_not_taken_for_a_reported_one(results):
 def test_a_choice_in_each_seed_is_part_of_the_test(results):
     """Results that do not say how rates were chosen had a sweep."""
     assert selection_sentences(results) == selection_sentences({**results, "rate_choice": "sweep"})
-    for runs, words in ((1, "With one run for each rate, up to 26 %"), (3, "With two runs for each rate, up to 16 %")):
+    for runs, words in ((1, "With one run for each rate, up to 26 %"), (3, "With two runs for each rate, up to 15 %")):
         assert words in selection_sentences({**results, "sweep_seeds": list(range(runs))})[0]
     chosen = {**results, "rate_choice": "each_seed"}
     text = " ".join(protocol_sentences(chosen))

@@ -19,6 +19,7 @@ from modeling_nlq.training.comparison.statistics import (
     detectable_effect,
     holm,
     noise_from_text,
+    noise_ratio,
     power_warning,
     rate_gap,
     smallest_difference,
@@ -339,6 +340,25 @@ class TestRateGap:
     )
     def test_is_unknown_where_it_cannot_be_computed(self, sweep, reported):
         assert rate_gap(sweep, reported) is None
+
+
+class TestNoiseRatio:
+    def test_is_that_of_an_f_test(self):
+        """With one model it is the F test of two variances, whose p is 5 % at a ratio of sqrt(39) for 3 seeds."""
+        for ratio, expected in ((6.2, None), (6.3, 6.3), (1 / 6.2, None), (1 / 6.3, 1 / 6.3)):
+            losses = {"base": {0: 4.0, 1: 4.1, 2: 4.2}, "model": {seed: 3.0 + 0.1 * ratio * seed for seed in range(3)}}
+            assert noise_ratio(losses, "base") == pytest.approx(expected)
+
+    def test_pools_the_other_models_each_about_its_mean(self):
+        base = {0: 4.00, 1: 4.01, 2: 4.02, 3: None}
+        others = {"a": {0: 3.0, 1: 3.2, 2: 3.4, 3: 3.2}, "b": {0: 9.0, 1: 9.5, 2: None, 3: math.nan}, "c": {0: 5.0}}
+        pooled = math.sqrt((0.08 + 0.125) / (3 + 1))
+        assert noise_ratio({**others, "base": base}, "base") == pytest.approx(pooled / 0.01)
+
+    @pytest.mark.parametrize("base", [[4.0], [4.0, 4.0, 4.0], [None, None, 4.0]])
+    def test_is_unknown_without_noise_or_runs(self, base):
+        losses = {"base": dict(enumerate(base)), "model": {0: 3.0, 1: 5.0, 2: 9.0}}
+        assert noise_ratio(losses, "base") is None and noise_ratio(losses | {"model": {0: 1.0, 1: 1.0}}, "base") is None
 
 
 class TestNoiseFromText:
