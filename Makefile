@@ -101,7 +101,7 @@ gpu-generation: $(GPU_READY)
 		--preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
 
 gpu-comparison: $(GPU_READY)
-	$(KEEP) $(RESULTS)/comparison.txt $(PYTHON_GPU) -P -m modeling_nlq.training compare gpu --output_dir $(RESULTS)/comparison
+	$(KEEP) $(RESULTS)/comparison.txt $(PYTHON_GPU) -P -m nlq compare gpu --output_dir $(RESULTS)/comparison
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

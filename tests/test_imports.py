@@ -29,8 +29,6 @@ MODEL_ROWS = (
     ("cpp_nlq",),
 )
 TRAINING_ROWS = (
-    ("__main__",),
-    ("cli",),
     ("sharing",),
     ("comparison", "conversion"),
     ("run",),
@@ -49,7 +47,7 @@ def modules(root: Path) -> dict[str, Path]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root / folder).with_suffix("").parts
             found[".".join((package, *(part for part in parts if part != "__init__")))] = path
-    return found
+    return {**found, "nlq": root / "nlq.py"}
 
 
 @functools.cache
@@ -170,18 +168,17 @@ WRONG = {
         "training/comparison/report.py",
         "from modeling_nlq.training.run import data\n\ndata._count_tokens",
     ),
-    "missing_module": ("training/cli.py", "from modeling_nlq.training.train import train"),
-    "missing_name": ("training/cli.py", "from modeling_nlq.training.card import no_such_function"),
+    "missing_module": ("nlq.py", "from modeling_nlq.training.train import train"),
+    "missing_name": ("nlq.py", "from modeling_nlq.training.card import no_such_function"),
 }
 
 
 @pytest.mark.parametrize("file, line", WRONG.values(), ids=WRONG)
 def test_wrong_import_is_found(file, line, tmp_path):
-    for folder in FOLDERS.values():
-        for path in (ROOT / folder).rglob("*.py"):
-            copy = tmp_path / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
+    for path in modules(ROOT).values():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
     planted = tmp_path / file
     planted.write_text(f"{planted.read_text()}\n{line}\n")
     assert len(violations(tmp_path)) == 1

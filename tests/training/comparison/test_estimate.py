@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import Trainer
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import (
     describe_estimate,
@@ -21,6 +20,7 @@ from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import smallest_difference
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
+from nlq import main
 
 
 TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "report_to": "none", "use_cpu": True}

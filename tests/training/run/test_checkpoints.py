@@ -11,9 +11,9 @@ from support.runs import PowerCut, interrupt, logged_losses
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 def cut_after_its_last_step(finished: Path, folder: Path) -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from modeling_nlq.configuration import descriptions, names
 from modeling_nlq.training import models
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run import recipe as recipe_module
 from modeling_nlq.training.run import trainer as trainer_module
 from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides, unused_rows
+from nlq import main
 
 
 WORDS = ["--learning_rate", "1e-3", "--streaming", "--set", "qk_norm=l2", "--set", "attention_gate=None", "--report_to", "none"]

@@ -18,9 +18,9 @@ from transformers.models.auto import modeling_auto
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training import files
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 class TestRun:
@@ -142,7 +142,7 @@ class TestRun:
         accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())
         assert accelerate_file["num_processes"] == 2
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        command += [str(find("accelerate", "cpu-two-processes")), "-m", "modeling_nlq.training", "train", str(recipe_file)]
+        command += [str(find("accelerate", "cpu-two-processes")), "-m", "nlq", "train", str(recipe_file)]
         command += ["--output_dir", str(folder), "--per_device_train_batch_size", "4", "--save_strategy", "no"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)

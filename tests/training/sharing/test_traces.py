@@ -17,9 +17,9 @@ from transformers.convert_slow_tokenizer import import_protobuf
 
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run import trainer as trainer_module
 from modeling_nlq.training.traces import check_for_traces
+from nlq import main
 
 
 FAKES = {
