@@ -236,25 +236,25 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
-    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.ladder_report import describe_ladder
-    from modeling_nlq.training.comparison.plan import Ladder
-    from modeling_nlq.training.comparison.reading import load_comparison
-    from modeling_nlq.training.comparison.report import describe
-    from modeling_nlq.training.comparison.status import describe_status
+    from modeling_nlq.training.comparison.reading import load_comparison, read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
     if arguments.noise_floor is not None and not arguments.dry_run:
         raise ValueError("--noise-floor needs --dry-run")
-    if arguments.status and arguments.output_dir:  # also on a machine without the engine, the models and the data
-        print("\n".join(describe_status(open_folder(arguments.output_dir))))
-        return
-    comparison = load_comparison(arguments.comparison, read_overrides(words))
-    folder = open_folder(arguments.output_dir or comparison.default_folder)
-    if arguments.status:
+    if arguments.status:  # also on a machine without the engine, the models and the data
+        from modeling_nlq.training.comparison.status import describe_status
+
+        folder = open_folder(arguments.output_dir or read_default_folder(arguments.comparison))
         print("\n".join(describe_status(folder)))
         return
+    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
+    from modeling_nlq.training.comparison.ladder_report import describe_ladder
+    from modeling_nlq.training.comparison.plan import Ladder, default_folder
+    from modeling_nlq.training.comparison.report import describe
+
+    comparison = load_comparison(arguments.comparison, read_overrides(words))
+    folder = open_folder(arguments.output_dir or default_folder(comparison.name))
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     if arguments.dry_run:

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -81,7 +82,7 @@ class LocalEngine:
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
-        with environment_of_one_run(), tqdm(unit="step", **bar_options()) as progress:
+        with environment_of_one_run(), tqdm(desc=comparison.name, unit="step", **bar_options()) as progress:
             try:
                 _start_server()
                 while True:
@@ -188,6 +189,7 @@ def _make_order(order: Order, sender) -> None:
         except OSError:  # the comparison was killed; another process goes on from the last checkpoint
             os._exit(1)
 
+    tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     try:
         train_unattended(order, report)
