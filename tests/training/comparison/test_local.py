@@ -154,6 +154,7 @@ class TestInterruption:
         assert status == 130
         assert errors.splitlines()[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
         assert "Traceback" not in errors
+        assert [line for line in errors.splitlines() if line.startswith("comparison: ")]
 
     def test_run_that_another_process_makes(self, two_models, copy_without_last):
         file, expected, _ = two_models
