@@ -30,6 +30,7 @@ _FLAGS = (
     *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
+_has_warned = False
 
 
 def instructions() -> str:
@@ -54,14 +55,22 @@ def load_library(name: str, source: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_build(name, source)))
     # `Path.home` raises `RuntimeError`, and `shlex.split` `ValueError`
     except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
+        _warn(error)
+        return None
+
+
+def _warn(error: Exception) -> None:
+    """Says once in a process what is missing; the next library would most likely fail for the same reason, in other words."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])[:200]
-        logger.warning_once(
+        logger.warning(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
             f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the "
             "folder TORCH_EXTENSIONS_DIR must be writable. NLQ_CPP=0 turns the C++ code and this warning off."
         )
-        return None
 
 
 def _build(name: str, source: str) -> Path:

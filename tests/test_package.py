@@ -13,7 +13,7 @@ from support.paths import REPOSITORY
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS
-from modeling_nlq.training.cli import make_parser
+from nlq import make_parser
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,10 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_holds_one_package_and_all_its_data(wheel):
+def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"modeling_nlq", f"modeling_nlq-{modeling_nlq.__version__}.dist-info"}
+    information = f"modeling_nlq-{modeling_nlq.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"modeling_nlq", "nlq", information}
     for folder, pattern in (("configuration", "*/*.json"), ("configuration", "*/*.yaml"), ("training", "**/*.py")):
         for path in (REPOSITORY / folder).glob(pattern):
             assert f"modeling_nlq/{path.relative_to(REPOSITORY).as_posix()}" in names
@@ -44,10 +45,10 @@ def test_wheel_holds_one_package_and_all_its_data(wheel):
 def test_wheel_trains_a_named_recipe_outside_the_checkout(wheel, corpus, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    command = [sys.executable, "-m", "modeling_nlq.training", "train", "demo", "--dataset", str(corpus), "--max_steps", "2"]
+    command = [sys.executable, "-m", "nlq", "train", "demo", "--dataset", str(corpus), "--max_steps", "2"]
     command += ["--validation_fraction", "0.1", "--tokenizer", "bpe:512", "--report_to", "none"]
     environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
-    probe = "import modeling_nlq.training.cli as cli; print(cli.__file__)"
+    probe = "import nlq; print(nlq.__file__)"
     where = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert where.stdout.startswith(str(site)), where
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -47,7 +47,7 @@ def test_snippets_of_the_other_side(run, tmp_path):
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:
         environment = {**os.environ, **server.client_environment(tmp_path / "home", "hf_you"), "PYTHONPATH": ""}
-        publish = [sys.executable, "-m", "modeling_nlq.training", "publish", str(run[0]), "you/demo"]
+        publish = [sys.executable, "-m", "nlq", "publish", str(run[0]), "you/demo"]
         done = subprocess.run(publish, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         # Trainer needs accelerate, and the snippet datasets

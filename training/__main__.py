@@ -1,5 +1,5 @@
-from modeling_nlq.training.cli import main
+from nlq import start
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(start())

@@ -24,7 +24,7 @@ import re
 import shlex
 import torch
 from huggingface_hub import ModelCard
-from modeling_nlq.training.cli import main
+from nlq import main
 
 repo, out = arguments
 text = ModelCard.load(repo).text

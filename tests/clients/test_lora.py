@@ -13,12 +13,12 @@ from support.runs import interrupt, logged_losses
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq.training import convert, train
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.recipe import Recipe
+from nlq import main
 
 
 RANK = 2

@@ -11,7 +11,6 @@ import yaml
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
@@ -20,6 +19,7 @@ from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run.on_ray import train_on_ray
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.storage import files_below, open_folder
+from nlq import main
 
 
 class TestSameNumbers:

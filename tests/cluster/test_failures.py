@@ -13,16 +13,16 @@ import pytest
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.status import describe_status
+from nlq import main
 
 
 def start_driver(file: str, folder: Path, errors: Path) -> subprocess.Popen:
     """Starts `nlq compare --engine ray`."""
-    command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(folder)]
     command += ["--engine", "ray", "--cpus-per-run", "1"]
     with errors.open("w") as stream:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream)

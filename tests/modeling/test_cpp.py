@@ -107,13 +107,16 @@ class TestBuild:
         monkeypatch.setattr(cpp_nlq.Path, "home", no_home)
         assert cpp_nlq.load_library("test", self.SOURCE) is None
 
-    @pytest.mark.parametrize("compiler, source", [("no-such-compiler", SOURCE), ("false '", SOURCE), ("c++", "nonsense")])
+    @pytest.mark.parametrize(
+        "compiler, source", [("no-such-compiler", SOURCE), ("false '", SOURCE), ("false", SOURCE), ("c++", "nonsense")]
+    )
     def test_cannot_be_built(self, monkeypatch, folder, compiler, source):
         """One warning says what to do, and nothing half-built stays."""
         messages = []
-        monkeypatch.setattr(cpp_nlq.logger, "warning_once", messages.append)
+        monkeypatch.setattr(cpp_nlq.logger, "warning", messages.append)
+        monkeypatch.setattr(cpp_nlq, "_has_warned", False)
         monkeypatch.setenv("CXX", compiler)
-        assert [cpp_nlq.load_library("test", source) for _ in range(2)] == [None, None]
+        assert [cpp_nlq.load_library(name, source) for name in ("one", "two")] == [None, None]
         assert len(messages) == 1
         assert "Install a C++ compiler" in messages[0] and "NLQ_CPP=0" in messages[0]
         assert list(folder.iterdir()) == []

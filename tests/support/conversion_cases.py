@@ -27,7 +27,7 @@ from modeling_nlq import (
     NLQModel,
 )
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-from modeling_nlq.training.cli import main
+from nlq import main
 
 
 def parametrize_cases(names, cases):

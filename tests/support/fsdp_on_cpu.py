@@ -10,7 +10,7 @@ import accelerate.accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from modeling_nlq.training.cli import main
+from nlq import main
 
 
 class FSDPOnCPU(AcceleratorState):

@@ -85,7 +85,7 @@ for line in sys.stdin:
         status = 0
         try:
             if code is None:
-                from modeling_nlq.training.cli import main
+                from nlq import main
 
                 status = main(arguments)
             else:

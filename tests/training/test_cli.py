@@ -1,11 +1,28 @@
 """The command line: its tables, its help, and one line for each error."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support.paths import REPOSITORY
+from support.runs import has_loaded, press_control_c
 
-from modeling_nlq.training.cli import main
+from nlq import main
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_control_c_while_libraries_are_imported(command, tmp_path):
+    arguments = [command, "demo", "--output_dir", str(tmp_path / "out")]
+    assert press_control_c(arguments, lambda process: has_loaded("libtorch", process)) == (130, "nlq: interrupted\n")
+
+
+def test_help_imports_no_libraries():
+    """It must be quick."""
+    code = "import sys, nlq; nlq.make_parser().format_help(); print({'modeling_nlq', 'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 class TestCommandLine:

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,15 +39,3 @@ def test_functions_are_found_by_name(name):
     assert function.__module__.rpartition(".")[2] != name, "a function must not bear its module's name"
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         training.trian  # noqa: B018
-
-
-@pytest.mark.slow
-def test_help_imports_no_libraries():
-    """`nlq --help` must be quick."""
-    code = (
-        "import sys, modeling_nlq.training.cli as cli\n"
-        "cli.make_parser()\n"
-        "print(sorted({'datasets', 'evaluate', 'matplotlib', 'modeling_nlq.training.files'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -14,7 +14,7 @@ from modeling_nlq.training.comparison.downstream import read_scores, score_runs
 from modeling_nlq.training.comparison.ladder import gather_ladder, in_turn, scale_folder
 from modeling_nlq.training.comparison.ladder_report import write_ladder_report
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Comparison, Ladder
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, default_folder
 from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.results import FinishedRuns, gather, unsettled_models
@@ -116,7 +116,7 @@ def compare(
     options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
     made = make_engine(engine, **options)
     loaded = load_comparison(comparison, overrides)
-    return run_and_report(loaded, open_folder(output_dir or loaded.default_folder), made)
+    return run_and_report(loaded, open_folder(output_dir or default_folder(loaded.name)), made)
 
 
 def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in comparison.variants for run in finished.reported(comparison, model)]
     runs = [run for run in runs if not finished.metrics(run)["diverged"]]
-    for run in tqdm(runs, unit="run", desc="tasks", **bar_options()):
+    for run in tqdm(runs, unit="run", desc=f"{comparison.name}, tasks", **bar_options()):
         path = run_folder(folder, run)
         with FileLock(lock_file(path)) if isinstance(path, Path) else nullcontext():  # an address has one driver
             if not (path / TASKS_FILE).is_file():

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback
@@ -16,9 +17,10 @@ from transformers.utils import logging
 from modeling_nlq.training.comparison.local import environment_of_one_run
 from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant
 from modeling_nlq.training.comparison.statistics import smallest_difference
-from modeling_nlq.training.files import RESULTS_FILE, read_json
+from modeling_nlq.training.files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
 from modeling_nlq.training.models import is_saved_model, load_config
 from modeling_nlq.training.run.data import BlockCollator
+from modeling_nlq.training.run.documents import python_files
 from modeling_nlq.training.run.recipe import emulated_bf16, resolve_recipe
 from modeling_nlq.training.storage import open_folder
 from modeling_nlq.training.text import duration, first_line
@@ -28,6 +30,12 @@ from modeling_nlq.training.text import duration, first_line
 _SECONDS, _STEPS, _SLOW_SECONDS = 2.0, 3, 10.0
 # The largest batch of a trial on a CPU, in tokens and in floating-point operations. There a larger batch is hardly faster
 _CPU_TOKENS, _CPU_FLOPS = 8192, 1e12
+# A forward pass has a third of the FLOPs of a training step
+_EVALUATION = 1 / 3
+# Of Python code with 8,192 tokens: in docs/results, 4.24 nats a token are 2.72 bits a byte
+_BYTES_PER_TOKEN = 4.24 / math.log(2) / 2.72
+# What a run takes beside its steps: data from the cache, model, weights, figure and card; on two cores (AMD EPYC)
+_SECONDS_PER_RUN = 2.0
 # The training arguments in which a trial differs from its run
 _ARGUMENTS = {
     "gradient_accumulation_steps": 1,
@@ -65,7 +73,9 @@ def describe_estimate(
     """
     if warning := machine_warning(plan):
         yield f"warning: {warning}"
-    scales, totals = _scales(plan), []
+    # The server of the runs imports what this process has imported, and so does the command
+    start = 2 * time.process_time()
+    scales, totals, is_evaluated = _scales(plan), [], True
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
         base = comparison.variants[comparison.baseline]
@@ -74,22 +84,29 @@ def describe_estimate(
         except Exception as error:  # whatever the machine or a package lacks; the rest of the plan holds
             yield f"warning: time on this machine{where} unknown, the trial failed: {type(error).__name__}: {first_line(error)}"
             continue
-        totals.append(seconds * comparison.flops / base.size.flops_per_token)
+        evaluated = _evaluated_tokens(base)
+        is_evaluated = is_evaluated and evaluated is not None
+        runs = {
+            model: _seconds_of_run(variant, base, seconds, evaluated or 0.0) for model, variant in comparison.variants.items()
+        }
+        totals.append(sum(comparison.runs_of(model) * each for model, each in runs.items()))
+        total = totals[-1] + (start if len(scales) == 1 else 0.0)
         is_open = any(variant.rates.is_search for variant in comparison.variants.values())
         yield (
-            f"time on this machine{where}: about {duration(seconds * base.trained_tokens)} a run of "
-            f"{comparison.baseline}, {duration(totals[-1])} in all{', more if a search goes on' * is_open}"
+            f"time on this machine{where}: about {duration(runs[comparison.baseline])} a run of "
+            f"{comparison.baseline}, {duration(total)} in all{', more if a search goes on' * is_open}"
             + (", one run at a time" if len(scales) == 1 else "")
         )
     if len(totals) == len(scales) > 1:
-        yield f"time on this machine, all scales: about {duration(sum(totals))}, one run at a time"
+        yield f"time on this machine, all scales: about {duration(start + sum(totals))}, one run at a time"
     if totals:
         is_compiled = any(
             base.content["training"].get("torch_compile") for base in (item.variants[item.baseline] for item in scales.values())
         )
         yield (
-            "times are those of a few training steps of the baseline, and of the other models by their FLOPs; evaluation and "
-            f"start-up are not included{'; the runs are compiled, and the trial is not' * is_compiled}"
+            "times are those of a few training steps of the baseline, and of the other models by their FLOPs, with start-up "
+            + ("and evaluation by the size of the text" if is_evaluated else "but without evaluation, for the text is not here")
+            + f"; the preparation of data is not included{'; the runs are compiled, and the trial is not' * is_compiled}"
         )
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
@@ -97,6 +114,36 @@ def describe_estimate(
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
     if not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
+
+
+def _seconds_of_run(variant: Variant, base: Variant, seconds: float, evaluated: float) -> float:
+    """What a run takes.
+
+    Args:
+        variant: its model.
+        base: the baseline.
+        seconds: what a token takes that the baseline is trained on.
+        evaluated: the tokens that the run evaluates.
+    """
+    share = variant.size.flops_per_token / base.size.flops_per_token
+    return _SECONDS_PER_RUN + seconds * share * (variant.trained_tokens + _EVALUATION * evaluated)
+
+
+def _evaluated_tokens(variant: Variant) -> float | None:
+    """About how many tokens a run evaluates, by the size of its text; `None` for a dataset that is no file and not built in."""
+    resolved = resolve_recipe(variant.content, {"output_dir": "unused"})
+    recipe, arguments = resolved.recipe, resolved.training_arguments
+    if recipe.dataset in BUILT_IN_CORPORA:
+        size = sum(path.stat().st_size for path in python_files(recipe.dataset))
+    elif Path(recipe.dataset).is_file():
+        size = Path(recipe.dataset).stat().st_size
+    else:
+        return None
+    passes = 1
+    if arguments.eval_strategy == "steps":
+        interval = arguments.eval_steps if arguments.eval_steps >= 1 else arguments.eval_steps * variant.steps
+        passes = math.ceil(variant.steps / interval)
+    return size / _BYTES_PER_TOKEN * (passes * recipe.validation_fraction + recipe.test_fraction)
 
 
 def machine_warning(plan: Comparison | Ladder) -> str | None:

@@ -8,11 +8,12 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +82,20 @@ class LocalEngine:
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
-        with environment_of_one_run(), tqdm(unit="step", **bar_options()) as progress:
-            # Ctrl-C in a terminal reaches every process. This one ends the run, which blocks it as the server does
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        with environment_of_one_run(), tqdm(desc=comparison.name, unit="step", **bar_options()) as progress:
             try:
-                forkserver.ensure_running()
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            while True:
-                ready, done, left = next_runs(comparison, finished)
-                progress.n, progress.total = done * steps, (done + left) * steps
-                progress.set_postfix_str("")
-                if not left:
-                    return
-                if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
-                    time.sleep(1.0)  # other processes make all runs that are left
+                _start_server()
+                while True:
+                    ready, done, left = next_runs(comparison, finished)
+                    progress.n, progress.total = done * steps, (done + left) * steps
+                    progress.set_postfix_str("")
+                    if not left:
+                        return
+                    if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
+                        time.sleep(1.0)  # other processes make all runs that are left
+            except KeyboardInterrupt:
+                _stop_server()
+                raise
 
     def _make_run(self, context, comparison: Comparison, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
@@ -135,6 +135,24 @@ class LocalEngine:
         return message is None
 
 
+def _start_server() -> None:
+    """Starts the server that forks the runs. Ctrl-C in a terminal reaches all processes; they leave it to this one."""
+    resource_tracker.ensure_running()  # first, because it unblocks the signal (Python 3.11)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _stop_server() -> None:
+    """Ends the server, which would end by itself, but not before it has imported everything."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGTERM)
+        server._stop()  # waits for its end
+
+
 def _is_locked(path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -171,6 +189,7 @@ def _make_order(order: Order, sender) -> None:
         except OSError:  # the comparison was killed; another process goes on from the last checkpoint
             os._exit(1)
 
+    tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     try:
         train_unattended(order, report)

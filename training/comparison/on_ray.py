@@ -96,7 +96,9 @@ class RayEngine:
         ready, done, left = next_runs(comparison, finished)
         steps = comparison.steps_per_run
         with (
-            tqdm(total=(done + left) * steps, initial=done * steps, unit="step", **bar_options()) as progress,
+            tqdm(
+                desc=comparison.name, total=(done + left) * steps, initial=done * steps, unit="step", **bar_options()
+            ) as progress,
             RayJobs(self.resources, self.max_retries, progress, steps) as jobs,
         ):
             begun: dict[str, Run] = {}

@@ -19,6 +19,11 @@ from modeling_nlq.training.text import align
 RateChoice = Literal["each_seed", "sweep"]
 
 
+def default_folder(name: str) -> Path:
+    """The results folder of a comparison, unless another one is given."""
+    return Path(f"runs/compare-{name}")
+
+
 @contextmanager
 def without_gpu_advice() -> Iterator[None]:
     """Drops a message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
@@ -134,11 +139,6 @@ class Comparison:
     given: dict[str, Any]
     trunk: str | None = None
 
-    @property
-    def default_folder(self) -> Path:
-        """The results folder, unless another one is given."""
-        return Path(f"runs/compare-{self.name}")
-
     def trials(self, model: str, rate: float, seeds: Sequence[int]) -> list[Run]:
         """The runs by which a group of seeds judges a rate."""
         return [Run(model, rate, seed, self.rate_choice == "sweep") for seed in seeds]
@@ -242,11 +242,6 @@ class Ladder:
     scales: dict[str, Comparison]
     command: str
     given: dict[str, Any]
-
-    @property
-    def default_folder(self) -> Path:
-        """The results folder, unless another one is given."""
-        return Path(f"runs/compare-{self.name}")
 
     def budgets_of(self, trunk: str) -> list[str]:
         """The scales whose runs begin with those of another, from the smallest to the largest."""

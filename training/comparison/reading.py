@@ -16,12 +16,12 @@ from transformers import TrainingArguments, get_scheduler
 
 from modeling_nlq.configuration import find, names
 from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, RateChoice, Variant, without_gpu_advice
+from modeling_nlq.training.comparison.plan import Comparison, Ladder, RateChoice, Variant, default_folder, without_gpu_advice
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.files import check_keys, read_section, read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe
+from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe, without_private
 from modeling_nlq.training.run.task_items import check_held_out
 from modeling_nlq.training.run.tasks import check_tasks
 from modeling_nlq.training.text import one_line
@@ -85,14 +85,12 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         shared = read_yaml(Path(recipe_source))
     shared = _merged({"test_fraction": 0.02, "record_stability": True, **shared}, given, str(path), recipe_source)
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
-    if not isinstance(given.get("name") or "", str):
-        raise ValueError(f"{path}: name={given['name']!r} must be a text")
-    resolved["name"] = own_name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+    resolved["name"] = own_name = _own_name(path, given)
     resolved["rate_choice"] = _check_rate_choice(path, given)
     _check_tasks(path, given.get("tasks"))
     resolved["sweep_seeds"] = given.get("sweep_seeds", _SWEEP_SEEDS) if resolved["rate_choice"] == "sweep" else []
     shown = Path(source).name if Path(source).is_file() else str(source)
-    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(overrides))])
+    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     if given.get("scales") is None:
         return with_whole_decay(_read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source))
 
@@ -121,6 +119,18 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     recipe = resolve_recipe(shared, overrides, recipe_source).given
     in_order = {name: scales[name] for name in found if name in scales}
     return Ladder(own_name, given["baseline"], found, command, {**resolved, "scales": in_order, "recipe": recipe})
+
+
+def _own_name(path: Path, given: Mapping[str, Any]) -> str:
+    if not isinstance(given.get("name") or "", str):
+        raise ValueError(f"{path}: name={given['name']!r} must be a text")
+    return " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+
+
+def read_default_folder(source: str) -> Path:
+    """The results folder of a comparison unless another one is given, by the name in its file: nothing else is read."""
+    path = find("comparisons", source)
+    return default_folder(_own_name(path, read_yaml(path)))
 
 
 def outline(given: Mapping[str, Any]) -> Comparison | Ladder:

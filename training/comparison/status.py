@@ -10,7 +10,7 @@ from modeling_nlq.training.comparison.plan import Comparison, Ladder
 from modeling_nlq.training.comparison.reading import outline
 from modeling_nlq.training.comparison.results import FinishedRuns
 from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
-from modeling_nlq.training.run.unattended import PROGRESS
+from modeling_nlq.training.run.mirror import PROGRESS
 from modeling_nlq.training.text import align
 
 

@@ -10,8 +10,8 @@ from modeling_nlq.training.files import METRICS_FILE, RECIPE_FILE, STATE_FILE
 from modeling_nlq.training.storage import copy_file, files_below, remove_folder
 
 
-# The names of a run's checkpoints begin so, and that of its log ends so
-CHECKPOINT, LOG = "checkpoint-", ".log"
+# The names of a run's checkpoints begin so, and those of its log and of its progress end so
+CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
 
 
 def log_file(folder):

@@ -9,7 +9,7 @@ from modeling_nlq.training.files import RECIPE_FILE, is_taken
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.run.lease import alone_at
 from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, share_batch
-from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe
+from modeling_nlq.training.run.recipe import TRACKERS, ResolvedRecipe, check_recipe
 from modeling_nlq.training.run.shared_files import share_data, share_model
 from modeling_nlq.training.storage import check_writable, open_folder
 from modeling_nlq.training.text import bar_options
@@ -66,7 +66,9 @@ def train_on_ray(
         with alone_at(beside["at-work.json"]):
             data, _ = share_data(resolved.recipe, beside["data"])
             model = share_model(resolved.recipe.model, beside["model"])
-            order = order_for_ray(folder.name, resolved.given, folder, data, resources, model=model, keeps_checkpoints=True)
+            names = {name: value for name in TRACKERS if (value := getattr(arguments, name, None)) is not None}
+            given = {**resolved.given, "training": {**resolved.given["training"], **names}}
+            order = order_for_ray(folder.name, given, folder, data, resources, model=model, keeps_checkpoints=True)
             with (
                 tqdm(total=steps or None, unit="step", **bar_options()) as progress,
                 RayJobs(resources, max_retries, progress, steps) as jobs,

@@ -25,8 +25,10 @@ from modeling_nlq.training.storage import is_address, open_folder
 
 # Bytes and end-of-text
 SMALLEST_VOCABULARY = 257
+# Fields that name a run in the services of trackers
+TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
-_PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub")
+_PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
 
 
@@ -296,8 +298,13 @@ def resolve_recipe(
     )
     if recipe.lora is not None:
         content["lora"] = recipe.lora  # a mapping, also if the command line gave a text
-    shared = {name: value for name, value in training.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
-    return ResolvedRecipe(recipe, switches, training_arguments, {**content, "switches": switches, "training": shared})
+    given = {**content, "switches": switches, "training": without_private(training)}
+    return ResolvedRecipe(recipe, switches, training_arguments, given)
+
+
+def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields without those of `TrainingArguments` that are no part of a recipe: places, names and tokens of its user."""
+    return {name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
 
 
 def _device_defaults(training: dict[str, Any]) -> dict[str, Any]:

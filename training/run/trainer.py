@@ -450,6 +450,8 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
         config = run.trainer.model.config
         card = render(folder.resolve().name, config, size, run.resolved.given, metrics, run.conversion, has_plot=True)
         card.save(folder / CARD_FILE)
+    # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
+    state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     state.save_to_json(str(folder / STATE_FILE))
     write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 

@@ -51,6 +51,7 @@ from modeling_nlq.training.files import (
     read_yaml,
 )
 from modeling_nlq.training.parameters import check_parameters, size_of
+from modeling_nlq.training.run.recipe import without_private
 from modeling_nlq.training.sharing.adapter import whole_modules, write_adapter
 from modeling_nlq.training.text import first_line, one_line
 from modeling_nlq.training.traces import check_for_traces, without_folders
@@ -189,6 +190,8 @@ def _collect(
         )
     model, weights = _check_weights(folder, settings)
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
+    if isinstance((given or {}).get("training"), dict):
+        given["training"] = without_private(given["training"])  # a recipe may be written by hand, or by another version
     contents: dict[str, Path | bytes] = {}
     if adapter_folder is None:
         files, patterns = {*weights, *_code(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.planted import Interrupted, PlantedEngine
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.reading import load_comparison
@@ -16,6 +15,7 @@ from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import resolve_recipe
 from modeling_nlq.training.run.trainer import train_recipe
 from modeling_nlq.training.storage import open_folder
+from nlq import main
 
 
 SCALES = {

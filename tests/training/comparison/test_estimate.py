@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from types import SimpleNamespace
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from transformers import Trainer
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import (
     describe_estimate,
@@ -19,8 +19,10 @@ from modeling_nlq.training.comparison.estimate import (
 )
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import smallest_difference
+from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
+from nlq import main
 
 
 TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "report_to": "none", "use_cpu": True}
@@ -38,7 +40,7 @@ def steps(monkeypatch):
             batches.append((tuple(inputs["input_ids"].shape), torch.get_num_threads()))
             return original(self, model, inputs, *args, **kwargs)
 
-        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: 50.0))
         monkeypatch.setattr(Trainer, "training_step", step)
         return batches
 
@@ -89,18 +91,39 @@ class TestTrial:
 
 
 class TestOutput:
-    def test_times(self, make_file, steps):
-        """The wide model takes as much longer as it has more FLOPs."""
+    def test_times(self, make_file, corpus, steps):
+        """The wide model takes as much longer as it has more FLOPs. Start-up and evaluation count."""
         steps(11.0)
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
         comparison = load_comparison(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
         base, wide = (variant.size.flops_per_token for variant in comparison.variants.values())
         lines = list(describe_estimate(comparison))
-        everything = 11 * 100 * (4 + 2 * wide / base)
+        # 2.25 bytes a token; validation and test, each once; a forward pass is a third of a step
+        evaluation = 11 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249 / 3
+        everything = 2 * 50 + 6 * 2 + (11 * 100 + evaluation) * (4 + 2 * wide / base)
         assert lines[0] == (
-            f"time on this machine: about 18 min a run of base, {duration(everything)} in all, one run at a time"
+            f"time on this machine: about {duration(2 + 11 * 100 + evaluation)} a run of base, {duration(everything)} in all, "
+            "one run at a time"
         )
-        assert "evaluation and start-up are not included" in lines[1]
+        assert "with start-up and evaluation by the size of the text" in lines[1]
+
+    def test_evaluation_at_steps(self, make_file, steps):
+        """Each one reads the validation split: the first is the last without them."""
+        steps(11.0)
+
+        def minutes(**training) -> int:
+            line = next(describe_estimate(load_comparison(make_file(training={**TRAINING, **training}))))
+            return int(re.search(r"about (\d+) min a run", line)[1])
+
+        once, often = minutes(), minutes(eval_strategy="steps", eval_steps=34)
+        assert often - once == pytest.approx(2 * (once - 1102 / 60) * 0.1 / 0.12, abs=2)
+
+    def test_dataset_of_the_hub(self, make_file, recipe_file, steps):
+        """Nothing is downloaded for a plan."""
+        steps(11.0)
+        recipe = {**read_yaml(recipe_file), "dataset": "owner/name"}
+        lines = list(describe_estimate(load_comparison(make_file(recipe=recipe, training=TRAINING))))
+        assert "about 18 min a run" in lines[0] and "but without evaluation, for the text is not here" in lines[1]
 
     def test_ladder(self, make_file, recipe_file, steps, capsys, tmp_path):
         steps(11.0)
@@ -108,14 +131,16 @@ class TestOutput:
             "small": {"switches": {"hidden_size": 16}, "seeds": [0]},
             "large": {"switches": {"hidden_size": 64}},
         }
-        file = make_file(training=TRAINING, scales=scales, learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1, 2])
+        recipe = {**read_yaml(recipe_file), "dataset": "owner/name"}
+        rates = {"start": 1e-2, "factor": 2}
+        file = make_file(recipe=recipe, training=TRAINING, scales=scales, learning_rates=rates, seeds=[0, 1, 2])
         options = ["--dry-run", "--output_dir", str(tmp_path / "none"), "--noise-floor", "0.5"]
         assert main(["compare", file, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if line.startswith("time on")] == [
             "time on this machine, scale small: about 18 min a run of base, 1 h 50 min in all, more if a search goes on",
-            "time on this machine, scale large: about 18 min a run of base, 5 h 30 min in all, more if a search goes on",
-            "time on this machine, all scales: about 7 h 20 min, one run at a time",
+            "time on this machine, scale large: about 18 min a run of base, 5 h 31 min in all, more if a search goes on",
+            "time on this machine, all scales: about 7 h 22 min, one run at a time",
         ]
         found = 0.5 * smallest_difference(3, 1, 1.0)
         found = f"{found:.2g} % of the loss, if the noise floor is 0.5 %"

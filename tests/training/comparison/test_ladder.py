@@ -9,7 +9,6 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
@@ -17,6 +16,7 @@ from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
+from nlq import main
 
 
 WIDTHS = {"small": 16, "middle": 32, "large": 48, "largest": 64}

@@ -18,13 +18,13 @@ import pytest
 import yaml
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
-from support.runs import without_times
+from support.runs import has_loaded, press_control_c, without_times
 
 from modeling_nlq.configuration import find
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import check_same_models, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
+from nlq import main
 
 
 REPOSITORY = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ class TestInterruption:
     def test_killed_and_run_again(self, two_models, tmp_path):
         file, expected, _ = two_models
         folder = tmp_path / "results"
-        command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(folder)]
+        command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(folder)]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:
             # A run is finished and another has begun; then any moment will do
@@ -142,6 +142,19 @@ class TestInterruption:
         assert lines[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
         with FileLock(next(folder.glob("runs/base/*.lock")), timeout=0):
             pass  # the run has ended
+
+    def test_interrupted_while_the_server_of_runs_starts(self, make_file, tmp_path):
+        """It imports everything first, for seconds."""
+
+        def server_imports(process: psutil.Process) -> bool:
+            servers = [child for child in process.children() if "forkserver" in " ".join(child.cmdline())]
+            return any(has_loaded("libtorch", server) for server in servers)
+
+        status, errors = press_control_c(["compare", make_file(), "--output_dir", str(tmp_path / "results")], server_imports)
+        assert status == 130
+        assert errors.splitlines()[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
+        assert "Traceback" not in errors
+        assert [line for line in errors.splitlines() if line.startswith("comparison: ")]
 
     def test_run_that_another_process_makes(self, two_models, copy_without_last):
         file, expected, _ = two_models

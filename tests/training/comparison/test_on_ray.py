@@ -26,7 +26,7 @@ def test_last_run_of_a_comparison(finished, alone, tmp_path):
     folder, expected, file = finished
     shutil.copytree(folder, tmp_path / "results")
     shutil.rmtree(tmp_path / "results" / "runs" / "twin" / "rate-0.01-seed-2")
-    command = [sys.executable, "-m", "modeling_nlq.training", "compare", file, "--output_dir", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(tmp_path / "results")]
     command = [*alone, *command, "--engine", "ray", "--cpus-per-run", "1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -10,12 +10,12 @@ import yaml
 from transformers import TrainingArguments
 
 from modeling_nlq.configuration import names
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.plan import Ladder
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
+from nlq import main
 
 
 class TestPlan:

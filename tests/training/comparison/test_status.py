@@ -5,15 +5,16 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support.planted import PlantedEngine
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 def write_progress(folder, name, **fields):
@@ -77,6 +78,12 @@ class TestStatus:
         """The folder says it all, also the comparison that it holds."""
         monkeypatch.chdir(tmp_path)
         assert main(["compare", "any name", "--output_dir", str(finished[0]), "--status"]) == 0
+        assert "18 of 18 runs finished" in capsys.readouterr().out
+        # Of the comparison's file, only the name is read
+        Path("runs").mkdir()
+        Path("runs/compare-mine").symlink_to(finished[0])
+        Path("mine.yaml").write_text("recipe: missing.yaml\nmodels: {}\n")
+        assert main(["compare", "mine.yaml", "--status"]) == 0
         assert "18 of 18 runs finished" in capsys.readouterr().out
 
 

@@ -34,9 +34,9 @@ from transformers import (
 from modeling_nlq import (
     NLQForCausalLM,
 )
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
+from nlq import main
 
 
 class TestPaper:

@@ -11,9 +11,9 @@ from support.runs import PowerCut, interrupt, logged_losses
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 def cut_after_its_last_step(finished: Path, folder: Path) -> None:
@@ -53,7 +53,8 @@ class TestCheckpoints:
         (folder / "metrics.json").unlink()
         metrics = train(recipe_file, output_dir=folder)
         assert metrics["steps"] == 8 and metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"])
-        assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+        for name in ("model.safetensors", "trainer_state.json"):
+            assert (folder / name).read_bytes() == (run[0] / name).read_bytes()
 
     def test_another_model_does_not_go_on_from_the_checkpoint(self, run, recipe_file, tmp_path):
         folder = tmp_path / "other"

@@ -10,11 +10,11 @@ from support.corpora import RIGHT, byte_tokenizer, write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, LlamaConfig, OPTConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, unigram_perplexity
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.tokenization import make_tokenizer
+from nlq import main
 
 
 class TestBlocks:

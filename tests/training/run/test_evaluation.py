@@ -9,9 +9,9 @@ import yaml
 from support.corpora import write_documents
 from transformers import EvalPrediction
 
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run import evaluation
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
+from nlq import main
 
 
 def test_metric_equals_a_direct_computation():

@@ -7,8 +7,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM, NLQForSequenceClassification
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 def test_generate(run, capsys):

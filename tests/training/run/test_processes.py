@@ -35,7 +35,7 @@ def fsdp_environment(state_dict_type: str) -> dict[str, str]:
 
 def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *arguments: str, shard: bool = True):
     """Trains with a global batch of 8, under FSDP2 if a `state_dict_type` is given."""
-    program = "support.fsdp_on_cpu" if state_dict_type is not None and shard else "modeling_nlq.training"
+    program = "support.fsdp_on_cpu" if state_dict_type is not None and shard else "nlq"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", program]
     command += ["train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
     command += ["--per_device_train_batch_size", str(8 // processes), *arguments]

@@ -11,10 +11,10 @@ import yaml
 from support.lm_eval_command import lm_eval_results
 
 from modeling_nlq.configuration import names
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.task_items import CHOICES, TASKS, Source, check_unseen, held_out_documents, make_items
+from nlq import main
 
 
 @pytest.fixture(scope="module")

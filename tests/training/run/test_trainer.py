@@ -18,9 +18,8 @@ from transformers.models.auto import modeling_auto
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training import files
-from modeling_nlq.training.cli import main
-from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train
+from nlq import main
 
 
 class TestRun:
@@ -113,10 +112,6 @@ class TestRun:
         (tmp_path / "run" / "metrics.json").unlink()
         assert main([*arguments, "--learning_rate", "0.5"]) == 1
         assert "holds a run of another recipe" in capsys.readouterr().err
-
-    def test_tokens_are_not_written_down(self, recipe_file):
-        resolved = load_recipe(recipe_file, {"hub_token": "hf_secret", "hub_model_id": "owner/name"})
-        assert "hf_secret" not in json.dumps(resolved.given) and resolved.training_arguments.hub_token == "hf_secret"
 
     def test_streaming_and_document_packing(self, recipe_file, tmp_path):
         stream = {"streaming": True, "max_validation_documents": 3, "packing": "documents", "max_steps": 2}

@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.files import read_yaml
+from nlq import main
 
 
 ROUND_TRIP = """
@@ -284,7 +284,7 @@ def stop_before_the_end(folder: Path) -> None:
 # The client reads HF_HUB_OFFLINE when it is imported
 OFFLINE = """
 from huggingface_hub import constants
-from modeling_nlq.training.cli import main
+from nlq import main
 
 constants.HF_HUB_OFFLINE = True
 try:

@@ -17,9 +17,9 @@ from transformers.convert_slow_tokenizer import import_protobuf
 
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.cli import main
 from modeling_nlq.training.run import trainer as trainer_module
 from modeling_nlq.training.traces import check_for_traces
+from nlq import main
 
 
 FAKES = {
@@ -61,9 +61,9 @@ def write_secret(folder: Path, place: str, text: str, word: str) -> str:
     """Puts a text into a folder, or a word of it where there is room for that only; returns how the place is named."""
     if place == "recipe":
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-        recipe["training"]["run_name"] = text
+        recipe["training"]["optim_args"] = text
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        return "recipe.yaml, field training.run_name"
+        return "recipe.yaml, field training.optim_args"
     if place == "label":
         change_json(folder / "config.json", id2label={"0": text})
         return "config.json, field id2label.0"
@@ -267,7 +267,7 @@ class TestNothingLeaks:
         for name in settings:
             change_json(folder / name, origin=given | same)
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-        (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "training": given | same}))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "training": given | same | {"run_name": "ours"}}))
         with (compared / "results.md").open("a") as report:
             report.write("\nRun on `/data/private/corpus.txt`.\n")
 
@@ -373,11 +373,11 @@ class TestNothingLeaks:
         """The title of the plot too is seen by all."""
         titles = []
         monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title: titles.append(title))
-        options = ("--max_steps", "1", "--run_name", "on file:///data/private/x.txt")
+        options = ("--max_steps", "1", "--dataset_config", "on file:///data/private/x.txt")
         assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *options]) == 0
         assert titles == ["model.json"]
         card = (tmp_path / "run" / "README.md").read_text()
-        assert "run_name: on x.txt\n" in card and str(recipe_file.parent) not in card
+        assert "dataset_config: on x.txt\n" in card and str(recipe_file.parent) not in card
 
     def test_own_card_is_uploaded_as_it_is(self, server, nlq, copy_run, tmp_path):
         card = write_card(tmp_path, "Trained on a corpus, see https://example.org/runs/copy. hf_hub_download works.")

@@ -1,11 +1,15 @@
-"""The command `nlq`: arguments, and errors in one line, over the functions of this package."""
+"""The command `nlq`: arguments, and errors in one line, over the functions of `modeling_nlq.training`.
+
+This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help and wrong arguments
+do not wait for that, and Ctrl-C meanwhile ends in one line too.
+"""
 
 import argparse
 import os
+import signal
 import sys
 import textwrap
-
-from modeling_nlq.configuration import descriptions
+from importlib import import_module
 
 
 _WIDTH = 100
@@ -37,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--cpus-per-worker", "--cpus_per_worker", type=int, help="with --engine ray; by default 1")
     command.add_argument("--gpus-per-worker", "--gpus_per_worker", type=float, help="with --engine ray; by default 0")
     _add_max_retries(command)
-    command.set_defaults(run=_train)
+    command.set_defaults(run=_train, module="run.trainer")
 
     command = _add_listing_parser(
         commands,
@@ -91,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of "
         "an earlier comparison that measured it. It makes the smallest difference a percentage",
     )
-    command.set_defaults(run=_compare)
+    command.set_defaults(run=_compare, module="comparison.comparing")
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
@@ -102,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
     command.add_argument("--seed", type=int, default=0)
-    command.set_defaults(run=_generate)
+    command.set_defaults(run=_generate, module="run.generation")
 
     command = _add_listing_parser(
         commands,
@@ -130,13 +134,13 @@ def make_parser() -> argparse.ArgumentParser:
     tasks.add_argument("--num_fewshot", type=int, help="solved examples before each item; by default as the task says")
     tasks.add_argument("--limit", type=float, help="evaluate this many items of each task, or below 1 this share")
     tasks.add_argument("--output", metavar="FILE", help="write lm_eval's results there, as JSON")
-    command.set_defaults(run=_evaluate)
+    command.set_defaults(run=_evaluate, module="run.evaluation")
 
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
     command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
     command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
     command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="print the MLP width that matches this budget, too")
-    command.set_defaults(run=_params)
+    command.set_defaults(run=_params, module="parameters")
 
     command = commands.add_parser(
         "convert",
@@ -158,7 +162,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", default=None, help="folder or Hub name; by default the source's own")
     command.add_argument("--allow-lossy", "--allow_lossy", action="store_true", help="convert even if something is lost")
     command.add_argument("--overwrite", action="store_true", help="replace the model in the target")
-    command.set_defaults(run=_convert)
+    command.set_defaults(run=_convert, module="conversion.converting")
 
     command = commands.add_parser(
         "publish",
@@ -181,7 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--license", default=None, help="license of the weights, as the Hub names it; by default apache-2.0 for new weights"
     )
     command.add_argument("--dry-run", "--dry_run", action="store_true", help="list the files and their sizes, and stop")
-    command.set_defaults(run=_publish)
+    command.set_defaults(run=_publish, module="sharing.publishing")
     return parser
 
 
@@ -196,20 +200,28 @@ def _add_max_retries(command: argparse.ArgumentParser) -> None:
 
 def _add_listing_parser(commands, name: str, help: str, description: str, epilog: str, kind: str) -> argparse.ArgumentParser:
     """Adds a command whose help lists the shipped configurations of a kind, with a line for each."""
-    listed = descriptions(kind)
-    width = max(map(len, listed))
-    lines = [
-        f"  {shipped:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}"
-        for shipped, text in listed.items()
-    ]
-    return commands.add_parser(
+    command = commands.add_parser(
         name,
         help=help,
         description=textwrap.fill(description, _WIDTH),
-        epilog="\n".join([f"shipped {kind}:", *lines, "", textwrap.fill(epilog, _WIDTH, break_long_words=False)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+    def format_help() -> str:
+        from modeling_nlq.configuration import descriptions
+
+        listed = descriptions(kind)
+        width = max(map(len, listed))
+        lines = [
+            f"  {shipped:<{width}}  {textwrap.shorten(text, _WIDTH - width - 4, placeholder=' ...')}"
+            for shipped, text in listed.items()
+        ]
+        command.epilog = "\n".join([f"shipped {kind}:", *lines, "", textwrap.fill(epilog, _WIDTH, break_long_words=False)])
+        return argparse.ArgumentParser.format_help(command)
+
+    command.format_help = format_help
+    return command
 
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
@@ -224,25 +236,25 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
-    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.ladder_report import describe_ladder
-    from modeling_nlq.training.comparison.plan import Ladder
-    from modeling_nlq.training.comparison.reading import load_comparison
-    from modeling_nlq.training.comparison.report import describe
-    from modeling_nlq.training.comparison.status import describe_status
+    from modeling_nlq.training.comparison.reading import load_comparison, read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
     if arguments.noise_floor is not None and not arguments.dry_run:
         raise ValueError("--noise-floor needs --dry-run")
-    if arguments.status and arguments.output_dir:  # also on a machine without the engine, the models and the data
-        print("\n".join(describe_status(open_folder(arguments.output_dir))))
-        return
-    comparison = load_comparison(arguments.comparison, read_overrides(words))
-    folder = open_folder(arguments.output_dir or comparison.default_folder)
-    if arguments.status:
+    if arguments.status:  # also on a machine without the engine, the models and the data
+        from modeling_nlq.training.comparison.status import describe_status
+
+        folder = open_folder(arguments.output_dir or read_default_folder(arguments.comparison))
         print("\n".join(describe_status(folder)))
         return
+    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
+    from modeling_nlq.training.comparison.ladder_report import describe_ladder
+    from modeling_nlq.training.comparison.plan import Ladder, default_folder
+    from modeling_nlq.training.comparison.report import describe
+
+    comparison = load_comparison(arguments.comparison, read_overrides(words))
+    folder = open_folder(arguments.output_dir or default_folder(comparison.name))
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     if arguments.dry_run:
@@ -422,6 +434,10 @@ def main(arguments: list[str] | None = None) -> int:
     from modeling_nlq.training.text import one_line
 
     try:
+        # All that takes long to import
+        import_module("modeling_nlq.training." + ("comparison.status" if getattr(parsed, "status", False) else parsed.module))
+        if signal.getsignal(signal.SIGINT) is _stop_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         parsed.run(parsed, rest)
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
         print(f"nlq: error: {one_line(error)}", file=sys.stderr)
@@ -440,3 +456,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nlq: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
+
+
+def start() -> int:
+    """What the console script calls: `main`, where Ctrl-C ends in one line also while libraries are imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background, where a shell turns it off
+        signal.signal(signal.SIGINT, _stop_at_once)
+    return main()
+
+
+def _stop_at_once(*_) -> None:
+    """Ends the process. Libraries catch some exceptions in their imports, and then a `KeyboardInterrupt` would be lost."""
+    os.write(2, b"nlq: interrupted\n")
+    os._exit(130)

@@ -1,0 +1,5 @@
+from nlq import start
+
+
+if __name__ == "__main__":
+    raise SystemExit(start())
