@@ -29,6 +29,7 @@ class TestCommandLine:
                 ["restore_callback_states_from_checkpoint"],
             ),
             (["train", "demo", "--max_validation_documents", "0"], ["max_validation_documents=0 must be at least 1"]),
+            (["train", "demo", "--streaming", "true", "--save_strategy", "epoch"], ["no epochs; set save_strategy to steps"]),
             (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
             (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
             (["train", "demo", "--set", "colour=blue"], ["'colour'"]),

@@ -379,6 +379,9 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
         conflicts.append("streaming needs max_validation_documents")
+    strategies = ("eval_strategy", "logging_strategy", "save_strategy") if recipe.streaming else ()
+    if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
+        conflicts.append(f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no")
     conflicts += _conflicts_of_trained(recipe)
     if conflicts:
         raise ValueError("; ".join(conflicts))
