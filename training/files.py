@@ -18,8 +18,9 @@ from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.storage import copy_files
 
 
-# The datasets that a recipe can name besides those of the Hub: suffixes of local files with the builder of `datasets` that
-# reads them, and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of their Python files
+# The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
+# builder of `datasets` that reads them; and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of
+# their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
 CARD_FILE = "README.md"
@@ -57,6 +58,11 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 _FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _UNFINISHED = ".unfinished"
 _LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
+
+
+def data_format(path: str | Path) -> str | None:
+    """The format of a local file of data by its name, a value of `DATA_FORMATS`; `None` for any other file."""
+    return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
-        texts = [check_text(text, column) for text in batch[column]]
+        texts = [check_text(text, recipe) for text in batch[column]]
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return {"input_ids": [[*document, end] for document in ids]}
 
