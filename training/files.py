@@ -74,10 +74,14 @@ def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
         last: the file that moves after all others, so that its presence shows that they are complete.
     """
     place = None
-    if isinstance(folder, Path):
-        place = folder if folder.is_dir() else folder.parent
-        place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place) as name:
+    try:
+        if isinstance(folder, Path):
+            place = folder if folder.is_dir() else folder.parent
+            place.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place)
+    except OSError as error:  # it names a folder that nobody asked for
+        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror}") from error
+    with temporary as name:
         unfinished = Path(name)
         yield unfinished
         if place is None:

@@ -11,11 +11,12 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from transformers.utils import logging
 
 from modeling_nlq.training.files import data_format
-from modeling_nlq.training.models import load_model
+from modeling_nlq.training.models import limits_length, load_model
 from modeling_nlq.training.run.data import BlockCollator, make_blocks
 from modeling_nlq.training.run.documents import load_documents, local_fingerprint
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.trained_on import held_out_by, is_dataset_of, read_trained_on, recipe_of
+from modeling_nlq.training.text import check_number
 
 
 logger = logging.get_logger(__name__)
@@ -115,8 +116,13 @@ def evaluate(
     Raises:
         ValueError: for a model or a dataset that cannot be loaded, and a share of the dataset that the model was trained on.
     """
+    check_number("batch_size", batch_size, 1)
+    check_number("block_size", block_size, 2)
     name = str(model)
     loaded, tokenizer = load_model(name)
+    context = loaded.config.max_position_embeddings
+    if limits_length(loaded.config) and (block_size or 0) > context:
+        raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
     trained_on = read_trained_on(name)
     given = {
         "dataset_config": dataset_config,
@@ -139,7 +145,7 @@ def evaluate(
             f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
             f"{held_out:g}"
         )
-    defaults = {"validation_fraction": 0.02, "block_size": loaded.config.max_position_embeddings}
+    defaults = {"validation_fraction": 0.02, "block_size": context}
     if own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "

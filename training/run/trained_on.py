@@ -52,7 +52,7 @@ def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[s
 
 
 def is_dataset_of(record: Mapping[str, Any], dataset: str) -> bool:
-    """Tells whether a record is of a dataset: of the same name, the same place or the same content.
+    """Tells whether a record is of a dataset: of the same name, place or content, or of a folder around it or a file in it.
 
     Args:
         record: one of `read_trained_on`.
@@ -63,8 +63,10 @@ def is_dataset_of(record: Mapping[str, Any], dataset: str) -> bool:
         return True
     if dataset in BUILT_IN_CORPORA or not Path(dataset).exists():
         return False
-    if before not in BUILT_IN_CORPORA and Path(before).exists() and Path(before).samefile(dataset):
-        return True
+    if before not in BUILT_IN_CORPORA and Path(before).exists():
+        there, here = Path(before).resolve(), Path(dataset).resolve()
+        if there == here or there in here.parents or here in there.parents:
+            return True
     return record["fingerprint"] is not None and record["fingerprint"] == local_fingerprint(recipe_of(record, dataset=dataset))
 
 

@@ -82,12 +82,14 @@ class TestOwnDataset:
             evaluation.evaluate(own, validation_fraction=0.02)
 
     @pytest.mark.parametrize("model", ["run", "run/checkpoint-4", "converted"])
-    @pytest.mark.parametrize("dataset", ["fold", "./fold", "fold/", "../{here}/fold", "copy", "link"])
+    @pytest.mark.parametrize("dataset", ["fold", "./fold", "fold/", "../{here}/fold", "copy", "link", "."])
     def test_the_same_documents_by_another_name(self, dataset, model, folders):
         dataset = dataset.format(here=folders.name)
         assert evaluation.evaluate(model, dataset=dataset).validation_fraction == 0.003
         with pytest.raises(ValueError, match=r"but for a share of 0.007"):
             evaluation.evaluate(model, dataset=dataset, validation_fraction=0.01)
+        with pytest.raises(ValueError, match=r"but for a share of 0.007"):
+            evaluation.evaluate(model, dataset="fold/text.jsonl", validation_fraction=0.01)
         assert evaluation.evaluate(model, dataset="other", validation_fraction=0.01).validation_fraction == 0.01
 
     @pytest.fixture

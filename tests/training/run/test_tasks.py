@@ -101,6 +101,7 @@ def test_scores_are_numbers_and_the_same_again(run, small_index):
         (["--tasks", "own.yaml"], ["'own.yaml' cannot be loaded", "Hub"]),
         (["--tasks", "nlq_brackets", "--limit", "1.5"], ["limit=1.5", "whole number"]),
         (["--tasks", "nlq_brackets", "--dataset", "x.txt"], ["--dataset", "--tasks"]),
+        (["--tasks", "nlq_brackets", "--limit", "inf"], ["limit=inf", "whole number"]),
         (["--limit", "3"], ["--limit needs --tasks"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
