@@ -11,7 +11,7 @@ from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
-from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS
+from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from modeling_nlq.training.parameters import Size
 from modeling_nlq.training.traces import without_folders
 
@@ -193,7 +193,7 @@ def _conversion_commands(conversion: dict[str, Any]) -> list[str]:
 
 
 def _is_local(dataset: str) -> bool:
-    return dataset in BUILT_IN_CORPORA or Path(dataset).suffix in DATA_FORMATS or Path(dataset).exists()
+    return dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
 
 
 def _auto_class(config: PreTrainedConfig) -> str:

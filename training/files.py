@@ -18,8 +18,9 @@ from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.storage import copy_files
 
 
-# The datasets that a recipe can name besides those of the Hub: suffixes of local files with the builder of `datasets` that
-# reads them, and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of their Python files
+# The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
+# builder of `datasets` that reads them; and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of
+# their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
 CARD_FILE = "README.md"
@@ -59,6 +60,11 @@ _UNFINISHED = ".unfinished"
 _LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
 
 
+def data_format(path: str | Path) -> str | None:
+    """The format of a local file of data by its name, a value of `DATA_FORMATS`; `None` for any other file."""
+    return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
+
+
 @contextmanager
 def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
     """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
@@ -68,10 +74,14 @@ def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
         last: the file that moves after all others, so that its presence shows that they are complete.
     """
     place = None
-    if isinstance(folder, Path):
-        place = folder if folder.is_dir() else folder.parent
-        place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place) as name:
+    try:
+        if isinstance(folder, Path):
+            place = folder if folder.is_dir() else folder.parent
+            place.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place)
+    except OSError as error:  # it names a folder that nobody asked for
+        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror}") from error
+    with temporary as name:
         unfinished = Path(name)
         yield unfinished
         if place is None:

@@ -88,6 +88,22 @@ def _switches(config: PreTrainedConfig) -> set[str]:
     return config.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"auto_map", "nlq_version"}
 
 
+def read_record(name: str, file: str) -> dict[str, Any] | None:
+    """The content of a JSON or YAML file beside a saved model; `None` if there is none.
+
+    Args:
+        name: a folder or a Hub name.
+        file: the name of the file.
+    """
+    try:
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such folder, or no such model on the Hub
+        return None
+    if path is None:
+        return None
+    return read_yaml(Path(path)) if path.endswith(".yaml") else read_json(Path(path))
+
+
 def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | None:
     """The record of the conversion that made a saved model, or that its training began with; `None` if there is none.
 
@@ -95,26 +111,9 @@ def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | N
         name: a folder or a Hub name.
         is_untrained: return `None` also if the model was trained since.
     """
-    try:
-        if is_untrained and cached_file(name, RECIPE_FILE, _raise_exceptions_for_missing_entries=False) is not None:
-            return None
-        path = cached_file(name, CONVERSION_FILE, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no such folder, or no such model on the Hub
+    if is_untrained and read_record(name, RECIPE_FILE) is not None:
         return None
-    return None if path is None else read_json(Path(path))
-
-
-def read_recipe_of(name: str) -> dict[str, Any] | None:
-    """The recipe beside a saved model; `None` if there is none.
-
-    Args:
-        name: a folder or a Hub name.
-    """
-    try:
-        path = cached_file(name, RECIPE_FILE, _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no such folder, or no such model on the Hub
-        return None
-    return None if path is None else read_yaml(Path(path))
+    return read_record(name, CONVERSION_FILE)
 
 
 def added_parameters(model: str) -> list[str]:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq.cache_nlq import LAYER_TYPE
+from modeling_nlq.training.text import check_number
 
 
 @dataclass
@@ -51,6 +52,7 @@ def measure(
     Raises:
         ValueError, ImportError: if the model cannot be made with this backend, or its FLOPs are not known.
     """
+    check_number("context", context, 1)
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)

@@ -38,6 +38,14 @@ def bar_options() -> dict[str, Any]:
     return {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
 
 
+def check_number(name: str, value: float | None, least: float) -> None:
+    """Raises `ValueError` for a number that is too small, infinite or none; `None` passes."""
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be a finite number")
+    if value is not None and value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):

@@ -1,5 +1,6 @@
 """Small corpora and tokenizers for the tests of data."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -14,7 +15,11 @@ RIGHT = [f"right {index}" for index in range(30)]
 def write_documents(path: Path, texts: list[str]) -> Path:
     """A file of documents, in the format of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".txt":
+    if path.suffix == ".gz":
+        plain = write_documents(path.with_name("plain " + path.stem), texts)
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+    elif path.suffix.lower() == ".txt":
         path.write_text("\n\n".join(texts))
     elif path.suffix == ".parquet":
         Dataset.from_dict({"text": texts}).to_parquet(path)

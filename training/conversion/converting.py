@@ -54,6 +54,7 @@ from modeling_nlq.training.files import (
 from modeling_nlq.training.models import read_conversion
 from modeling_nlq.training.parameters import shapes_of, size_of
 from modeling_nlq.training.run.tokenization import check_vocabulary
+from modeling_nlq.training.run.trained_on import read_trained_on
 from modeling_nlq.training.text import first_line, one_line
 
 
@@ -101,6 +102,7 @@ class Conversion:
             earlier conversion after which nothing was trained.
         enlarged: names of the parameters that are larger than before, in the same span of time.
         before: the record of that earlier conversion.
+        trained_on: what the source was trained on, see `read_trained_on`.
     """
 
     source: str
@@ -116,6 +118,7 @@ class Conversion:
     added: list[str] = field(default_factory=list)
     enlarged: list[str] = field(default_factory=list)
     before: dict[str, Any] | None = None
+    trained_on: list[dict[str, Any]] = field(default_factory=list)
 
 
 def convert(
@@ -189,6 +192,7 @@ def convert(
         added=added,
         enlarged=enlarged,
         before=earlier,
+        trained_on=read_trained_on(source) if is_nlq or Path(source).is_dir() else [],
     )
     # config.json is last: it makes a model of the folder
     with written_whole(target, last="config.json") as folder:

@@ -120,14 +120,14 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("model", help="folder or Hub name of a saved model")
     command.add_argument("--batch_size", type=int, default=8, help="blocks or texts per device")
     text = command.add_argument_group("text")
-    text.add_argument("--dataset", help="as in a recipe; its validation split is evaluated. By default python-stdlib")
+    text.add_argument("--dataset", help="as in a recipe; its validation split is evaluated. By default that of the run")
     text.add_argument("--dataset_config")
-    text.add_argument("--text_column", help="by default text")
+    text.add_argument("--text_column", help="by default that of the run, else text")
     text.add_argument(
         "--validation_fraction", type=float, help="as in a recipe; by default that of the run. A local file is evaluated whole"
     )
     text.add_argument("--max_validation_documents", type=int, help="evaluate at most this many documents")
-    text.add_argument("--block_size", type=int, help="in tokens; by default the model's context")
+    text.add_argument("--block_size", type=int, help="in tokens; by default that of the run")
     text.add_argument("--packing", choices=["stream", "documents"], help="as in a recipe; by default that of the run")
     tasks = command.add_argument_group("tasks")
     tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks or groups, or YAML files of lm_eval")

@@ -1,7 +1,9 @@
 """Documents to blocks of tokens, through `datasets`: encoding, packing, batches, and the unigram baseline."""
 
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +55,7 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
-        texts = [check_text(text, column) for text in batch[column]]
+        texts = [check_text(text, recipe) for text in batch[column]]
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         return {"input_ids": [[*document, end] for document in ids]}
 
@@ -115,6 +117,30 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
 
 
+class EndlessBlocks(torch.utils.data.IterableDataset):
+    """A stream of blocks, read again and again, each time in another order.
+
+    Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run could not
+    skip what was trained on before.
+
+    Args:
+        blocks: a shuffled stream.
+    """
+
+    def __init__(self, blocks: IterableDataset):
+        self.blocks = blocks
+
+    def __iter__(self) -> Iterator[dict]:
+        for epoch in itertools.count():
+            self.blocks.set_epoch(epoch)
+            is_empty = True
+            for row in self.blocks:
+                is_empty = False
+                yield row
+            if is_empty:  # a worker without a part of the stream
+                return
+
+
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
@@ -140,6 +166,8 @@ def prepare_data(
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
+    if recipe.streaming:
+        blocks["train"].dataset = EndlessBlocks(blocks["train"].dataset)
     return tokenizer, blocks, documents.fingerprint
 
 

@@ -1,15 +1,22 @@
 """Documents: corpora, files and datasets of the Hub, split into training, validation and test documents."""
 
 import codecs
+import dataclasses
 import errno
 import functools
+import gzip
 import hashlib
 import itertools
 import json
+import os
+import reprlib
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import xxhash
 from datasets import (
@@ -21,14 +28,23 @@ from datasets import (
     load_dataset,
     load_dataset_builder,
 )
-from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from huggingface_hub import DatasetCard
+from transformers.utils import logging
 
-from modeling_nlq.training.files import BUILT_IN_CORPORA, DATA_FORMATS
+from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format
+from modeling_nlq.training.parameters import listed
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.text import first_line, root_cause
+
+
+logger = logging.get_logger(__name__)
+
+# Suffixes of files with text that only `datasets` reads, and not together with `DATA_FORMATS`
+_OTHER_FORMATS = (".arrow", ".csv", ".ndjson", ".tsv")
 
 
 def python_files(corpus: str) -> list[Path]:
@@ -67,11 +83,11 @@ def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[s
     """The documents of text files: paragraphs between blank lines. A line of white space is blank.
 
     Args:
-        paths: UTF-8 files, with or without a byte order mark.
+        paths: UTF-8 files, with or without a byte order mark, and compressed if they end in `.gz`.
         fingerprints: hashes of their contents; `datasets` caches by them.
     """
     for path in paths:
-        with open(path, encoding="utf-8-sig") as file:
+        with _open(path, "rt", encoding="utf-8-sig") as file:
             for is_blank, lines in itertools.groupby(file, key=str.isspace):
                 if not is_blank:
                     yield {"text": "".join(lines).removesuffix("\n")}
@@ -105,10 +121,9 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
         content = _fingerprint_of_files(python_files(name))
         splits = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
         splits = splits.to_iterable_dataset() if recipe.streaming else splits
-    elif Path(name).is_file():
-        splits, content = _load_file(recipe)
-    elif Path(name).is_dir():
-        splits, content = _load_folder(recipe)
+    elif Path(name).exists():
+        files, content = _local_files(recipe)
+        splits = {split: _load_files(recipe, part) for split, part in files.items()}
     else:
         splits, content = _load_from_hub(recipe), None
     if isinstance(splits, (Dataset, IterableDataset)):
@@ -132,8 +147,23 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
                 raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
-    shape = [content, column, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents, is_whole]
-    return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
+    return Documents(documents, _fingerprint(content, recipe, is_whole))
+
+
+def local_fingerprint(recipe: Recipe) -> str | None:
+    """The fingerprint of the documents of a recipe, without loading them; `None` for a dataset of the Hub."""
+    if recipe.dataset in BUILT_IN_CORPORA:
+        content = _fingerprint_of_files(python_files(recipe.dataset))
+    elif Path(recipe.dataset).exists():
+        _, content = _local_files(recipe)
+    else:
+        return None
+    return _fingerprint(content, recipe)
+
+
+def _fingerprint(content: str, recipe: Recipe, is_whole: bool = False) -> str:
+    shape = [content, recipe.text_column, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents]
+    return Hasher.hash_bytes(json.dumps([*shape, is_whole]).encode())
 
 
 def _load(recipe: Recipe, load: Callable, *arguments, **options):
@@ -150,53 +180,137 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
-def _load_file(recipe: Recipe) -> tuple[Dataset | IterableDataset, str]:
-    """Loads the rows of a local file, with a hash of its content and format."""
-    name, path = recipe.dataset, Path(recipe.dataset).absolute()
-    file_format = DATA_FORMATS.get(path.suffix)
-    if file_format is None:
-        raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}")
-    digest = _hash_file(path, name)
-    if path.stat().st_size == 0:
-        raise ValueError(f"dataset {name!r} is empty")
-    if file_format == "text":
-        rows = _load_texts(recipe, [str(path)], [digest])
-    else:
-        _check_path(path, name, "::")
-        # Given as a string, the path would be a pattern: `g[1].jsonl` is then the name of `g1.jsonl`
-        files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
-        rows = _load(recipe, load_dataset, file_format, data_files=files, streaming=recipe.streaming, split="train")
-    return rows, f"{file_format} {digest}"
+@dataclass(frozen=True)
+class _File:
+    """A local file of a dataset.
+
+    Attributes:
+        path: absolute.
+        reader: what reads it: a value of `DATA_FORMATS`, or the folder of a dataset that only `datasets` can read.
+        digest: a hash of its content.
+    """
+
+    path: str
+    reader: str
+    digest: str
 
 
-def _load_texts(recipe: Recipe, paths: list[str], digests: list[str]) -> Dataset | IterableDataset:
-    """Loads text files. The loader of `datasets` makes each line a document, or does not split at lines of white space."""
-    if next(text_documents(paths, digests), None) is None:
-        raise ValueError(f"dataset {recipe.dataset!r} is empty")
-    kind = IterableDataset if recipe.streaming else Dataset
-    options = {"gen_kwargs": {"paths": paths, "fingerprints": digests}, "features": Features({"text": Value("string")})}
-    return _load(recipe, kind.from_generator, text_documents, **options, split="train")
+def _local_files(recipe: Recipe) -> tuple[dict[str, list[_File]], str]:
+    """Finds the files of a local dataset by split, and returns with them a text that follows their content and formats.
 
-
-def _load_folder(recipe: Recipe) -> tuple[dict, str]:
-    """Loads the splits of a local dataset folder, with a hash of the content of its files."""
-    name, path = recipe.dataset, Path(recipe.dataset).resolve()
+    Raises:
+        ValueError: if there are none that can be read, or some would be left out.
+    """
+    name, path = recipe.dataset, Path(recipe.dataset)
+    if path.is_file():
+        reader = data_format(path)
+        if reader is None:
+            raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz")
+        if reader != "text":
+            _check_path(path.absolute(), name, "::")
+        digest = _hash_file(path, name)
+        return {"train": [_File(str(path.absolute()), reader, digest)]}, f"{reader} {digest}"
+    path = path.resolve()
     _check_path(path, name, "::", *"*?[")
-    builder = _load(recipe, load_dataset_builder, str(path), recipe.dataset_config)
-    files = {str(split): files for split, files in builder.config.data_files.items()}
-    digests = {split: [_hash_file(Path(file), file) for file in paths] for split, paths in files.items()}
-    content = f"{builder.name} {json.dumps(digests)}"
-    if builder.name == "text":
-        return {split: _load_texts(recipe, list(paths), digests[split]) for split, paths in files.items()}, content
-    # By default `datasets` caches by the times of modification
-    files = DataFilesDict({split: DataFilesList(paths, list(zip(digests[split]))) for split, paths in files.items()})
-    splits = _load(recipe, load_dataset, str(path), recipe.dataset_config, data_files=files, streaming=recipe.streaming)
-    return splits, content
+    found, kind = _find_files(recipe, path), None
+    if found is None:
+        builder = _load(recipe, load_dataset_builder, str(path), recipe.dataset_config)
+        found, kind = {str(split): list(paths) for split, paths in builder.config.data_files.items()}, builder.name
+    reader = str(path) if kind not in (None, "text") else kind
+    files = {
+        split: [_File(file, reader or data_format(file), _hash_file(Path(file), file)) for file in paths]
+        for split, paths in found.items()
+    }
+    kind = kind or "+".join(sorted({file.reader for file in itertools.chain(*files.values())}))
+    return files, f"{kind} {json.dumps({split: [file.digest for file in part] for split, part in files.items()})}"
+
+
+def _find_files(recipe: Recipe, folder: Path) -> dict[str, list[str]] | None:
+    """Finds the files of a folder by split, of all `DATA_FORMATS`, where `datasets` would read those of one format only.
+
+    Returns:
+        `None` if there are none, or if the card of the folder says which files to read: that is left to `datasets`.
+
+    Raises:
+        ValueError: if the folder holds other files with text, or files that belong to no split.
+    """
+    name, card = recipe.dataset, folder / CARD_FILE
+    if recipe.dataset_config is not None or (card.is_file() and DatasetCard.load(card).data.get("configs")):
+        return None
+    try:
+        splits = DataFilesDict.from_patterns(get_data_patterns(str(folder)), str(folder))
+        every = DataFilesList.from_patterns(["**"], str(folder))
+    except FileNotFoundError:
+        return None
+    found = {str(split): [file for file in files if data_format(file)] for split, files in splits.items()}
+    if not any(found.values()):
+        return None
+    if others := {suffix for file in every for suffix in Path(file).suffixes if suffix.lower() in _OTHER_FORMATS}:
+        known = sorted({Path(file).suffix for file in every if data_format(file)})
+        formats = ", ".join([*known, *sorted(others)])
+        raise ValueError(f"dataset {name!r} holds {formats}: only {', '.join(DATA_FORMATS)} can be read together")
+    left = {file for file in every if data_format(file)} - set(itertools.chain(*found.values()))
+    if left:
+        shown = listed(sorted(os.path.relpath(file, folder) for file in left))
+        raise ValueError(
+            f"dataset {name!r}: {shown} would be left out, because other files are named after splits ({', '.join(found)}); "
+            "name all of them so, or none"
+        )
+    if len(kinds := sorted({Path(file).suffix for files in found.values() for file in files})) > 1:
+        logger.warning(f"dataset {name!r}: reading the files in {' and '.join(kinds)} together")
+    return {split: files for split, files in found.items() if files}
+
+
+def _load_files(recipe: Recipe, files: list[_File]) -> Dataset | IterableDataset:
+    """Loads the rows of local files, one format after the other. Of several formats, only the text is read."""
+    by_reader: dict[str, list[_File]] = {}
+    for file in files:
+        if not _is_empty(file):
+            by_reader.setdefault(file.reader, []).append(file)
+    if not by_reader:
+        raise ValueError(f"dataset {recipe.dataset!r} is empty")
+    parts = [_load_format(recipe, reader, part) for reader, part in by_reader.items()]
+    if len(parts) == 1:
+        return parts[0]
+    column = recipe.text_column
+    for reader, part in zip(by_reader, parts):
+        columns = part.column_names or [*next(iter(part))]
+        if column not in columns:
+            raise ValueError(
+                f"dataset {recipe.dataset!r}: its files of format {reader!r} have no column {column!r}, only "
+                f"{', '.join(columns)}"
+            )
+    return _load(recipe, concatenate_datasets, [part.select_columns([column]) for part in parts])
+
+
+def _load_format(recipe: Recipe, reader: str, files: list[_File]) -> Dataset | IterableDataset:
+    paths, digests = [file.path for file in files], [file.digest for file in files]
+    if reader == "text":
+        # The loader of `datasets` makes each line a document, or does not split at lines of white space
+        kind = IterableDataset if recipe.streaming else Dataset
+        options = {"gen_kwargs": {"paths": paths, "fingerprints": digests}, "features": Features({"text": Value("string")})}
+        return _load(recipe, kind.from_generator, text_documents, **options, split="train")
+    # Given as a string, the path would be a pattern: `g[1].jsonl` is then the name of `g1.jsonl`. By default `datasets` caches
+    # by the times of modification
+    data_files = DataFilesDict(train=DataFilesList(paths, list(zip(digests))))
+    config = recipe.dataset_config if Path(reader).is_absolute() else None
+    return _load(recipe, load_dataset, reader, config, data_files=data_files, streaming=recipe.streaming, split="train")
+
+
+def _is_empty(file: _File) -> bool:
+    if file.reader == "text":
+        return next(text_documents([file.path], [file.digest]), None) is None
+    with _open(file.path, "rb") as content:
+        return not content.read(1)
+
+
+def _open(path: str | Path, mode: str, **options) -> IO:
+    return (gzip.open if str(path).lower().endswith(".gz") else open)(path, mode, **options)
 
 
 def _load_from_hub(recipe: Recipe) -> dict:
     path = Path(recipe.dataset)
-    if path.suffix in DATA_FORMATS or path.is_absolute():
+    if data_format(path) is not None or path.is_absolute():
         raise ValueError(f"dataset {recipe.dataset!r}: there is no such file or folder")
     if recipe.dataset in _PACKAGED_DATASETS_MODULES:
         # `datasets` would read the files in the working directory
@@ -211,39 +325,60 @@ def _check_path(path: Path, name: str, *patterns: str) -> None:
 
 
 def _hash_file(path: Path, name: str) -> str:
-    """Hashes the content of a file.
+    """Hashes the content of a file, unpacked.
 
     Raises:
-        ValueError: if it is a file of text and not UTF-8. The loaders would find that late in a stream, and not name the file.
+        ValueError: if it cannot be unpacked, or is a file of text and not UTF-8. The loaders would find that late in a stream,
+            and not name the file.
     """
     digest, decoder, line = xxhash.xxh64(), codecs.getincrementaldecoder("utf-8")(), 1
-    is_text = path.suffix in (".txt", ".jsonl", ".json", ".csv", ".tsv")
-    with path.open("rb") as file:
-        while True:
-            chunk = file.read(2**20)
-            digest.update(chunk)
-            try:
+    is_text = Path(path.name.lower().removesuffix(".gz")).suffix in (".txt", ".jsonl", ".json", ".csv", ".tsv")
+    try:
+        with _open(path, "rb") as file:
+            while True:
+                chunk = file.read(2**20)
+                digest.update(chunk)
                 if is_text:
                     decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                line += error.object.count(b"\n", 0, error.start)
-                byte = error.object[error.start]
-                raise ValueError(f"dataset {name!r} is not UTF-8: byte 0x{byte:02x} in line {line}") from error
-            if not chunk:
-                return digest.hexdigest()
-            line += chunk.count(b"\n")
+                if not chunk:
+                    return digest.hexdigest()
+                line += chunk.count(b"\n")
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        byte = error.object[error.start]
+        raise ValueError(f"dataset {name!r} is not UTF-8: byte 0x{byte:02x} in line {line}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"dataset {name!r} cannot be unpacked: {first_line(error)}") from error
 
 
-def check_text(value, column: str) -> str:
-    """Returns a value of the text column; raises `ValueError` if it is no text."""
+def check_text(value, recipe: Recipe) -> str:
+    """Returns a value of the text column; raises `ValueError`, which says where it is, if it is no text."""
     if not isinstance(value, str):
-        raise ValueError(f"column {column!r} must hold text, not {value!r}")
+        raise ValueError(
+            f"dataset {recipe.dataset!r}{_place_without_text(recipe)}: column {recipe.text_column!r} must hold text, not "
+            f"{reprlib.repr(value)}"
+        )
     return value
 
 
-def _lies_between(document: dict, column: str, first: float, last: float) -> bool:
+def _place_without_text(recipe: Recipe) -> str:
+    """Reads a dataset again, file by file, up to the first row that holds no text."""
+    recipe = dataclasses.replace(recipe, streaming=True)
+    if Path(recipe.dataset).exists():
+        files = [file for part in _local_files(recipe)[0].values() for file in part if not _is_empty(file)]
+        parts = {os.path.relpath(file.path, recipe.dataset): _load_files(recipe, [file]) for file in files}
+    else:
+        parts = {f"split {split}": rows for split, rows in _load_from_hub(recipe).items()}
+    for place, rows in parts.items():
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row.get(recipe.text_column), str):
+                return f", row {number}" if place == "." else f", {place}, row {number}"
+    return ""
+
+
+def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
     """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1). It is the same in every process."""
-    text = check_text(document[column], column)
+    text = check_text(document[recipe.text_column], recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
@@ -259,7 +394,7 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
             bounds[split] = (end, end + fraction)
             end += fraction
     for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
-        lies_here = functools.partial(_lies_between, column=column, first=first, last=last)
+        lies_here = functools.partial(_lies_between, recipe=recipe, first=first, last=last)
         options = {}
         if not recipe.streaming:
             # By default `datasets` hashes the name of the function, and would reuse a result of another version of it

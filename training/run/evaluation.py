@@ -3,17 +3,23 @@
 import math
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.utils import logging
 
-from modeling_nlq.training.models import load_model, read_recipe_of
+from modeling_nlq.training.files import data_format
+from modeling_nlq.training.models import limits_length, load_model
 from modeling_nlq.training.run.data import BlockCollator, make_blocks
-from modeling_nlq.training.run.documents import load_documents
+from modeling_nlq.training.run.documents import load_documents, local_fingerprint
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.trained_on import held_out_by, is_dataset_of, read_trained_on, recipe_of
+from modeling_nlq.training.text import check_number
 
+
+logger = logging.get_logger(__name__)
 
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
@@ -77,10 +83,10 @@ class LanguageModelingMetrics:
 
 def evaluate(
     model: str | Path,
-    dataset: str | Path = "python-stdlib",
+    dataset: str | Path | None = None,
     *,
     dataset_config: str | None = None,
-    text_column: str = "text",
+    text_column: str | None = None,
     validation_fraction: float | None = None,
     max_validation_documents: int | None = None,
     block_size: int | None = None,
@@ -89,17 +95,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates a saved model on text that it was not trained on.
 
-    If the recipe beside the model names the same dataset, its `validation_fraction`, `max_validation_documents` and `packing`
-    are the defaults. A local file is evaluated whole, whatever the model was trained on.
+    If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
+    is evaluated whole, whatever the model was trained on.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: as in a recipe; its validation split is evaluated.
+        dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
+            which only held-out documents are taken, also of a file; `python-stdlib` if nothing is known.
         dataset_config: the configuration of a Hub dataset.
-        text_column: the dataset's column of text.
+        text_column: the dataset's column of text; else "text".
         validation_fraction: as in a recipe; else 0.02.
         max_validation_documents: evaluate at most this many documents.
-        block_size: in tokens; by default the model's context.
+        block_size: in tokens; else the model's context.
         packing: as in a recipe; else "stream".
         batch_size: blocks per device.
 
@@ -109,30 +116,58 @@ def evaluate(
     Raises:
         ValueError: for a model or a dataset that cannot be loaded, and a share of the dataset that the model was trained on.
     """
-    name, dataset = str(model), str(dataset)
+    check_number("batch_size", batch_size, 1)
+    check_number("block_size", block_size, 2)
+    name = str(model)
     loaded, tokenizer = load_model(name)
-    is_whole = validation_fraction is None and Path(dataset).is_file()
-    own = read_recipe_of(name) or {}
-    if is_whole or own.get("dataset", Recipe.dataset) != dataset:
-        own = {}
-    held_out = own.get("validation_fraction", Recipe.validation_fraction) + own.get("test_fraction", Recipe.test_fraction)
-    if own and validation_fraction is not None and validation_fraction > held_out + 1e-9:
+    context = loaded.config.max_position_embeddings
+    if limits_length(loaded.config) and (block_size or 0) > context:
+        raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
+    trained_on = read_trained_on(name)
+    given = {
+        "dataset_config": dataset_config,
+        "text_column": text_column,
+        "validation_fraction": validation_fraction,
+        "max_validation_documents": max_validation_documents,
+        "block_size": block_size,
+        "packing": packing,
+    }
+    given = {field: value for field, value in given.items() if value is not None}
+    if dataset is None:
+        given["dataset"] = _last_dataset(name, trained_on)
+    else:
+        given["dataset"] = str(dataset)
+    is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
+    own = [record for record in trained_on if is_dataset_of(record, given["dataset"])]
+    held_out = min(map(held_out_by, own), default=1.0)
+    if validation_fraction is not None and validation_fraction > held_out + 1e-9:
         raise ValueError(
-            f"validation_fraction={validation_fraction}: model {name!r} was trained on {dataset} but for a share of "
+            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
             f"{held_out:g}"
         )
-    recipe = Recipe(
-        model=name,
-        tokenizer=name,
-        dataset=dataset,
-        dataset_config=dataset_config,
-        text_column=text_column,
-        validation_fraction=own.get("validation_fraction", 0.02) if validation_fraction is None else validation_fraction,
-        max_validation_documents=max_validation_documents or own.get("max_validation_documents"),
-        block_size=block_size or loaded.config.max_position_embeddings,
-        packing=packing or own.get("packing", "stream"),
-    )
+    defaults = {"validation_fraction": 0.02, "block_size": context}
+    if own and is_whole:
+        logger.warning(
+            f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "
+            "without --dataset, only what was held out is"
+        )
+    elif own:
+        share = min(own[-1]["validation_fraction"], held_out)
+        defaults = {**own[-1], "validation_fraction": share, "test_fraction": 0.0}
+    recipe = recipe_of(defaults, model=name, tokenizer=name, **given)
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole)
+
+
+def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
+    """The dataset that a model was trained on last, or the default of recipes. Warns if it has changed since."""
+    if not trained_on:
+        return Recipe.dataset
+    dataset, before = trained_on[-1]["dataset"], trained_on[-1]["fingerprint"]
+    if not Path(dataset).exists() and (Path(dataset).is_absolute() or data_format(dataset) is not None):
+        raise ValueError(f"model {model!r} was trained on {dataset}, which is not here; name a dataset by --dataset")
+    if None not in (before, now := local_fingerprint(recipe_of(trained_on[-1]))) and before != now:
+        logger.warning(f"{dataset} has changed since model {model!r} was trained on it")
+    return dataset
 
 
 def evaluate_model(

@@ -4,6 +4,7 @@ import torch
 from transformers import set_seed
 
 from modeling_nlq.training.models import limits_length, load_model
+from modeling_nlq.training.text import check_number
 
 
 def generate_text(
@@ -23,10 +24,11 @@ def generate_text(
         The prompt and its continuation.
 
     Raises:
-        ValueError: for an empty prompt, one that leaves no position for new tokens, or a negative temperature.
+        ValueError: for an empty prompt, one that leaves no position for new tokens, or a number out of range.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must be at least 0")
+    check_number("max_new_tokens", max_new_tokens, 1)
+    for option, value in (("temperature", temperature), ("top_k", top_k), ("seed", seed)):
+        check_number(option, value, 0)
     loaded, tokenizer = load_model(model)
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)

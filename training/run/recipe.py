@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -375,6 +376,13 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
             f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
             "set one of them above 0"
         )
+    counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    conflicts += [f"{name}={value} must be at least 1" for name in counts if (value := getattr(arguments, name)) < 1]
+    conflicts += [
+        f"{name}={value} must be a finite number"
+        for name, value in vars(arguments).items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     if arguments.restore_callback_states_from_checkpoint:
         conflicts.append(
             "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
@@ -386,6 +394,9 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
         conflicts.append("streaming needs max_steps")
     if recipe.streaming and recipe.max_validation_documents is None:
         conflicts.append("streaming needs max_validation_documents")
+    strategies = ("eval_strategy", "logging_strategy", "save_strategy") if recipe.streaming else ()
+    if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
+        conflicts.append(f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no")
     conflicts += _conflicts_of_trained(recipe)
     if conflicts:
         raise ValueError("; ".join(conflicts))

@@ -23,9 +23,9 @@ import numpy as np
 from datasets import Dataset
 from scipy.special import softmax
 
-from modeling_nlq.training.models import read_recipe_of
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.trained_on import read_trained_on
 
 
 CORPUS = "python-stdlib"
@@ -289,14 +289,13 @@ def held_out_documents() -> tuple[dict[str, str], ...]:
 
 
 def check_unseen(model: str) -> None:
-    """Raises `ValueError` if the recipe beside a saved model says that it was trained on documents of the items.
+    """Raises `ValueError` if the records beside a saved model say that it was trained on documents of the items.
 
     Args:
-        model: folder or Hub name. Nothing is known of a model without a recipe.
+        model: folder or Hub name. Nothing is known of a model without records.
     """
-    recipe = read_recipe_of(model)
-    if recipe is not None:
-        check_held_out(recipe, f"model {model!r} was trained")
+    for record in read_trained_on(model):
+        check_held_out(record, f"model {model!r} was trained")
 
 
 def check_held_out(recipe: Mapping[str, Any], who: str) -> None:

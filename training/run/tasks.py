@@ -57,7 +57,7 @@ def evaluate_tasks(
         raise ImportError(_needs_lm_eval(error)) from error
     for name, value, is_wrong, allowed in (
         ("num_fewshot", num_fewshot, num_fewshot is not None and num_fewshot < 0, "at least 0"),
-        ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))), _ALLOWED_LIMIT),
+        ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)), _ALLOWED_LIMIT),
         ("batch_size", batch_size, batch_size < 1, "at least 1"),
     ):
         if is_wrong:

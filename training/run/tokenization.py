@@ -23,8 +23,8 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     if recipe.new_vocabulary_size is not None:
         # A stream costs as much to read again: its first documents are enough
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
-        column = recipe.text_column
-        return train_byte_pair_encoding((check_text(row[column], column) for row in sample), recipe.new_vocabulary_size)
+        texts = (check_text(row[recipe.text_column], recipe) for row in sample)
+        return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
     except (OSError, ValueError) as error:

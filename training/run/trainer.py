@@ -54,6 +54,7 @@ from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, emula
 from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.run.stability import StabilityCallback
 from modeling_nlq.training.run.tokenization import check_vocabulary, vocabulary_size
+from modeling_nlq.training.run.trained_on import record_run
 from modeling_nlq.training.storage import is_address
 from modeling_nlq.training.traces import without_folders
 
@@ -414,6 +415,7 @@ def _training_metrics(run: _Run) -> dict[str, Any]:
         "peak_memory": peak_memory(run.trainer.args.device),
         **{f"{split}_tokens": part.tokens for split, part in run.blocks.items()},
         "dataset_fingerprint": run.fingerprint,
+        "trained_on": record_run(run.resolved.given, run.fingerprint),
     }
 
 

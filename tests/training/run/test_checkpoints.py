@@ -47,6 +47,20 @@ class TestCheckpoints:
         for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
             assert torch.allclose(resumed[name], expected, atol=1e-6), name
 
+    @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+    def test_run_cut_in_a_later_epoch_ends_with_the_same_bits(self, streaming, corpus, recipe_file, tmp_path):
+        dataset = tmp_path / "few.jsonl"  # some three steps an epoch
+        dataset.write_text("".join(corpus.read_text().splitlines(keepends=True)[:14]))
+        overrides = {"dataset": dataset, "streaming": streaming, "max_validation_documents": 3, "eval_strategy": "no"}
+        overrides |= {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 2}
+        overrides |= {"switches": {"residual_dropout": 0.1}}
+        whole = train(recipe_file, output_dir=tmp_path / "whole", **overrides)
+        assert streaming or whole["tokens_seen"] > 2 * whole["train_tokens"], "one epoch: nothing is tested"
+        interrupt(recipe_file, output_dir=tmp_path / "cut", **overrides)
+        assert train(recipe_file, output_dir=tmp_path / "cut", **overrides)["token_stream"] == whole["token_stream"]
+        weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+        assert weights[0] == weights[1]
+
     def test_run_cut_after_its_last_step_takes_no_more(self, run, recipe_file, tmp_path):
         folder = tmp_path / "cut"
         shutil.copytree(run[0], folder)

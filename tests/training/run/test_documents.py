@@ -1,5 +1,6 @@
 """Documents as users have them: odd names, encodings, copies, datasets that change; and how they are split."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -69,8 +70,8 @@ class TestSplits:
         recipe = Recipe(
             model="tiny-linear", dataset=str(write_documents(tmp_path / "text.jsonl", RIGHT)), validation_fraction=0.3
         )
-        rows, _ = documents_module._load_file(recipe)
-        cached = rows.filter(partial(documents_module._lies_between, column="text", first=0.0, last=0.3))
+        rows = documents_module._load_files(recipe, documents_module._local_files(recipe)[0]["train"])
+        cached = rows.filter(partial(documents_module._lies_between, recipe=recipe, first=0.0, last=0.3))
         assert load_documents(recipe)["validation"]._fingerprint != cached._fingerprint
 
 
@@ -134,6 +135,9 @@ class TestNames:
             ("folder", ["latin.jsonl' is not UTF-8: byte 0xe9 in line 2"]),
             ("broken.jsonl", ["'broken.jsonl' cannot be read"]),
             ("blank.txt", ["'blank.txt' is empty"]),
+            ("torn.txt.gz", ["'torn.txt.gz' cannot be unpacked"]),
+            ("tables", ["'tables' holds .txt, .csv: only .txt, .jsonl, .json, .parquet can be read together"]),
+            ("named", ["'named': notes.jsonl, sub/more.txt would be left out", "named after splits (train)"]),
         ],
     )
     def test_what_cannot_be_read_is_named(self, name, parts, streaming, tmp_path, monkeypatch):
@@ -146,12 +150,61 @@ class TestNames:
             Path(path).write_bytes('{"text": "one"}\n{"text": "café"}\n'.encode("latin-1"))
         Path("broken.jsonl").write_text('{"text": "one"}\n{"text": oops\n')
         Path("blank.txt").write_text(" \n\n\t\n")
+        Path("torn.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo" * 999)[:-9])
+        for path in ("tables/a.txt", "named/train.txt", "named/notes.jsonl", "named/sub/more.txt"):
+            write_documents(Path(path), RIGHT)
+        Path("tables", "b.csv").write_text("text\none\n")
         with pytest.raises(ValueError) as error:
             read(name, streaming=streaming)
         assert all(part in str(error.value) for part in parts), error.value
 
 
+class TestFolders:
+    @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+    def test_all_formats_are_read(self, streaming, tmp_path):
+        names = ("a.txt", "B.TXT", "c.jsonl", "d.parquet", "sub/e.jsonl", "sub/deeper/f.txt", "g.txt.gz", "h.jsonl.gz")
+        texts = {f"{name} {index}" for name in names for index in range(9)}
+        for name in names:
+            write_documents(tmp_path / name, [f"{name} {index}" for index in range(9)])
+        (tmp_path / "LICENSE").write_text("not read")
+        (tmp_path / "empty.txt").touch()
+        (tmp_path / "empty.jsonl").touch()
+        assert read(tmp_path, streaming=streaming) == texts
+
+    def test_formats_without_the_column(self, tmp_path):
+        write_documents(tmp_path / "a.txt", RIGHT)
+        (tmp_path / "b.jsonl").write_text('{"body": "one"}\n')
+        with pytest.raises(ValueError, match="its files of format 'json' have no column 'text', only body"):
+            read(tmp_path)
+
+    @pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+    @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+    def test_compressed_file(self, streaming, name, tmp_path):
+        packed, plain = write_documents(tmp_path / f"{name}.gz", RIGHT), write_documents(tmp_path / name, RIGHT)
+        assert read(packed, streaming=streaming) == set(RIGHT)
+        recipes = [Recipe(model="tiny-linear", dataset=str(path), validation_fraction=0.3) for path in (packed, plain)]
+        assert load_documents(recipes[0]).fingerprint == load_documents(recipes[1]).fingerprint
+        write_documents(packed, [*RIGHT, "more"])
+        assert read(packed, streaming=streaming) == {*RIGHT, "more"}
+
+
 class TestText:
+    @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+    @pytest.mark.parametrize("name", ["few.jsonl", "fold"])
+    def test_row_without_text_is_named(self, name, streaming, tmp_path):
+        write_documents(tmp_path / "fold" / "a.txt", RIGHT)
+        for path in ("few.jsonl", "fold/sub/b.jsonl"):
+            write_documents(tmp_path / path, ["one", None, "three"])
+        place = "row 2" if name == "few.jsonl" else "sub/b.jsonl, row 2"
+        with pytest.raises(ValueError, match=f"{name}', {place}: column 'text' must hold text, not None$"):
+            read(tmp_path / name, streaming=streaming)
+
+    def test_long_values_are_shortened(self, tmp_path):
+        Dataset.from_dict({"text": [b"binary " * 1000]}).to_parquet(tmp_path / "binary.parquet")
+        with pytest.raises(ValueError, match="row 1: column 'text' must hold text, not b'binary") as error:
+            read(tmp_path / "binary.parquet")
+        assert len(str(error.value)) < len(str(tmp_path)) + 120
+
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_blank_lines_separate_documents(self, streaming, tmp_path):
         path = tmp_path / "text.txt"

@@ -1,16 +1,23 @@
 """Metrics of a language model, and `nlq evaluate`."""
 
+import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from support.corpora import write_documents
 from transformers import EvalPrediction
+from transformers.utils import logging
 
 from modeling_nlq.training.run import evaluation
+from modeling_nlq.training.run.documents import local_fingerprint
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
+from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.trained_on import read_trained_on, record_run
+from modeling_nlq.training.run.trainer import train
 from nlq import main
 
 
@@ -36,9 +43,11 @@ def test_metric_equals_a_direct_computation():
     assert result["token_accuracy"] == pytest.approx(sum(hits) / len(hits))
 
 
-def test_evaluate_repeats_the_runs_own_result(run, corpus, capsys):
-    arguments = ["evaluate", str(run[0]), "--dataset", str(corpus), "--validation_fraction", "0.1"]
-    assert main(arguments) == 0
+@pytest.mark.parametrize("is_named", [False, True], ids=["by default", "by name"])
+def test_evaluate_repeats_the_runs_own_result(is_named, run, corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--dataset", str(corpus), "--validation_fraction", "0.1"] if is_named else []
+    assert main(["evaluate", str(run[0]), *options]) == 0
     assert f"perplexity {run[1]['eval_perplexity']:.2f}" in capsys.readouterr().out
 
 
@@ -50,11 +59,12 @@ def test_evaluate_takes_a_small_file_whole(run, corpus, tmp_path, capsys):
 
 
 class TestOwnDataset:
-    """A model whose recipe names the dataset: nothing that it was trained on counts as held out."""
+    """A model that was trained on the dataset: nothing that it was trained on counts as held out."""
 
     @pytest.fixture
     def own(self, run, tmp_path, monkeypatch):
         folder = shutil.copytree(run[0], tmp_path / "run")
+        (folder / "metrics.json").unlink()  # as an unfinished run
         recipe = {"dataset": "python-stdlib", "validation_fraction": 0.003, "test_fraction": 0.004, "packing": "documents"}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest: recipe)
@@ -70,6 +80,65 @@ class TestOwnDataset:
     def test_documents_it_was_trained_on(self, own):
         with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
             evaluation.evaluate(own, validation_fraction=0.02)
+
+    @pytest.mark.parametrize("model", ["run", "run/checkpoint-4", "converted"])
+    @pytest.mark.parametrize("dataset", ["fold", "./fold", "fold/", "../{here}/fold", "copy", "link", "."])
+    def test_the_same_documents_by_another_name(self, dataset, model, folders):
+        dataset = dataset.format(here=folders.name)
+        assert evaluation.evaluate(model, dataset=dataset).validation_fraction == 0.003
+        with pytest.raises(ValueError, match=r"but for a share of 0.007"):
+            evaluation.evaluate(model, dataset=dataset, validation_fraction=0.01)
+        with pytest.raises(ValueError, match=r"but for a share of 0.007"):
+            evaluation.evaluate(model, dataset="fold/text.jsonl", validation_fraction=0.01)
+        assert evaluation.evaluate(model, dataset="other", validation_fraction=0.01).validation_fraction == 0.01
+
+    @pytest.fixture
+    def folders(self, own, monkeypatch):
+        """A run on a folder, its conversion, a copy of the folder, and a link to it."""
+        monkeypatch.chdir(own.parent)
+        texts = [f"x = {index}" for index in range(300)]
+        for name in ("fold", "copy"):
+            write_documents(Path(name, "text.jsonl"), texts)
+        write_documents(Path("other", "text.jsonl"), texts[:-1])
+        given = {"model": "tiny-linear", "dataset": "fold", "validation_fraction": 0.003, "test_fraction": 0.004}
+        fields = {name: value for name, value in given.items() if name != "model"}
+        fingerprint = local_fingerprint(Recipe(model="tiny-linear", **fields))
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, fingerprint)}))
+        assert main(["convert", "run", "converted", "--upcycle"]) == 0
+        Path("link").symlink_to("fold", target_is_directory=True)
+        return own.parent
+
+    def test_dataset_that_is_gone_or_changed(self, folders, caplog):
+        logging.enable_propagation()
+        try:
+            assert evaluation.evaluate("run").dataset == str(folders / "fold") and not caplog.text
+            write_documents(Path("fold", "more.jsonl"), ["more"])
+            assert evaluation.evaluate("converted").validation_fraction == 0.003
+        finally:
+            logging.disable_propagation()
+        assert "fold has changed since model 'converted' was trained on it" in caplog.text
+        shutil.rmtree("fold")
+        with pytest.raises(ValueError, match="fold, which is not here; name a dataset by --dataset"):
+            evaluation.evaluate("run")
+
+    def test_the_file_it_was_trained_on_is_named(self, run, corpus, monkeypatch, caplog):
+        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest: rest)
+        logging.enable_propagation()
+        try:
+            assert evaluation.evaluate(run[0], dataset=corpus) == (8, True)
+        finally:
+            logging.disable_propagation()
+        assert "but for a share of 0.1, and all of it is evaluated; without --dataset, only what was held out is" in caplog.text
+
+    def test_later_runs_keep_the_record(self, run, recipe_file, corpus, tmp_path):
+        saved = {
+            "model": run[0],
+            "tokenizer": run[0],
+            "dataset": write_documents(tmp_path / "b.txt", ["y = 1\n" * 99, "z\n" * 99]),
+        }
+        fields = {"max_steps": 1, "validation_fraction": 0.5, "save_strategy": "no", "eval_strategy": "no"}
+        train(recipe_file, output_dir=tmp_path / "run", **saved, **fields)
+        assert [Path(record["dataset"]).name for record in read_trained_on(str(tmp_path / "run"))] == [corpus.name, "b.txt"]
 
 
 def test_at_most_as_many_documents_as_given_are_evaluated(run, tmp_path, capsys):

@@ -14,6 +14,7 @@ from modeling_nlq.configuration import names
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.task_items import CHOICES, TASKS, Source, check_unseen, held_out_documents, make_items
+from modeling_nlq.training.run.trained_on import record_run
 from nlq import main
 
 
@@ -100,6 +101,7 @@ def test_scores_are_numbers_and_the_same_again(run, small_index):
         (["--tasks", "own.yaml"], ["'own.yaml' cannot be loaded", "Hub"]),
         (["--tasks", "nlq_brackets", "--limit", "1.5"], ["limit=1.5", "whole number"]),
         (["--tasks", "nlq_brackets", "--dataset", "x.txt"], ["--dataset", "--tasks"]),
+        (["--tasks", "nlq_brackets", "--limit", "inf"], ["limit=inf", "whole number"]),
         (["--limit", "3"], ["--limit needs --tasks"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
@@ -126,6 +128,10 @@ def test_a_model_that_has_seen_the_documents_is_refused(run, tmp_path):
         check_unseen(str(tmp_path))
     (tmp_path / "recipe.yaml").write_text("model: tiny-linear\nvalidation_fraction: 0.008\ntest_fraction: 0.01\n")
     check_unseen(str(tmp_path))
+    (tmp_path / "recipe.yaml").unlink()  # as in a conversion
+    (tmp_path / "conversion.json").write_text(json.dumps({"trained_on": record_run({"validation_fraction": 0.01}, None)}))
+    with pytest.raises(ValueError, match=r"validation_fraction=0.01 and test_fraction=0.0, so it has seen"):
+        check_unseen(str(tmp_path))
 
 
 def test_every_shipped_task_has_items():

@@ -1,0 +1,81 @@
+"""What a saved model was trained on: a record beside it, which its conversions and later runs keep."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from modeling_nlq.training.files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
+from modeling_nlq.training.models import is_saved_model, read_record
+from modeling_nlq.training.run.documents import local_fingerprint
+from modeling_nlq.training.run.recipe import Recipe
+
+
+# The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated
+_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
+_FIELDS += ("max_validation_documents", "block_size", "packing")
+
+
+def read_trained_on(model: str) -> list[dict[str, Any]]:
+    """The datasets that a saved model was trained on, in their order, as far as it is known.
+
+    Args:
+        model: a folder (also a checkpoint in one) or a Hub name, of a run or of a conversion.
+
+    Returns:
+        For each run the fields of its recipe that say which documents it saw, with `fingerprint`: that of its documents, or
+        `None`.
+    """
+    folder = Path(model)
+    if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
+        model = str(folder.resolve().parent)  # of a checkpoint
+    metrics, given = read_record(model, METRICS_FILE) or {}, read_record(model, RECIPE_FILE)
+    if "trained_on" in metrics:
+        return metrics["trained_on"]
+    if given is None:
+        return (read_record(model, CONVERSION_FILE) or {}).get("trained_on", [])
+    return record_run(given, metrics.get("dataset_fingerprint"))
+
+
+def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[str, Any]]:
+    """What the model of a run was trained on: by that run, and by those before it.
+
+    Args:
+        given: the fields of its recipe.
+        fingerprint: of its documents; `None` if it is unknown.
+    """
+    base = given.get("model")
+    before = read_trained_on(base) if base and is_saved_model(base) else []
+    record = {name: given.get(name, getattr(Recipe, name)) for name in _FIELDS}
+    if record["dataset"] not in BUILT_IN_CORPORA and Path(record["dataset"]).exists():
+        record["dataset"] = str(Path(record["dataset"]).resolve())  # to be found from everywhere
+    return [*before, {**record, "fingerprint": fingerprint}]
+
+
+def is_dataset_of(record: Mapping[str, Any], dataset: str) -> bool:
+    """Tells whether a record is of a dataset: of the same name, place or content, or of a folder around it or a file in it.
+
+    Args:
+        record: one of `read_trained_on`.
+        dataset: as in a recipe.
+    """
+    before = record["dataset"]
+    if before == dataset:
+        return True
+    if dataset in BUILT_IN_CORPORA or not Path(dataset).exists():
+        return False
+    if before not in BUILT_IN_CORPORA and Path(before).exists():
+        there, here = Path(before).resolve(), Path(dataset).resolve()
+        if there == here or there in here.parents or here in there.parents:
+            return True
+    return record["fingerprint"] is not None and record["fingerprint"] == local_fingerprint(recipe_of(record, dataset=dataset))
+
+
+def recipe_of(record: Mapping[str, Any], **fields: Any) -> Recipe:
+    """The recipe of a record, with other values for some fields. Its model and tokenizer are none of the record's."""
+    given = {name: record[name] for name in _FIELDS if name in record}
+    return Recipe(**{"model": "-", **given, **fields})
+
+
+def held_out_by(record: Mapping[str, Any]) -> float:
+    """The share of documents that a run was not trained on, of a dataset without splits of its own."""
+    return record["validation_fraction"] + record["test_fraction"]
