@@ -1,7 +1,7 @@
 """The command `nlq`: arguments, and errors in one line, over the functions of `modeling_nlq.training`.
 
-This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help and wrong arguments
-do not wait for that, and Ctrl-C meanwhile ends in one line too.
+This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help and wrong
+arguments do not wait for that, and Ctrl-C meanwhile ends in one line too.
 """
 
 import argparse
