@@ -17,7 +17,8 @@ IGNORED_ARGUMENTS = {
     "shift_labels": "labels of sequence parallelism; the loss of the language model reads them",
     "token_type_ids": "tokenizers of other models; NLQ models have one type of token",
 }
-_READ_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}  # by `masking_nlq.read_sequences`
+# By `masking_nlq.read_sequences`, and by Transformers' `capture_outputs`, which takes lists of layers too
+_READ_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "output_attentions", "output_hidden_states"}
 
 
 def choose_cache(

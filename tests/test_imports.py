@@ -44,6 +44,7 @@ MODEL_ROWS = (
     ("cpp_nlq",),
 )
 TRAINING_ROWS = (
+    ("__main__",),
     ("sharing",),
     ("comparison", "conversion"),
     ("run",),

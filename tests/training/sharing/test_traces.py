@@ -163,7 +163,9 @@ class TestNothingLeaks:
             assert files[name] == (run[0] / name).read_bytes(), name
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             assert json.loads(files[name]) == json.loads((run[0] / name).read_text()), name
-        assert json.loads(files["metrics.json"]) == {**run[1], "resumed_from": "checkpoint-4"}
+        (trained_on,) = run[1]["trained_on"]
+        trained_on = {**trained_on, "dataset": Path(trained_on["dataset"]).name}
+        assert json.loads(files["metrics.json"]) == {**run[1], "resumed_from": "checkpoint-4", "trained_on": [trained_on]}
 
     def test_no_pickle(self, files):
         safetensors.torch.load(files["model.safetensors"])
