@@ -111,6 +111,6 @@ def is_plain_call(*tensors: torch.Tensor) -> bool:
         # Other classes of tensors, such as `DTensor` and `FakeTensor`, have no memory of their own here
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.is_neg():
             return False
-    # Dispatch modes, such as that of `make_fx`, see operators only
-    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    # Modes, such as that of `make_fx` and those that count or quantise, see operators only
+    has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
     return not has_modes and torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0

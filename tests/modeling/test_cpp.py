@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
+from torch.overrides import BaseTorchFunctionMode
 
 from modeling_nlq import cpp_nlq, one_query_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -76,6 +77,8 @@ class TestOneQuery:
         assert one_query_in_cpp(module, *(tensor.double() for tensor in states), None, 1.0) is None
         assert one_query_in_cpp(module, *states[:2], states[2][..., :4], None, 1.0) is None
         with torch.enable_grad():
+            assert one_query_in_cpp(module, *states, None, 1.0) is None
+        with BaseTorchFunctionMode():  # as those that count or quantise
             assert one_query_in_cpp(module, *states, None, 1.0) is None
 
 
