@@ -27,7 +27,7 @@ struct Call {
   int64_t rows, vocabulary, threads;
   const void* logits;
   const int64_t* targets;
-  float* log_normalizers;
+  float *largest, *log_totals;
   const float* weights;
   void* result;
 };
@@ -42,7 +42,8 @@ void forward(const Call& call) {
     for (int64_t j = 0; j < call.vocabulary; j++) largest = largest < load(row + j) ? load(row + j) : largest;
 #pragma omp simd reduction(+ : total)
     for (int64_t j = 0; j < call.vocabulary; j++) total += exp_negative(load(row + j) - largest);
-    call.log_normalizers[i] = std::isinf(largest) ? largest : largest + std::log(total);
+    call.largest[i] = largest;
+    call.log_totals[i] = std::log(total);
   }
 }
 
@@ -52,11 +53,12 @@ void gradient(const Call& call) {
   for (int64_t i = 0; i < call.rows; i++) {
     const T* row = static_cast<const T*>(call.logits) + i * call.vocabulary;
     T* result = static_cast<T*>(call.result) + i * call.vocabulary;
-    const float log_normalizer = call.log_normalizers[i], weight = call.weights[i];
+    const float largest = call.largest[i], log_total = call.log_totals[i], weight = call.weights[i];
 #pragma omp simd
-    for (int64_t j = 0; j < call.vocabulary; j++) store(result + j, weight * exp_negative(load(row + j) - log_normalizer));
+    for (int64_t j = 0; j < call.vocabulary; j++)
+      store(result + j, weight * exp_negative(load(row + j) - largest - log_total));
     const int64_t target = call.targets[i];
-    store(result + target, weight * (exp_negative(load(row + target) - log_normalizer) - 1));
+    store(result + target, weight * (exp_negative(load(row + target) - largest - log_total) - 1));
   }
 }
 
@@ -71,7 +73,7 @@ void nlq_gradient(const Call* call, bool is_half) { is_half ? gradient<Half>(*ca
 class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "vocabulary", "threads")),
-        *((name, ctypes.c_void_p) for name in ("logits", "targets", "log_normalizers", "weights", "result")),
+        *((name, ctypes.c_void_p) for name in ("logits", "targets", "largest", "log_totals", "weights", "result")),
     ]
 
 
@@ -97,30 +99,36 @@ def _slices(logits: torch.Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(logits.shape[0], 1), rows)]  # also for an empty batch
 
 
-def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the log-sum-exp itself.
+def negative_log_likelihood(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`logsumexp(logits) - logits[target]` of each row, in at least float32, and the two terms of the log-sum-exp.
 
-    `(tokens, vocabulary)` and `(tokens,)` -> twice `(tokens,)`.
+    The terms are the largest logit and the logarithm of the other factor. Their sum would lose digits where logits are large.
+
+    `(tokens, vocabulary)` and `(tokens,)` -> three times `(tokens,)`.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if _runs_in_cpp(logits):
-        _run("nlq_forward", logits, log_normalizers=(log_normalizers := logits.new_empty(logits.shape[0], dtype=dtype)))
+        largest, log_totals = logits.new_empty(2, logits.shape[0], dtype=dtype)
+        _run("nlq_forward", logits, largest=largest, log_totals=log_totals)
     else:
-        log_normalizers = torch.cat([torch.logsumexp(logits[part].to(dtype), dim=-1) for part in _slices(logits)])
-    return log_normalizers - logits.gather(-1, targets[:, None]).squeeze(-1), log_normalizers
+        largest = logits.amax(dim=-1).to(dtype)
+        parts = (logits[part].to(dtype) - largest[part, None] for part in _slices(logits))
+        log_totals = torch.cat([torch.logsumexp(part, dim=-1) for part in parts])
+    return log_totals - (logits.gather(-1, targets[:, None]).squeeze(-1) - largest), largest, log_totals
 
 
 def _gradient(
-    logits: torch.Tensor, targets: torch.Tensor, log_normalizers: torch.Tensor, weights: torch.Tensor
+    logits: torch.Tensor, targets: torch.Tensor, largest: torch.Tensor, log_totals: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Returns the gradient of the weighted sum of the negative log-likelihoods, of the logits' shape and dtype."""
     result = torch.empty_like(logits)
     if _runs_in_cpp(logits):
-        given = {"targets": targets.long().contiguous(), "weights": weights.contiguous()}
-        _run("nlq_gradient", logits, log_normalizers=log_normalizers, result=result, **given)
+        given = {"targets": targets.long().contiguous(), "weights": weights.contiguous(), "result": result}
+        _run("nlq_gradient", logits, largest=largest, log_totals=log_totals, **given)
         return result
     for part in _slices(logits):
-        rows = (logits[part].to(log_normalizers.dtype) - log_normalizers[part, None]).exp_().mul_(weights[part, None])
+        rows = logits[part].to(largest.dtype) - largest[part, None] - log_totals[part, None]
+        rows = rows.exp_().mul_(weights[part, None])
         rows.scatter_add_(1, targets[part, None], -weights[part, None])
         result[part] = rows
     return result
@@ -137,9 +145,10 @@ class _Loss(torch.autograd.Function):
         ctx, logits: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, count: torch.Tensor, has_backward: bool
     ) -> torch.Tensor:
         """`(tokens, vocabulary)`, `(tokens,)`, `(tokens,)` and a number -> a number."""
-        losses, log_normalizers = negative_log_likelihood(logits, targets)
+        losses, *terms = negative_log_likelihood(logits, targets)
         if has_backward:
-            ctx.save_for_backward(_gradient(logits, targets, log_normalizers, is_counted / count))
+            # Without any label the loss is NaN, and the gradient is 0, as PyTorch's
+            ctx.save_for_backward(_gradient(logits, targets, *terms, torch.where(is_counted, 1.0 / count, 0.0)))
         return losses.masked_fill(~is_counted, 0.0).sum() / count
 
     @staticmethod
@@ -150,8 +159,8 @@ class _Loss(torch.autograd.Function):
                 "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
             )
         (result,) = ctx.saved_tensors
-        # A product would be another tensor of the logits' size, and the factor of a plain `loss.backward()` is 1
-        return result if gradient == 1 else result * gradient.to(result.dtype), None, None, None, None
+        # Also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
+        return result * gradient, None, None, None, None
 
 
 def causal_lm_loss(
@@ -179,7 +188,8 @@ def causal_lm_loss(
     Raises:
         ValueError: if the labels' shape is not that of the logits without the vocabulary.
     """
-    if is_tracing(logits) or not is_plain_call(logits):
+    # A gradient in float16 needs a scaled loss, so it cannot be computed before the scale is known
+    if is_tracing(logits) or not is_plain_call(logits) or logits.dtype == torch.float16:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -120,6 +120,56 @@ def test_logits_that_are_not_finite(number, monkeypatch):
     torch.testing.assert_close(losses["1"], losses["0"], equal_nan=True)
 
 
+@pytest.mark.parametrize("count", [None, 0, 5])
+@pytest.mark.parametrize("cpp", ["0", "1"], ids=["slices", "cpp"])
+def test_no_labels(cpp, count, monkeypatch):
+    """Where all labels are ignored the loss is NaN, but not the gradient: a step would destroy the weights."""
+    monkeypatch.setenv("NLQ_CPP", cpp)
+    labels, results = torch.full((2, 5), -100), []
+    for function in (ForCausalLMLoss, causal_lm_loss):
+        logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        loss = function(logits, labels, 7, num_items_in_batch=count)
+        loss.backward()
+        assert torch.equal(logits.grad, torch.zeros_like(logits))
+        results.append(loss.detach())
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
+@pytest.mark.parametrize("cpp", ["0", "1"], ids=["slices", "cpp"])
+def test_large_logits(cpp, monkeypatch):
+    """A constant that is added to all logits changes nothing, so no digits may be lost by it."""
+    monkeypatch.setenv("NLQ_CPP", cpp)
+    labels = torch.randint(17, (2, 5))
+    shifted = (2 * torch.randn(2, 5, 17) + 1e4).requires_grad_()
+    exact = (shifted.detach().double() - 1e4).requires_grad_()
+    losses = [causal_lm_loss(logits, labels, 17) for logits in (shifted, exact)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(shifted.grad.double(), exact.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_scaled_loss_in_float16():
+    """A gradient that float16 rounds to 0 comes back with a scale, and the scale itself may be too large for float16."""
+    labels = torch.randint(600, (4, 64))
+    logits = torch.randn(4, 64, 600).half().requires_grad_()
+    exact = logits.detach().float().requires_grad_()
+    for value in (logits, exact):
+        (2.0**16 * causal_lm_loss(value, labels, 600)).backward()
+    torch.testing.assert_close(logits.grad.float(), exact.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_gradient_changed_in_place():
+    """A second backward of a retained graph does not see what became of the first one's gradient."""
+    logits = torch.randn(2, 5, 7, requires_grad=True)
+    loss = causal_lm_loss(logits, torch.randint(7, (2, 5)), 7)
+    loss.backward(retain_graph=True)
+    first = logits.grad.clone()
+    logits.grad.data.zero_()
+    loss.backward()
+    assert torch.equal(logits.grad, first)
+
+
 def test_labels_of_other_integers():
     logits = torch.randn(1, 4, 9, requires_grad=True)
     labels = torch.tensor([[1, 2, 3, 8]])
