@@ -15,6 +15,7 @@ IGNORED_ARGUMENTS = {
     "cache_position": "the places of the new tokens, which the cache knows",
     "num_items_in_batch": "Trainer's number of labels; the loss of the language model reads it",
     "shift_labels": "labels of sequence parallelism; the loss of the language model reads them",
+    "tokenizer": "what `transformers serve` hands to `generate`, which reads it for stop strings",
     "token_type_ids": "tokenizers of other models; NLQ models have one type of token",
 }
 # By `masking_nlq.read_sequences`, and by Transformers' `capture_outputs`, which takes lists of layers too

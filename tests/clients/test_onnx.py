@@ -185,14 +185,16 @@ exported = OnnxExporter().export_for_generation(model, {"input_ids": sample}, On
 prefill, decode = (exported.runners[name] for name in ("prefill", "decode"))
 ids = tokenizer("one two three", return_tensors="pt").input_ids
 positions = torch.arange(ids.shape[1])[None]
-outputs = prefill(input_ids=ids, position_ids=positions, past_key_values=DynamicCache(config=model.config))
+cache = DynamicCache(config=model.config)
+name = "cache" if "cache" in model(sample) else "past_key_values"  # since Transformers 5.24, and before
+outputs = prefill(input_ids=ids, position_ids=positions, **{name: cache})
 found = []
 for _ in range(8):
     new = outputs.logits[:, -1:].argmax(-1)
     found.append(new.item())
-    cache = outputs.past_key_values
+    cache = outputs[name]
     positions = torch.tensor([[cache.get_seq_length()]])
-    outputs = decode(input_ids=new, position_ids=positions, past_key_values=cache)
+    outputs = decode(input_ids=new, position_ids=positions, **{name: cache})
 print(found)
 """
 

@@ -89,7 +89,8 @@ def metrics_files(folder: Path) -> dict[Path, int]:
 @contextlib.contextmanager
 def small_files():
     """A disk that is full looks like this limit on the size of the files that runs write."""
-    server = next(child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline()))
+    alive = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+    server = next(child for child in alive if "forkserver" in " ".join(child.cmdline()))
     before = server.rlimit(psutil.RLIMIT_FSIZE)
     server.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
     yield
@@ -147,7 +148,8 @@ class TestInterruption:
         """It imports everything first, for seconds."""
 
         def server_imports(process: psutil.Process) -> bool:
-            servers = [child for child in process.children() if "forkserver" in " ".join(child.cmdline())]
+            alive = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
+            servers = [child for child in alive if "forkserver" in " ".join(child.cmdline())]
             return any(has_loaded("libtorch", server) for server in servers)
 
         status, errors = press_control_c(["compare", make_file(), "--output_dir", str(tmp_path / "results")], server_imports)
