@@ -31,6 +31,7 @@ from modeling_nlq.training.files import (
 )
 from modeling_nlq.training.models import config_differences, weights_fingerprint
 from modeling_nlq.training.run.checkpoints import KEPT
+from modeling_nlq.training.run.recipe import public_recipe
 from modeling_nlq.training.storage import open_folder, remove_folder
 
 
@@ -199,7 +200,11 @@ def _claim_folder(folder: Path, comparison: Comparison | Ladder) -> None:
         if is_taken(folder):
             raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
         write_yaml(file, comparison.given)
-    elif changes := differences(before := read_yaml(file), comparison.given):
+        return
+    before = read_yaml(file)
+    if isinstance(before.get("recipe"), dict):
+        before["recipe"] = public_recipe(before["recipe"])
+    if changes := differences(before, comparison.given):
         added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
         if added is None:
             raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")

@@ -450,7 +450,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         from tqdm import tqdm
 
-        hint = ": the same command goes on from the last checkpoint" if parsed.command in _RESUMABLE else ""
+        goes_on = parsed.command in _RESUMABLE and not getattr(parsed, "dry_run", False)
+        hint = ": the same command goes on from the last checkpoint" if goes_on else ""
         for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
             bar.close()
         print(f"nlq: interrupted{hint}", file=sys.stderr)

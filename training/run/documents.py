@@ -161,6 +161,14 @@ def local_fingerprint(recipe: Recipe) -> str | None:
     return _fingerprint(content, recipe)
 
 
+def has_own_splits(recipe: Recipe) -> bool:
+    """Tells whether the files of a local dataset make splits, so that none is cut from the training documents."""
+    try:
+        return set(_local_files(recipe)[0]) != {"train"}
+    except ValueError:  # it cannot be read at all
+        return False
+
+
 def _fingerprint(content: str, recipe: Recipe, is_whole: bool = False) -> str:
     shape = [content, recipe.text_column, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents]
     return Hasher.hash_bytes(json.dumps([*shape, is_whole]).encode())

@@ -15,7 +15,7 @@ from modeling_nlq.training.models import limits_length, load_model
 from modeling_nlq.training.run.data import BlockCollator, make_blocks
 from modeling_nlq.training.run.documents import load_documents, local_fingerprint
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.trained_on import held_out_by, is_dataset_of, read_trained_on, recipe_of
+from modeling_nlq.training.run.trained_on import held_out_by, is_dataset_of, is_split_otherwise, read_trained_on, recipe_of
 from modeling_nlq.training.text import check_number
 
 
@@ -146,12 +146,17 @@ def evaluate(
             f"{held_out:g}"
         )
     defaults = {"validation_fraction": 0.02, "block_size": context}
-    if own and is_whole:
+    if overlapping := [record for record in own if is_split_otherwise(record, given["dataset"])]:
+        logger.warning(
+            f"model {name!r} was trained on {overlapping[-1]['dataset']}, which shares files with {given['dataset']} and is "
+            "split otherwise: it may have seen what is evaluated; without --dataset, only held-out text is"
+        )
+    elif own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "
             "without --dataset, only what was held out is"
         )
-    elif own:
+    if own and not is_whole:
         share = min(own[-1]["validation_fraction"], held_out)
         defaults = {**own[-1], "validation_fraction": share, "test_fraction": 0.0}
     recipe = recipe_of(defaults, model=name, tokenizer=name, **given)

@@ -308,6 +308,11 @@ def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
 
 
+def public_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored recipe without the private ones, which an earlier version may have written there."""
+    return {**given, **({"training": without_private(given["training"])} if given.get("training") else {})}
+
+
 def _device_defaults(training: dict[str, Any]) -> dict[str, Any]:
     """Values of `TrainingArguments` that suit the device, unless the recipe sets them."""
     has_gpu = torch.cuda.is_available()

@@ -6,7 +6,7 @@ from typing import Any
 
 from modeling_nlq.training.files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
 from modeling_nlq.training.models import is_saved_model, read_record
-from modeling_nlq.training.run.documents import local_fingerprint
+from modeling_nlq.training.run.documents import has_own_splits, local_fingerprint
 from modeling_nlq.training.run.recipe import Recipe
 
 
@@ -67,7 +67,24 @@ def is_dataset_of(record: Mapping[str, Any], dataset: str) -> bool:
         there, here = Path(before).resolve(), Path(dataset).resolve()
         if there == here or there in here.parents or here in there.parents:
             return True
-    return record["fingerprint"] is not None and record["fingerprint"] == local_fingerprint(recipe_of(record, dataset=dataset))
+    try:
+        fingerprint = local_fingerprint(recipe_of(record, dataset=dataset))
+    except ValueError:  # it has no such configuration, or cannot be read that way
+        return False
+    return fingerprint is not None and fingerprint == record["fingerprint"]
+
+
+def is_split_otherwise(record: Mapping[str, Any], dataset: str) -> bool:
+    """Tells whether a file and a folder with splits of its own overlap, so that no share tells what was trained on.
+
+    Args:
+        record: one of `read_trained_on`, which is of this dataset.
+        dataset: as in a recipe.
+    """
+    there, here = Path(record["dataset"]).resolve(), Path(dataset).resolve()
+    if there in here.parents or here in there.parents:
+        return has_own_splits(recipe_of(record, dataset=str(there if there in here.parents else here)))
+    return False
 
 
 def recipe_of(record: Mapping[str, Any], **fields: Any) -> Recipe:

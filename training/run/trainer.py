@@ -50,7 +50,14 @@ from modeling_nlq.training.run.checkpoints import checkpoint_to_resume
 from modeling_nlq.training.run.data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.run.lora import merge_lora
-from modeling_nlq.training.run.recipe import ResolvedRecipe, check_recipe, emulated_bf16, load_recipe, unused_rows
+from modeling_nlq.training.run.recipe import (
+    ResolvedRecipe,
+    check_recipe,
+    emulated_bf16,
+    load_recipe,
+    public_recipe,
+    unused_rows,
+)
 from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from modeling_nlq.training.run.stability import StabilityCallback
 from modeling_nlq.training.run.tokenization import check_vocabulary, vocabulary_size
@@ -177,7 +184,7 @@ def _claim_run_folder(folder: Path, given: dict[str, Any], processes: int, is_ma
             (folder / "tokenizer.json").unlink(missing_ok=True)
             write_yaml(recipe_file, given)
     elif recipe_file.is_file():
-        before = read_yaml(recipe_file)
+        before = public_recipe(read_yaml(recipe_file))
         if (folder / METRICS_FILE).is_file():
             made_by = read_json(folder / METRICS_FILE).get("processes", 1)
             has_same_batch = _global_batch_size(before, made_by) == _global_batch_size(given, processes)

@@ -92,6 +92,28 @@ class TestOwnDataset:
             evaluation.evaluate(model, dataset="fold/text.jsonl", validation_fraction=0.01)
         assert evaluation.evaluate(model, dataset="other", validation_fraction=0.01).validation_fraction == 0.01
 
+    @pytest.mark.parametrize("trained, evaluated", [("split", "split/train.jsonl"), ("split/validation.jsonl", "split")])
+    def test_a_folder_with_splits_and_a_file_of_it(self, trained, evaluated, own, monkeypatch):
+        """No share of the documents tells what was trained on, so the warning comes whatever share is asked for."""
+        monkeypatch.chdir(own.parent)
+        for name in ("train", "validation"):
+            write_documents(Path("split", f"{name}.jsonl"), [f"{name} = {index}" for index in range(300)])
+        given = {"model": "tiny-linear", "dataset": trained, "validation_fraction": 0.1}
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, None)}))
+        messages = []
+        monkeypatch.setattr(evaluation.logger, "warning", messages.append)
+        for options in ({}, {"validation_fraction": 0.1}):
+            evaluation.evaluate(own, dataset=evaluated, **options)
+        assert len(messages) == 2 and all(f"shares files with {evaluated} and is split otherwise" in text for text in messages)
+        evaluation.evaluate(own)
+        assert len(messages) == 2
+
+    def test_another_dataset_without_its_configuration(self, own, tmp_path):
+        given = {"model": "tiny-linear", "dataset": "owner/hub", "dataset_config": "one"}
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, "a fingerprint")}))
+        write_documents(tmp_path / "other" / "text.jsonl", ["x = 1"])
+        assert evaluation.evaluate(own, dataset=tmp_path / "other").dataset_config is None
+
     @pytest.fixture
     def folders(self, own, monkeypatch):
         """A run on a folder, its conversion, a copy of the folder, and a link to it."""
