@@ -46,8 +46,10 @@ def check_arguments(arguments: dict) -> None:
     Raises:
         ValueError: if one of them holds a cache, a mask or a tensor and is not in `IGNORED_ARGUMENTS`.
     """
-    for name in arguments.keys() - IGNORED_ARGUMENTS.keys() - _READ_ARGUMENTS:
-        if not isinstance(value := arguments[name], bool | int | float | str | None):
+    for name, value in arguments.items():
+        if name in IGNORED_ARGUMENTS or name in _READ_ARGUMENTS or value is None:
+            continue
+        if not isinstance(value, (bool, int, float, str)):
             raise ValueError(
                 f"{name}: NLQ models do not know this argument, and must not ignore what it holds, a {type(value).__name__}. "
                 "Leave it out. If Transformers passed it, this version of Transformers is too new: see docs/versions.md"
