@@ -377,7 +377,7 @@ class TestNoiseFromText:
         by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
 
         def residual(design):
-            solution = np.linalg.lstsq(design, parts.ravel())[0]
+            solution = np.linalg.lstsq(design, parts.ravel(), rcond=None)[0]
             return ((parts.ravel() - design @ solution) ** 2).sum()
 
         whole, without = residual(np.hstack([by_seed, by_part])), residual(by_part)
