@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from modeling_nlq.training.comparison.comparing import compare
-    from modeling_nlq.training.conversion.converting import convert
-    from modeling_nlq.training.run.evaluation import evaluate
-    from modeling_nlq.training.run.tasks import evaluate_tasks
-    from modeling_nlq.training.run.trainer import train
-    from modeling_nlq.training.sharing.publishing import publish
+    from .comparison.comparing import compare
+    from .conversion.converting import convert
+    from .run.evaluation import evaluate
+    from .run.tasks import evaluate_tasks
+    from .run.trainer import train
+    from .sharing.publishing import publish
 
 _MODULES = {
     "compare": "comparison.comparing",

@@ -11,9 +11,10 @@ from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
-from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, data_format
-from modeling_nlq.training.parameters import Size
-from modeling_nlq.training.traces import without_folders
+
+from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
+from .parameters import Size
+from .traces import without_folders
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"

@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from modeling_nlq.configuration import suggestion
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.storage import copy_files
+
+from ..configuration import suggestion
+from .storage import copy_files
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the

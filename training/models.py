@@ -16,10 +16,11 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.configuration import find, suggestion
-from modeling_nlq.training.files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
-from modeling_nlq.training.parameters import listed
-from modeling_nlq.training.text import first_line, one_line
+
+from ..configuration import find, suggestion
+from .files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
+from .parameters import listed
+from .text import first_line, one_line
 
 
 # Fields of a configuration that do not change the function of a model

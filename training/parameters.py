@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq.cache_nlq import LAYER_TYPE
-from modeling_nlq.training.text import check_number
+
+from .text import check_number
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from modeling_nlq.training.text import one_line
+from .text import one_line
 
 
 if TYPE_CHECKING:

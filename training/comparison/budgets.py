@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from modeling_nlq.training.comparison.plan import Comparison, Run, Variant
-from modeling_nlq.training.comparison.rates import Rates
-from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
-from modeling_nlq.training.files import STATE_FILE
-from modeling_nlq.training.run.checkpoints import kept_checkpoint
-from modeling_nlq.training.run.recipe import resolve_recipe
+from ..files import STATE_FILE
+from ..run.checkpoints import kept_checkpoint
+from ..run.recipe import resolve_recipe
+from .plan import Comparison, Run, Variant
+from .rates import Rates
+from .results import FinishedRuns, run_folder
 
 
 _SCHEDULE = "warmup_stable_decay"

@@ -10,15 +10,7 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
-from modeling_nlq.training.comparison.downstream import read_scores, score_runs
-from modeling_nlq.training.comparison.ladder import gather_ladder, in_turn, scale_folder
-from modeling_nlq.training.comparison.ladder_report import write_ladder_report
-from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, default_folder
-from modeling_nlq.training.comparison.reading import load_comparison, outline
-from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.results import FinishedRuns, gather, unsettled_models
-from modeling_nlq.training.files import (
+from ..files import (
     COMPARISON_FILE,
     RESULTS_FILE,
     differences,
@@ -29,10 +21,18 @@ from modeling_nlq.training.files import (
     write_yaml,
     written_whole,
 )
-from modeling_nlq.training.models import config_differences, weights_fingerprint
-from modeling_nlq.training.run.checkpoints import KEPT
-from modeling_nlq.training.run.recipe import public_recipe
-from modeling_nlq.training.storage import open_folder, remove_folder
+from ..models import config_differences, weights_fingerprint
+from ..run.checkpoints import KEPT
+from ..run.recipe import public_recipe
+from ..storage import open_folder, remove_folder
+from .downstream import read_scores, score_runs
+from .ladder import gather_ladder, in_turn, scale_folder
+from .ladder_report import write_ladder_report
+from .local import LocalEngine
+from .plan import Comparison, Ladder, default_folder
+from .reading import load_comparison, outline
+from .report import write_report
+from .results import FinishedRuns, gather, unsettled_models
 
 
 ADDED_SEEDS_FILE = "added_seeds.json"
@@ -73,7 +73,7 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     if name not in ("local", "ray"):
         raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
     if name == "ray":
-        from modeling_nlq.training.comparison.on_ray import RayEngine
+        from .on_ray import RayEngine
 
         return RayEngine(**given)
     if others := sorted(given.keys() - {"cpus_per_run"}):

@@ -12,13 +12,13 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.comparison.plan import Comparison
-from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
-from modeling_nlq.training.comparison.statistics import analyse
-from modeling_nlq.training.files import TASKS_FILE, read_json, write_text
-from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
-from modeling_nlq.training.storage import local_copy, lock_file
-from modeling_nlq.training.text import bar_options
+from ..files import TASKS_FILE, read_json, write_text
+from ..run.tasks import evaluate_tasks, score_numbers
+from ..storage import local_copy, lock_file
+from ..text import bar_options
+from .plan import Comparison
+from .results import FinishedRuns, run_folder
+from .statistics import analyse
 
 
 def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:

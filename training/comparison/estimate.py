@@ -14,16 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from modeling_nlq.training.comparison.local import environment_of_one_run
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, Variant
-from modeling_nlq.training.comparison.statistics import smallest_difference
-from modeling_nlq.training.files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
-from modeling_nlq.training.models import is_saved_model, load_config
-from modeling_nlq.training.run.data import BlockCollator
-from modeling_nlq.training.run.documents import python_files
-from modeling_nlq.training.run.recipe import emulated_bf16, resolve_recipe
-from modeling_nlq.training.storage import open_folder
-from modeling_nlq.training.text import duration, first_line
+from ..files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
+from ..models import is_saved_model, load_config
+from ..run.data import BlockCollator
+from ..run.documents import python_files
+from ..run.recipe import emulated_bf16, resolve_recipe
+from ..storage import open_folder
+from ..text import duration, first_line
+from .local import environment_of_one_run
+from .plan import Comparison, Ladder, Variant
+from .statistics import smallest_difference
 
 
 # A trial ends after so many seconds, but not before so many steps, unless it is slow

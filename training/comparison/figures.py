@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
-from modeling_nlq.training.files import written_whole
+from ..files import written_whole
 
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.budgets import with_rates_of_trunk
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, with_starts
-from modeling_nlq.training.comparison.results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
-from modeling_nlq.training.comparison.trend import Scale, analyse_trend
-from modeling_nlq.training.traces import without_folders
+from ..traces import without_folders
+from .budgets import with_rates_of_trunk
+from .plan import Comparison, Ladder, with_starts
+from .results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
+from .trend import Scale, analyse_trend
 
 
 def scale_folder(folder: Path, name: str) -> Path:

@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from modeling_nlq.training.comparison.figures import BASELINE, NOISE, add_legend, model_styles, noise_patch, scale_percent
-from modeling_nlq.training.comparison.tables import losses_by_rate
+from .figures import BASELINE, NOISE, add_legend, model_styles, noise_patch, scale_percent
+from .tables import losses_by_rate
 
 
 _GREY = "#555555"

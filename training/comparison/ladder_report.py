@@ -7,9 +7,11 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from modeling_nlq.training.comparison.ladder import flops_of_runs
-from modeling_nlq.training.comparison.ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
-from modeling_nlq.training.comparison.report import (
+from ..files import write_text
+from ..text import align
+from .ladder import flops_of_runs
+from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from .report import (
     TASKS_CAPTION,
     embedded_figures,
     markdown_table,
@@ -20,16 +22,14 @@ from modeling_nlq.training.comparison.report import (
     verdicts,
     write_figures,
 )
-from modeling_nlq.training.comparison.tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
-from modeling_nlq.training.comparison.trend import HOLDING_SHARE
-from modeling_nlq.training.comparison.wording import (
+from .tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
+from .trend import HOLDING_SHARE
+from .wording import (
     first_warning_sentences,
     outcome_sentence,
     protocol_sentences,
     warning_sentences,
 )
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.text import align
 
 
 TEMPLATE = "ladder.html.jinja"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
-from modeling_nlq.training.comparison.noise import Estimate, Interval, add_means, merge_groups
+from .noise import Estimate, Interval, add_means, merge_groups
 
 
 # For E, a and b, and one that can show how well they describe the losses.

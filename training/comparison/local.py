@@ -21,14 +21,14 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.comparison.budgets import trunk_checkpoint
-from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
-from modeling_nlq.training.run.data import prepare_data
-from modeling_nlq.training.run.mirror import log_file
-from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, train_unattended
-from modeling_nlq.training.storage import lock_file
-from modeling_nlq.training.text import bar_options
+from ..run.data import prepare_data
+from ..run.mirror import log_file
+from ..run.unattended import Order, RunFailed, RunIsLocked, train_unattended
+from ..storage import lock_file
+from ..text import bar_options
+from .budgets import trunk_checkpoint
+from .plan import Comparison, Run
+from .results import FinishedRuns, next_runs, run_folder
 
 
 _TOKENIZER = "tokenizer"

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from modeling_nlq.training.comparison.law import REACH
-from modeling_nlq.training.comparison.noise import Interval, add_means, merge_groups
+from .law import REACH
+from .noise import Interval, add_means, merge_groups
 
 
 # Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two scales

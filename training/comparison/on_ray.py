@@ -7,11 +7,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.comparison.budgets import trunk_checkpoint
-from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
-from modeling_nlq.training.run.lease import alone_at
-from modeling_nlq.training.run.ray_jobs import (
+from ..run.lease import alone_at
+from ..run.ray_jobs import (
     RayJobs,
     Resources,
     connected_to_ray,
@@ -19,9 +16,12 @@ from modeling_nlq.training.run.ray_jobs import (
     order_for_ray,
     share_batch,
 )
-from modeling_nlq.training.run.shared_files import share_data, share_model
-from modeling_nlq.training.storage import check_writable
-from modeling_nlq.training.text import bar_options
+from ..run.shared_files import share_data, share_model
+from ..storage import check_writable
+from ..text import bar_options
+from .budgets import trunk_checkpoint
+from .plan import Comparison, Run
+from .results import FinishedRuns, next_runs, run_folder
 
 
 _LEASE_FILE = "at-work.json"

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from modeling_nlq.training.comparison.rates import Rates
-from modeling_nlq.training.comparison.statistics import power_warning
-from modeling_nlq.training.parameters import Size
-from modeling_nlq.training.run.recipe import ResolvedRecipe, resolve_recipe
-from modeling_nlq.training.text import align
+from ..parameters import Size
+from ..run.recipe import ResolvedRecipe, resolve_recipe
+from ..text import align
+from .rates import Rates
+from .statistics import power_warning
 
 
 RateChoice = Literal["each_seed", "sweep"]

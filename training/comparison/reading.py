@@ -14,18 +14,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainingArguments, get_scheduler
 
-from modeling_nlq.configuration import find, names
-from modeling_nlq.training.comparison.budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
-from modeling_nlq.training.comparison.plan import Comparison, Ladder, RateChoice, Variant, default_folder, without_gpu_advice
-from modeling_nlq.training.comparison.rates import Rates, read_rates
-from modeling_nlq.training.files import check_keys, read_section, read_yaml
-from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
-from modeling_nlq.training.run.recipe import check_recipe, override_words, resolve_recipe, without_private
-from modeling_nlq.training.run.task_items import check_held_out
-from modeling_nlq.training.run.tasks import check_tasks
-from modeling_nlq.training.text import one_line
-from modeling_nlq.training.traces import without_folders
+from ...configuration import find, names
+from ..files import check_keys, read_section, read_yaml
+from ..models import load_config
+from ..parameters import Size, matching_intermediate_size, measure
+from ..run.recipe import check_recipe, override_words, resolve_recipe, without_private
+from ..run.task_items import check_held_out
+from ..run.tasks import check_tasks
+from ..text import one_line
+from ..traces import without_folders
+from .budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
+from .plan import Comparison, Ladder, RateChoice, Variant, default_folder, without_gpu_advice
+from .rates import Rates, read_rates
 
 
 _FIELDS = (

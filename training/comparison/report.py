@@ -11,9 +11,11 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability, save
-from modeling_nlq.training.comparison.tables import given_fields, provenance, rate_rows, run_rows, summary_rows, task_rows
-from modeling_nlq.training.comparison.wording import (
+from ..files import write_text
+from ..text import align
+from .figures import draw_costs, draw_curves, draw_stability, save
+from .tables import given_fields, provenance, rate_rows, run_rows, summary_rows, task_rows
+from .wording import (
     first_warning_sentences,
     noise_floor_sentence,
     outcome_sentence,
@@ -21,8 +23,6 @@ from modeling_nlq.training.comparison.wording import (
     selection_sentences,
     warning_sentences,
 )
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.text import align
 
 
 TEMPLATE = "report.html.jinja"

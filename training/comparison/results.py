@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.statistics import analyse, noise_from_text, rate_gap
-from modeling_nlq.training.files import METRICS_FILE, STATE_FILE, read_json
-from modeling_nlq.training.run.stability import loss_spikes, read_stability
-from modeling_nlq.training.traces import without_folders
+from ..files import METRICS_FILE, STATE_FILE, read_json
+from ..run.stability import loss_spikes, read_stability
+from ..traces import without_folders
+from .plan import Comparison, Run
+from .statistics import analyse, noise_from_text, rate_gap
 
 
 def run_folder(folder: Path, run: Run) -> Path:

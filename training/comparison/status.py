@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.comparison.ladder import in_turn
-from modeling_nlq.training.comparison.plan import Comparison, Ladder
-from modeling_nlq.training.comparison.reading import outline
-from modeling_nlq.training.comparison.results import FinishedRuns
-from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
-from modeling_nlq.training.run.mirror import PROGRESS
-from modeling_nlq.training.text import align
+from ..files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
+from ..run.mirror import PROGRESS
+from ..text import align
+from .ladder import in_turn
+from .plan import Comparison, Ladder
+from .reading import outline
+from .results import FinishedRuns
 
 
 # A run reports every few seconds while it is alive

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from modeling_nlq.training.run.tasks import is_guessable
+from ..run.tasks import is_guessable
 
 
 NOTHING = "\N{EN DASH}"

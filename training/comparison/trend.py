@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from modeling_nlq.training.comparison.law import REACH, Fit, Law
-from modeling_nlq.training.comparison.multiplier import LossCurve
-from modeling_nlq.training.comparison.noise import Estimate, Interval, add_means, merge_groups
-from modeling_nlq.training.comparison.statistics import holm
+from .law import REACH, Fit, Law
+from .multiplier import LossCurve
+from .noise import Estimate, Interval, add_means, merge_groups
+from .statistics import holm
 
 
 # An improvement holds if its change over the whole ladder is shown to be below this share of the improvement at the top.

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from modeling_nlq.training.comparison.results import losses_by_seed
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
-from modeling_nlq.training.comparison.tables import chosen_runs
+from .results import losses_by_seed
+from .statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
+from .tables import chosen_runs
 
 
 # One of these stands beside every p-value and interval where rates were chosen; `benchmarks/selection.py` measures the numbers

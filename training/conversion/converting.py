@@ -19,9 +19,25 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.training.card import base_model_of, render
-from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.renaming import (
+
+from ..card import base_model_of, render
+from ..files import (
+    CARD_FILE,
+    CONVERSION_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    VOCABULARIES,
+    is_taken,
+    model_files,
+    written_whole,
+)
+from ..models import read_conversion
+from ..parameters import shapes_of, size_of
+from ..run.tokenization import check_vocabulary
+from ..run.trained_on import read_trained_on
+from ..text import first_line, one_line
+from .families import FAMILIES
+from .renaming import (
     LossyConversion,
     Origin,
     chain,
@@ -36,26 +52,11 @@ from modeling_nlq.training.conversion.renaming import (
     to_nlq,
     to_nlq_origins,
 )
-from modeling_nlq.training.conversion.rules import BIASED_PARTS
-from modeling_nlq.training.conversion.sources import find_checkpoint, load_checkpoint, load_model, read_source
-from modeling_nlq.training.conversion.streaming import Weights, add_new_parameters, find_weights, write_weights
-from modeling_nlq.training.conversion.upcycling import changed, largest_difference, only_adds
-from modeling_nlq.training.conversion.upcycling import upcycle as upcycle_model
-from modeling_nlq.training.files import (
-    CARD_FILE,
-    CONVERSION_FILE,
-    METRICS_FILE,
-    RECIPE_FILE,
-    VOCABULARIES,
-    is_taken,
-    model_files,
-    written_whole,
-)
-from modeling_nlq.training.models import read_conversion
-from modeling_nlq.training.parameters import shapes_of, size_of
-from modeling_nlq.training.run.tokenization import check_vocabulary
-from modeling_nlq.training.run.trained_on import read_trained_on
-from modeling_nlq.training.text import first_line, one_line
+from .rules import BIASED_PARTS
+from .sources import find_checkpoint, load_checkpoint, load_model, read_source
+from .streaming import Weights, add_new_parameters, find_weights, write_weights
+from .upcycling import changed, largest_difference, only_adds
+from .upcycling import upcycle as upcycle_model
 
 
 logger = logging.get_logger(__name__)

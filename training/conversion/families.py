@@ -25,7 +25,8 @@ from transformers import (
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-from modeling_nlq.training.text import one_line
+
+from ..text import one_line
 
 
 class Part(NamedTuple):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.renaming import build
-from modeling_nlq.training.parameters import check_shapes
-from modeling_nlq.training.text import one_line
+
+from ..parameters import check_shapes
+from ..text import one_line
+from .families import FAMILIES
+from .renaming import build
 
 
 # `query_mode` there, `query_projection` here, and the parts that the rows of the fused `c_attn` are

@@ -28,10 +28,11 @@ from modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
-from modeling_nlq.training.conversion.families import FAMILIES, Family
-from modeling_nlq.training.conversion.upcycling import problems, restructure
-from modeling_nlq.training.parameters import check_parameters
-from modeling_nlq.training.text import one_line
+
+from ..parameters import check_parameters
+from ..text import one_line
+from .families import FAMILIES, Family
+from .upcycling import problems, restructure
 
 
 logger = logging.get_logger(__name__)

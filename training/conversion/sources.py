@@ -6,11 +6,11 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
-from modeling_nlq.training.conversion.renaming import classes_of
-from modeling_nlq.training.parameters import check_names
-from modeling_nlq.training.text import first_line
+from ..parameters import check_names
+from ..text import first_line
+from .families import FAMILIES
+from .paper import from_paper, read_checkpoint
+from .renaming import classes_of
 
 
 PAPER_CHECKPOINT = "ckpt.pt"

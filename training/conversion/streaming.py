@@ -21,9 +21,9 @@ from transformers.core_model_loading import rename_source_key, revert_weight_con
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from modeling_nlq.training.conversion.renaming import Origin, parameter_shapes
-from modeling_nlq.training.parameters import check_names, check_shapes
-from modeling_nlq.training.text import first_line
+from ..parameters import check_names, check_shapes
+from ..text import first_line
+from .renaming import Origin, parameter_shapes
 
 
 # The types of weights, as safetensors names them

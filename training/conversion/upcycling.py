@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.training.conversion.rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, refusal
-from modeling_nlq.training.files import check_keys
+
+from ..files import check_keys
+from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, refusal
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

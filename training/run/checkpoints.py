@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from modeling_nlq.training.files import STATE_FILE, differences, written_whole
-from modeling_nlq.training.models import config_differences
-from modeling_nlq.training.run.mirror import CHECKPOINT, wait_for_all
-from modeling_nlq.training.run.record import RunRecord, best_checkpoint
+from ..files import STATE_FILE, differences, written_whole
+from ..models import config_differences
+from .mirror import CHECKPOINT, wait_for_all
+from .record import RunRecord, best_checkpoint
 
 
 logger = logging.get_logger(__name__)

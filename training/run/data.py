@@ -13,10 +13,10 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_nlq.training.files import read_json, write_text, written_whole
-from modeling_nlq.training.run.documents import check_text, load_documents
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.tokenization import make_tokenizer
+from ..files import read_json, write_text, written_whole
+from .documents import check_text, load_documents
+from .recipe import Recipe
+from .tokenization import make_tokenizer
 
 
 # Says that the blocks beside it are complete

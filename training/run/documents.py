@@ -35,10 +35,10 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import DatasetCard
 from transformers.utils import logging
 
-from modeling_nlq.training.files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format
-from modeling_nlq.training.parameters import listed
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.text import first_line, root_cause
+from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format
+from ..parameters import listed
+from ..text import first_line, root_cause
+from .recipe import Recipe
 
 
 logger = logging.get_logger(__name__)

@@ -10,13 +10,13 @@ from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from modeling_nlq.training.files import data_format
-from modeling_nlq.training.models import limits_length, load_model
-from modeling_nlq.training.run.data import BlockCollator, make_blocks
-from modeling_nlq.training.run.documents import load_documents, local_fingerprint
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.trained_on import held_out_by, is_dataset_of, is_split_otherwise, read_trained_on, recipe_of
-from modeling_nlq.training.text import check_number
+from ..files import data_format
+from ..models import limits_length, load_model
+from ..text import check_number
+from .data import BlockCollator, make_blocks
+from .documents import load_documents, local_fingerprint
+from .recipe import Recipe
+from .trained_on import held_out_by, is_dataset_of, is_split_otherwise, read_trained_on, recipe_of
 
 
 logger = logging.get_logger(__name__)

@@ -3,8 +3,8 @@
 import torch
 from transformers import set_seed
 
-from modeling_nlq.training.models import limits_length, load_model
-from modeling_nlq.training.text import check_number
+from ..models import limits_length, load_model
+from ..text import check_number
 
 
 def generate_text(

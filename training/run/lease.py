@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.text import one_line
+from ..files import write_text
+from ..text import one_line
 
 
 if TYPE_CHECKING:

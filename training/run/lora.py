@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, Trainer
 
-from modeling_nlq.training.files import CARD_FILE, check_keys
-from modeling_nlq.training.text import one_line
+from ..files import CARD_FILE, check_keys
+from ..text import one_line
 
 
 ADAPTER_FOLDER = "adapter"

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from modeling_nlq.training.files import METRICS_FILE, RECIPE_FILE, STATE_FILE
-from modeling_nlq.training.storage import copy_file, files_below, remove_folder
+from ..files import METRICS_FILE, RECIPE_FILE, STATE_FILE
+from ..storage import copy_file, files_below, remove_folder
 
 
 # The names of a run's checkpoints begin so, and those of its log and of its progress end so

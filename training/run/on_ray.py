@@ -5,14 +5,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.files import RECIPE_FILE, is_taken
-from modeling_nlq.training.models import load_config
-from modeling_nlq.training.run.lease import alone_at
-from modeling_nlq.training.run.ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, share_batch
-from modeling_nlq.training.run.recipe import TRACKERS, ResolvedRecipe, check_recipe
-from modeling_nlq.training.run.shared_files import share_data, share_model
-from modeling_nlq.training.storage import check_writable, open_folder
-from modeling_nlq.training.text import bar_options
+from ..files import RECIPE_FILE, is_taken
+from ..models import load_config
+from ..storage import check_writable, open_folder
+from ..text import bar_options
+from .lease import alone_at
+from .ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, share_batch
+from .recipe import TRACKERS, ResolvedRecipe, check_recipe
+from .shared_files import share_data, share_model
 
 
 def train_on_ray(

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from modeling_nlq.training.files import METRICS_FILE, read_json, read_section
-from modeling_nlq.training.run.mirror import log_file
-from modeling_nlq.training.run.unattended import Order, RunFailed, RunIsLocked, progress_file, train_unattended
-from modeling_nlq.training.storage import open_folder, scratch_folder
-from modeling_nlq.training.text import first_line, one_line
+from ..files import METRICS_FILE, read_json, read_section
+from ..storage import open_folder, scratch_folder
+from ..text import first_line, one_line
+from .mirror import log_file
+from .unattended import Order, RunFailed, RunIsLocked, progress_file, train_unattended
 
 
 try:

@@ -15,13 +15,14 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
-from modeling_nlq.configuration import find
 from modeling_nlq.configuration_nlq import AUTOMATIC
-from modeling_nlq.training.files import YamlLoader, check_keys, read_section, read_yaml
-from modeling_nlq.training.models import added_parameters, is_saved_model, limits_length, load_config
-from modeling_nlq.training.parameters import freeze_all_but, shapes_of
-from modeling_nlq.training.run.lora import add_lora, make_lora_config
-from modeling_nlq.training.storage import is_address, open_folder
+
+from ...configuration import find
+from ..files import YamlLoader, check_keys, read_section, read_yaml
+from ..models import added_parameters, is_saved_model, limits_length, load_config
+from ..parameters import freeze_all_but, shapes_of
+from ..storage import is_address, open_folder
+from .lora import add_lora, make_lora_config
 
 
 # Bytes and end-of-text

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from datasets.fingerprint import Hasher
 from filelock import FileLock
 
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.run.data import prepare_data, save_blocks
-from modeling_nlq.training.run.documents import load_documents
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.storage import copy_file, copy_files, is_address, lock_file, open_folder, scratch_folder
+from ..files import write_text
+from ..storage import copy_file, copy_files, is_address, lock_file, open_folder, scratch_folder
+from .data import prepare_data, save_blocks
+from .documents import load_documents
+from .recipe import Recipe
 
 
 if TYPE_CHECKING:

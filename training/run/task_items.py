@@ -23,9 +23,9 @@ import numpy as np
 from datasets import Dataset
 from scipy.special import softmax
 
-from modeling_nlq.training.run.documents import load_documents
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.trained_on import read_trained_on
+from .documents import load_documents
+from .recipe import Recipe
+from .trained_on import read_trained_on
 
 
 CORPUS = "python-stdlib"

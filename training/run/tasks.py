@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from modeling_nlq.activations_nlq import did_you_mean
-from modeling_nlq.configuration import find, names
-from modeling_nlq.training.files import write_text
-from modeling_nlq.training.models import load_model
-from modeling_nlq.training.text import first_line, root_cause
+
+from ...configuration import find, names
+from ..files import write_text
+from ..models import load_model
+from ..text import first_line, root_cause
 
 
 # Metrics whose value by guessing is one over the number of choices; lm_eval's own begin with `acc`

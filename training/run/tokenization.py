@@ -6,9 +6,9 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from modeling_nlq.training.run.documents import check_text
-from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.text import first_line, root_cause
+from ..text import first_line, root_cause
+from .documents import check_text
+from .recipe import Recipe
 
 
 END_OF_TEXT = "<|endoftext|>"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modeling_nlq.training.files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
-from modeling_nlq.training.models import is_saved_model, read_record
-from modeling_nlq.training.run.documents import has_own_splits, local_fingerprint
-from modeling_nlq.training.run.recipe import Recipe
+from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
+from ..models import is_saved_model, read_record
+from .documents import has_own_splits, local_fingerprint
+from .recipe import Recipe
 
 
 # The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated

@@ -27,8 +27,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
-from modeling_nlq.training.card import base_model_of, render
-from modeling_nlq.training.files import (
+
+from ..card import base_model_of, render
+from ..files import (
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
@@ -44,13 +45,15 @@ from modeling_nlq.training.files import (
     write_yaml,
     written_whole,
 )
-from modeling_nlq.training.models import is_saved_model, load_config, read_conversion
-from modeling_nlq.training.parameters import Size, measure, size_of
-from modeling_nlq.training.run.checkpoints import checkpoint_to_resume
-from modeling_nlq.training.run.data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
-from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
-from modeling_nlq.training.run.lora import merge_lora
-from modeling_nlq.training.run.recipe import (
+from ..models import is_saved_model, load_config, read_conversion
+from ..parameters import Size, measure, size_of
+from ..storage import is_address
+from ..traces import without_folders
+from .checkpoints import checkpoint_to_resume
+from .data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
+from .evaluation import LanguageModelingMetrics, token_losses
+from .lora import merge_lora
+from .recipe import (
     ResolvedRecipe,
     check_recipe,
     emulated_bf16,
@@ -58,12 +61,10 @@ from modeling_nlq.training.run.recipe import (
     public_recipe,
     unused_rows,
 )
-from modeling_nlq.training.run.record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
-from modeling_nlq.training.run.stability import StabilityCallback
-from modeling_nlq.training.run.tokenization import check_vocabulary, vocabulary_size
-from modeling_nlq.training.run.trained_on import record_run
-from modeling_nlq.training.storage import is_address
-from modeling_nlq.training.traces import without_folders
+from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
+from .stability import StabilityCallback
+from .tokenization import check_vocabulary, vocabulary_size
+from .trained_on import record_run
 
 
 logger = logging.get_logger(__name__)
@@ -111,7 +112,7 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
     """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
     given = {option: value for option, value in options.items() if value is not None}
     if engine == "ray":
-        from modeling_nlq.training.run.on_ray import train_on_ray
+        from .on_ray import train_on_ray
 
         return train_on_ray(resolved, **given)
     if engine != "local":

@@ -23,14 +23,15 @@ from filelock import FileLock, Timeout
 from transformers import TrainerCallback
 
 import modeling_nlq
-from modeling_nlq.training.files import has_little_space, write_text
-from modeling_nlq.training.run.checkpoints import KeptCheckpoints
-from modeling_nlq.training.run.mirror import CHECKPOINT, LOG, PROGRESS, Mirror, log_file, wait_for_all
-from modeling_nlq.training.run.recipe import ResolvedRecipe, resolve_recipe
-from modeling_nlq.training.run.shared_files import local_data, local_model
-from modeling_nlq.training.run.trainer import train_recipe
-from modeling_nlq.training.storage import copy_file, is_address, lock_file, open_folder, scratch_folder
-from modeling_nlq.training.text import one_line
+
+from ..files import has_little_space, write_text
+from ..storage import copy_file, is_address, lock_file, open_folder, scratch_folder
+from ..text import one_line
+from .checkpoints import KeptCheckpoints
+from .mirror import CHECKPOINT, LOG, PROGRESS, Mirror, log_file, wait_for_all
+from .recipe import ResolvedRecipe, resolve_recipe
+from .shared_files import local_data, local_model
+from .trainer import train_recipe
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.files import ADAPTER
-from modeling_nlq.training.parameters import listed
+
+from ..files import ADAPTER
+from ..parameters import listed
 
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:

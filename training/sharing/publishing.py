@@ -30,10 +30,11 @@ from transformers import PreTrainedModel
 import modeling_nlq
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.card import converted_base, render
-from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
-from modeling_nlq.training.comparison.report import verdicts
-from modeling_nlq.training.files import (
+
+from ..card import converted_base, render
+from ..comparison.ladder_report import ladder_verdicts
+from ..comparison.report import verdicts
+from ..files import (
     ADAPTER,
     CARD_FILE,
     CONVERSION_FILE,
@@ -50,11 +51,11 @@ from modeling_nlq.training.files import (
     read_json,
     read_yaml,
 )
-from modeling_nlq.training.parameters import check_parameters, size_of
-from modeling_nlq.training.run.recipe import without_private
-from modeling_nlq.training.sharing.adapter import whole_modules, write_adapter
-from modeling_nlq.training.text import first_line, one_line
-from modeling_nlq.training.traces import check_for_traces, without_folders
+from ..parameters import check_parameters, size_of
+from ..run.recipe import without_private
+from ..text import first_line, one_line
+from ..traces import check_for_traces, without_folders
+from .adapter import whole_modules, write_adapter
 
 
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
