@@ -7,6 +7,7 @@ through slices that fit in the cache, the others never reach memory; `docs/bench
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
@@ -74,12 +75,8 @@ class _Loss(torch.autograd.Function):
         ctx.save_for_backward(gradient)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
-                "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
-            )
         (result,) = ctx.saved_tensors
         # Also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
         return result * gradient, None, None, None, None
@@ -95,6 +92,8 @@ def causal_lm_loss(
     **kwargs,
 ) -> torch.Tensor:
     """Transformers' `ForCausalLMLoss`, by its own code except on the CPU.
+
+    On the CPU it has no second derivative. Where one is needed, set `model.loss_function = ForCausalLMLoss`.
 
     Args:
         logits: `(batch, length, vocabulary)`.
