@@ -50,6 +50,7 @@ class TestCommandLine:
             (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
             (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
             (["train", "demo", "--set", "colour=blue"], ["'colour'"]),
+            (["train", "demo", "--set", "qk_norm=l2", "--set", "qk_norm=rms"], ["--set qk_norm is given twice"]),
             (["train", "demo", "--set", "num_attention_heads=5"], ["hidden_size=128", "num_attention_heads=5"]),
             (["train", "demo", "--model", "tiny-nonlinaer"], ["'tiny-nonlinaer'", "'tiny-nonlinear'"]),
             (["train", "demo", "--block_size", "512"], ["block_size=512", "max_position_embeddings=256"]),

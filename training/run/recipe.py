@@ -208,7 +208,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         The fields that were given; those of `--set` are a mapping under `"switches"`.
 
     Raises:
-        ValueError: for an unknown field, or a value that cannot be read.
+        ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
     """
     fields = _field_names(Recipe) | _field_names(TrainingArguments)
     parser = _make_parser()
@@ -221,16 +221,25 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if arguments.set:
-        overrides["switches"] = dict(map(parse_switch, arguments.set))
+        overrides["switches"] = read_switches(arguments.set)
     return overrides
 
 
-def parse_switch(text: str) -> tuple[str, Any]:
-    """Splits `switch=value` into name and value; the value is read as YAML."""
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise ValueError(f"--set {text!r} must have the form switch=value")
-    return name, None if value == "None" else yaml.load(value, Loader=YamlLoader)
+def read_switches(texts: list[str]) -> dict[str, Any]:
+    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML.
+
+    Raises:
+        ValueError: for a text of another form, or a switch that is given twice.
+    """
+    switches = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"--set {text!r} must have the form switch=value")
+        if name in switches:
+            raise ValueError(f"--set {name} is given twice")
+        switches[name] = None if value == "None" else yaml.load(value, Loader=YamlLoader)
+    return switches
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
