@@ -93,6 +93,12 @@ class TestCommandLine:
             (["train", "demo", "--num_train_epochs", "inf"], ["num_train_epochs=inf must be a finite number"]),
             (["train", "demo", "--per_device_train_batch_size", "0"], ["per_device_train_batch_size=0 must be at least 1"]),
             (["train", "demo", "--gradient_accumulation_steps", "0"], ["gradient_accumulation_steps=0"]),
+            (["train", "demo", "--label_smoothing_factor", "2"], ["label_smoothing_factor=2.0 must be between 0 and 1"]),
+            (["train", "demo", "--max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
+            (
+                ["train", "demo", "--eval_steps", "-5", "--logging_steps", "-6", "--save_steps", "-7"],
+                ["eval_steps=-5.0 must be at least 0", "logging_steps=-6.0", "save_steps=-7.0"],
+            ),
             (["params", "tiny-linear", "--context", "0"], ["context=0 must be at least 1"]),
             (["train", "demo", "--attn_implementation", "flash_attention_2"], ["FlashAttention2"]),
             (["train", "numbers.yaml"], ["numbers.yaml", "training"]),
