@@ -362,19 +362,10 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     print("\n".join(align(rows)))
 
 
-def _switches(texts: list[str]) -> dict:
-    from modeling_nlq.training.run.recipe import parse_switch
-
-    switches = [parse_switch(text) for text in texts]
-    names = [name for name, _ in switches]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--set {', '.join(twice)} is given twice")
-    return dict(switches)
-
-
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.conversion.renaming import LossyConversion
+    from modeling_nlq.training.run.recipe import read_switches
 
     try:
         done = convert(
@@ -382,7 +373,7 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
             arguments.target,
             to=arguments.to,
             upcycle=arguments.upcycle,
-            switches=_switches(arguments.set or []),
+            switches=read_switches(arguments.set or []),
             tokenizer=arguments.tokenizer,
             allow_lossy=arguments.allow_lossy,
             overwrite=arguments.overwrite,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from ..files import YamlLoader, check_keys, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import is_address, open_folder
+from ..text import check_number
 from .lora import add_lora, make_lora_config
 
 
@@ -32,6 +32,17 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
+# The least and the most of fields of `TrainingArguments` that Trainer takes with any value
+_RANGES = {
+    "per_device_train_batch_size": (1,),
+    "per_device_eval_batch_size": (1,),
+    "gradient_accumulation_steps": (1,),
+    "eval_steps": (0,),
+    "logging_steps": (0,),
+    "save_steps": (0,),
+    "max_grad_norm": (0,),
+    "label_smoothing_factor": (0, 1),
+}
 
 
 @dataclass
@@ -208,7 +219,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         The fields that were given; those of `--set` are a mapping under `"switches"`.
 
     Raises:
-        ValueError: for an unknown field, or a value that cannot be read.
+        ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
     """
     fields = _field_names(Recipe) | _field_names(TrainingArguments)
     parser = _make_parser()
@@ -221,16 +232,25 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if arguments.set:
-        overrides["switches"] = dict(map(parse_switch, arguments.set))
+        overrides["switches"] = read_switches(arguments.set)
     return overrides
 
 
-def parse_switch(text: str) -> tuple[str, Any]:
-    """Splits `switch=value` into name and value; the value is read as YAML."""
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise ValueError(f"--set {text!r} must have the form switch=value")
-    return name, None if value == "None" else yaml.load(value, Loader=YamlLoader)
+def read_switches(texts: list[str]) -> dict[str, Any]:
+    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML.
+
+    Raises:
+        ValueError: for a text of another form, or a switch that is given twice.
+    """
+    switches = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"--set {text!r} must have the form switch=value")
+        if name in switches:
+            raise ValueError(f"--set {name} is given twice")
+        switches[name] = None if value == "None" else yaml.load(value, Loader=YamlLoader)
+    return switches
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
@@ -382,13 +402,12 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
             f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
             "set one of them above 0"
         )
-    counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    conflicts += [f"{name}={value} must be at least 1" for name in counts if (value := getattr(arguments, name)) < 1]
-    conflicts += [
-        f"{name}={value} must be a finite number"
-        for name, value in vars(arguments).items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
+    for name, value in vars(arguments).items():
+        if isinstance(value, int | float):
+            try:
+                check_number(name, value, *_RANGES.get(name, ()))
+            except ValueError as error:
+                conflicts.append(str(error))
     if arguments.restore_callback_states_from_checkpoint:
         conflicts.append(
             "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
