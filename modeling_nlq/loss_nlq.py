@@ -7,7 +7,6 @@ through slices that fit in the cache, the others never reach memory; `docs/bench
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
@@ -50,6 +49,27 @@ def loss_in_slices(
 loss_and_gradient = Operation("loss", loss_in_slices)
 
 
+class _Once(torch.autograd.Function):
+    """Hands on a gradient, and raises where it is differentiated, as part of the graph of `anchor`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        raise RuntimeError(
+            "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
+            "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
+        )
+
+
 class _Loss(torch.autograd.Function):
     """The sum of the counted rows' negative log-likelihoods, divided by a count. It keeps its gradient instead of the logits.
 
@@ -60,9 +80,23 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        logits: torch.Tensor, targets: torch.Tensor, is_counted: torch.Tensor, count: torch.Tensor, has_backward: bool
+        logits: torch.Tensor,
+        anchor: torch.Tensor,
+        targets: torch.Tensor,
+        is_counted: torch.Tensor,
+        count: torch.Tensor,
+        has_backward: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens, vocabulary)`, `(tokens,)`, `(tokens,)` and a number -> a number, and the gradient of the logits."""
+        """Computes a number, and the gradient of the logits.
+
+        Args:
+            logits: `(tokens, vocabulary)`.
+            anchor: a number in the graph of the logits.
+            targets: `(tokens,)` token ids.
+            is_counted: `(tokens,)` booleans.
+            count: the number to divide by.
+            has_backward: whether the gradient is wanted.
+        """
         # Without any label the loss is NaN, and the gradient is 0, as PyTorch's
         weights = torch.where(is_counted, 1.0 / count, 0.0) if has_backward else None
         losses, gradient = loss_and_gradient(logits, targets, weights)
@@ -70,16 +104,14 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        _, gradient = output
-        ctx.mark_non_differentiable(gradient)
-        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1], inputs[1])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None]:
-        (result,) = ctx.saved_tensors
-        # Also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
-        return result * gradient, None, None, None, None
+    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None, None]:
+        result, anchor = ctx.saved_tensors
+        # A new tensor also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
+        return result * _Once.apply(gradient, anchor), None, None, None, None, None
 
 
 def causal_lm_loss(
@@ -93,7 +125,7 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """Transformers' `ForCausalLMLoss`, by its own code except on the CPU.
 
-    On the CPU it has no second derivative. Where one is needed, set `model.loss_function = ForCausalLMLoss`.
+    On the CPU it has no second derivative.
 
     Args:
         logits: `(batch, length, vocabulary)`.
@@ -124,5 +156,6 @@ def causal_lm_loss(
     count = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
     count = torch.as_tensor(count, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     has_backward = torch.is_grad_enabled() and logits.requires_grad
-    loss, _ = _Loss.apply(logits, targets.masked_fill(~is_counted, 0), is_counted, count, has_backward)
+    anchor = logits[:0].sum()
+    loss, _ = _Loss.apply(logits, anchor, targets.masked_fill(~is_counted, 0), is_counted, count, has_backward)
     return loss
