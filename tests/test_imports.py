@@ -21,14 +21,13 @@ FOLDERS = {
 
 # A module imports modules of lower rows only. Modules of one row do not know each other.
 MODEL_ROWS = (
+    ("kernels",),
     ("modeling_nlq",),
     ("continuous_batching_nlq",),
     ("backends_nlq",),
-    ("triton_nlq",),
-    ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),
-    ("one_query_nlq", "tiled_cpp_nlq"),
-    ("attention_nlq", "attention_projections_nlq", "operators_nlq", "triton_kernels_nlq"),
-    ("configuration_nlq", "triton_activations_nlq"),
+    ("flex_nlq", "linear_nlq", "tiled_nlq"),
+    ("attention_nlq", "attention_projections_nlq", "operators_nlq"),
+    ("configuration_nlq",),
     (
         "activations_nlq",
         "adapters_nlq",
@@ -40,8 +39,7 @@ MODEL_ROWS = (
         "projections_nlq",
         "rotary_nlq",
     ),
-    ("cpp_activations_nlq",),
-    ("cpp_nlq",),
+    ("operations_nlq",),
 )
 TRAINING_ROWS = (
     ("__main__",),
@@ -122,7 +120,7 @@ def check(name: str, path: Path, target: str, imported: str, is_relative: bool, 
         return "there is no such name"
     if imported.startswith("_") and not imported.startswith("__") and path.parent != known[target].parent:
         return "private names stay in their folder"
-    if name.endswith("_nlq") and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
+    if name.startswith("modeling_nlq.") and name.endswith("_nlq") and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
         return "a file of the model imports its neighbours only, and with one dot"
     if name == "modeling_nlq.configuration" and target != "modeling_nlq.activations_nlq":
         return "configuration/ does not know the model or training"
@@ -130,7 +128,8 @@ def check(name: str, path: Path, target: str, imported: str, is_relative: bool, 
         return "the functions for Python are above everything in training/"
     for prefix, rows in (("modeling_nlq", MODEL_ROWS), ("modeling_nlq.training", TRAINING_ROWS)):
         above, below = row_of(name, prefix, rows), row_of(target, prefix, rows)
-        is_same_folder = prefix == "modeling_nlq.training" and name.split(".")[2:3] == target.split(".")[2:3]
+        place = len(prefix.split("."))
+        is_same_folder = name.split(".")[place : place + 1] == target.split(".")[place : place + 1] and name != target
         if above is not None and below is not None and below <= above and not is_same_folder:
             return "imports go to lower rows"
     return None
@@ -172,6 +171,7 @@ WRONG = {
         "if TYPE_CHECKING:\n    pass\nelse:\n    from .backends_nlq import find_backend",
     ),
     "masks_import_backends": ("modeling_nlq/masking_nlq.py", "from .backends_nlq import find_backend"),
+    "backends_import_kernels": ("modeling_nlq/backends_nlq.py", "from .kernels.cpu.build import load"),
     "masks_import_the_model": ("modeling_nlq/masking_nlq.py", "from modeling_nlq import NLQForCausalLM"),
     "masks_import_the_package": ("modeling_nlq/masking_nlq.py", "from . import NLQForCausalLM"),
     "absolute_import": ("modeling_nlq/attention_nlq.py", "from modeling_nlq.masking_nlq import Visibility"),
