@@ -120,7 +120,8 @@ def check(name: str, path: Path, target: str, imported: str, is_relative: bool, 
         return "there is no such name"
     if imported.startswith("_") and not imported.startswith("__") and path.parent != known[target].parent:
         return "private names stay in their folder"
-    if name.startswith("modeling_nlq.") and name.endswith("_nlq") and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
+    is_of_model = re.fullmatch(r"modeling_nlq\.\w+_nlq", name)
+    if is_of_model and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
         return "a file of the model imports its neighbours only, and with one dot"
     if name == "modeling_nlq.configuration" and target != "modeling_nlq.activations_nlq":
         return "configuration/ does not know the model or training"
