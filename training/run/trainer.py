@@ -1,4 +1,4 @@
-"""`nlq train`: trains a recipe into a run folder, with all that is needed to load, judge and share the model."""
+"""Trains a recipe into a run folder, with all that is needed to load, judge and share the model."""
 
 import functools
 import itertools
@@ -57,7 +57,6 @@ from .recipe import (
     ResolvedRecipe,
     check_recipe,
     emulated_bf16,
-    load_recipe,
     public_recipe,
     unused_rows,
 )
@@ -75,51 +74,6 @@ _SHARES_OF_A_BATCH = ("gradient_accumulation_steps", "per_device_train_batch_siz
 
 # Blocks of the validation split on which attention is recorded while training
 _STABILITY_BLOCKS = 2
-
-
-def train(
-    recipe: str | Path,
-    *,
-    engine: str = "local",
-    workers: int | None = None,
-    cpus_per_worker: int | None = None,
-    gpus_per_worker: float | None = None,
-    max_retries: int | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
-
-    Args:
-        recipe: name of a shipped recipe, or a YAML file.
-        engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
-        workers, cpus_per_worker, gpus_per_worker, max_retries: of the engine `ray`, see `train_on_ray`.
-        overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
-            `switches`, a mapping of model switches.
-
-    Returns:
-        The metrics that `metrics.json` in the run folder holds.
-
-    Raises:
-        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder that holds
-            another run.
-        ChildProcessError: if the run failed on the engine `ray`.
-    """
-    options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    return train_with(engine, load_recipe(recipe, overrides), max_retries=max_retries, **options)
-
-
-def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:
-    """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
-    given = {option: value for option, value in options.items() if value is not None}
-    if engine == "ray":
-        from .on_ray import train_on_ray
-
-        return train_on_ray(resolved, **given)
-    if engine != "local":
-        raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
-    if given:
-        raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    return train_recipe(resolved)
 
 
 def train_recipe(

@@ -12,6 +12,7 @@ from support.runs import interrupt, logged_losses
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training import train
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
@@ -19,7 +20,7 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.recipe import Recipe, load_recipe
-from modeling_nlq.training.run.trainer import train, train_recipe
+from modeling_nlq.training.run.trainer import train_recipe
 from nlq import main
 
 

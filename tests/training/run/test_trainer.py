@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq.configuration import find
-from modeling_nlq.training import files
-from modeling_nlq.training.run.trainer import train
+from modeling_nlq.training import files, train
 from nlq import main
 
 
