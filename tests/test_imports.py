@@ -6,9 +6,13 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 
 
@@ -260,3 +264,33 @@ def test_configuration_imports_no_kernels(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["activations_nlq", "cache_nlq", "configuration_nlq", "projections_nlq"]
+
+
+def base_distributions() -> set[str]:
+    """The names of the distributions that an installation without extras brings."""
+    waiting = [*map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])]
+    done = set()
+    while waiting:
+        requirement = waiting.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset({"", *requirement.extras})
+        if (name, extras) not in done:
+            done.add((name, extras))
+            found = map(Requirement, metadata.requires(name) or [])
+            waiting += [each for each in found if not each.marker or any(each.marker.evaluate({"extra": x}) for x in extras)]
+    return {name for name, _ in done}
+
+
+def test_every_module_imports_with_the_base_dependencies_only():
+    """Everything else is blocked that is installed here, and Triton, which only some builds of PyTorch bring."""
+    needed = {*base_distributions(), "modeling-nlq"}
+    installed = metadata.packages_distributions()
+    blocked = {"triton", *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names)))}
+    names = [name for name in modules(ROOT) if not name.endswith(".__main__")]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(blocked)}))\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from ..models import load_config
 from ..storage import check_writable, open_folder
 from ..text import bar_options
 from .lease import alone_at
-from .ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, share_batch
+from .ray_jobs import RayJobs, Resources, connected_to_ray, default_cpus, order_for_ray, require_ray, share_batch
 from .recipe import TRACKERS, ResolvedRecipe, check_recipe
 from .shared_files import share_data, share_model
 
@@ -38,10 +38,12 @@ def train_on_ray(
         The content of `metrics.json` in the run folder.
 
     Raises:
+        ImportError: if Ray is not installed.
         ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder that cannot
             be written or holds something else.
         ChildProcessError: if the run failed.
     """
+    require_ray()
     arguments = resolved.training_arguments
     if cpus_per_worker is None:
         cpus_per_worker = default_cpus(workers, gpus_per_worker) if workers == 1 else 1
