@@ -6,7 +6,6 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..files import RECIPE_FILE, is_taken
-from ..models import load_config
 from ..storage import check_writable, open_folder
 from ..text import bar_options
 from .lease import alone_at
@@ -54,7 +53,7 @@ def train_on_ray(
         raise ValueError(
             "resume_from_checkpoint: the engine 'ray' goes on from the run's own checkpoints; use the engine 'local'"
         )
-    check_recipe(resolved, load_config(resolved.recipe.model, resolved.switches))
+    check_recipe(resolved)
     share_batch(resolved.given, workers)
     folder = open_folder(arguments.output_dir)
     if not isinstance(folder, Path) and is_taken(folder) and not (folder / RECIPE_FILE).is_file():

@@ -1,5 +1,6 @@
 """Trains a recipe into a run folder, with all that is needed to load, judge and share the model."""
 
+import copy
 import functools
 import itertools
 import json
@@ -45,7 +46,7 @@ from ..files import (
     write_yaml,
     written_whole,
 )
-from ..models import is_saved_model, load_config, read_conversion
+from ..models import is_saved_model
 from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
@@ -104,18 +105,17 @@ def train_recipe(
         raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
     folder = Path(arguments.output_dir)
     is_main_process = arguments.process_index == 0
-    config = load_config(recipe.model, resolved.switches)
-    check_recipe(resolved, config)
+    check_recipe(resolved)
     with arguments.main_process_first(local=False):
         _claim_run_folder(folder, resolved.given, arguments.world_size, is_main_process)
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return read_json(folder / METRICS_FILE)
     if is_main_process:
-        for warning in filter(None, (unused_rows(recipe, config), emulated_bf16(vars(arguments)))):
+        for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
             logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.choose_trained)
+    size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run, begin_with)
@@ -209,7 +209,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         trainer.add_callback(callback)
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
         logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
-    conversion = read_conversion(recipe.model) if recipe.trainable == "new" else None
+    conversion = resolved.conversion if recipe.trainable == "new" else None
     return _Run(resolved, trainer, record, blocks, fingerprint, size, conversion)
 
 
@@ -222,7 +222,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
     recipe = resolved.recipe
-    config = load_config(recipe.model, resolved.switches)
+    config = copy.deepcopy(resolved.config)
     check_vocabulary(tokenizer, recipe.tokenizer, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -240,7 +240,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
             f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    return recipe.choose_trained(_name_loss(model))
+    return resolved.choose_trained(_name_loss(model))
 
 
 def _name_loss(model: PreTrainedModel) -> PreTrainedModel:
