@@ -51,7 +51,15 @@ from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
 from .checkpoints import checkpoint_to_resume
-from .data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
+from .data import (
+    BlockCollator,
+    Blocks,
+    check_restart,
+    check_vocabulary,
+    prepare_data,
+    unigram_perplexity,
+    vocabulary_size,
+)
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .recipe import (
@@ -63,7 +71,6 @@ from .recipe import (
 )
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .stability import StabilityCallback
-from .tokenization import check_vocabulary, vocabulary_size
 from .trained_on import record_run
 
 
