@@ -273,7 +273,7 @@ def _try(variant: Variant, folder: str) -> float:
     tokens = torch.randint(config.vocab_size, (batch_size, recipe.block_size))
     stopwatch = _Stopwatch()
     trainer = Trainer(
-        model=recipe.choose_trained(model),
+        model=resolved.choose_trained(model),
         args=arguments,
         train_dataset=[{"input_ids": row} for row in tokens.numpy()] * 256,
         data_collator=BlockCollator(end_of_text=0, restart=recipe.packing == "documents"),

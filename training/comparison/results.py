@@ -20,7 +20,7 @@ def run_folder(folder: Path, run: Run) -> Path:
 
 
 class FinishedRuns:
-    """The metrics of the finished runs in the folder of a comparison. Those of a run are read once.
+    """The finished runs in the folder of a comparison. The metrics of a run are read once, and a step of a search is made once.
 
     Attributes:
         folder: the folder of the comparison, or an address (see `storage`).
@@ -29,6 +29,7 @@ class FinishedRuns:
     def __init__(self, folder: Path):
         self.folder = folder
         self._metrics: dict[Run, dict[str, Any]] = {}
+        self._losses: dict[tuple, dict[float, float]] = {}  # of each search, as far as it is
 
     def metrics(self, run: Run) -> dict[str, Any] | None:
         """The metrics of a run; `None` if it is not finished."""
@@ -48,12 +49,13 @@ class FinishedRuns:
         return [self._tune(comparison, model, seeds) for seeds in comparison.groups] if comparison.has_choice(model) else []
 
     def _tune(self, comparison: Comparison, model: str, seeds: list[int]) -> "Tuning":
-        """Goes through the search of a group as it went, with the losses of the finished runs."""
-        rates, losses = comparison.variants[model].rates_of(seeds), {}
+        """Goes on with the search of a group from where it was when last asked for, with the losses of the finished runs."""
+        rates = comparison.variants[model].rates_of(seeds)
+        losses = self._losses.setdefault((model, rates, *seeds), {})
         while next_rates := rates.next(losses):
             runs = [run for rate in next_rates for run in comparison.trials(model, rate, seeds)]
             if ready := [run for run in runs if self.metrics(run) is None]:
-                return Tuning(seeds, losses, ready)
+                return Tuning(seeds, dict(losses), ready)
             for rate in next_rates:
                 found = [self.metrics(run) for run in comparison.trials(model, rate, seeds)]
                 losses[rate] = math.inf if any(map(_has_diverged, found)) else statistics.fmean(m["eval_loss"] for m in found)
@@ -102,6 +104,7 @@ class FinishedRuns:
         runs += [
             run
             for tuning in self.tunings(comparison, model)
+            if tuning.ready
             for rate in comparison.variants[model].rates_of(tuning.seeds).next(tuning.losses)
             for run in comparison.trials(model, rate, tuning.seeds)
         ]

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--cpus-per-worker", "--cpus_per_worker", type=int, help="with --engine ray; by default 1")
     command.add_argument("--gpus-per-worker", "--gpus_per_worker", type=float, help="with --engine ray; by default 0")
     _add_max_retries(command)
-    command.set_defaults(run=_train, module="run.trainer")
+    command.set_defaults(run=_train, module="engines")
 
     command = _add_listing_parser(
         commands,
@@ -225,8 +225,8 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
 
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
+    from modeling_nlq.training.engines import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
-    from modeling_nlq.training.run.trainer import train_with
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")

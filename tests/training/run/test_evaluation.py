@@ -12,12 +12,12 @@ from support.corpora import write_documents
 from transformers import EvalPrediction
 from transformers.utils import logging
 
+from modeling_nlq.training import train
 from modeling_nlq.training.run import evaluation
 from modeling_nlq.training.run.documents import local_fingerprint
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.trained_on import read_trained_on, record_run
-from modeling_nlq.training.run.trainer import train
 from nlq import main
 
 
