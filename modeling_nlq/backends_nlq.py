@@ -190,7 +190,7 @@ _flash_attention = AttentionBackend(
 _other = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
-# The installed package adds the rows of `kernels/`
+# The installed package adds others
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(eager_attention_forward, _always, weights="returned"),
     PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, weights="returned", is_paged=True),

@@ -295,3 +295,15 @@ def test_every_module_imports_with_the_base_dependencies_only():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_import_starts_nothing():
+    """Importing the package compiles nothing, starts no CUDA, and imports no kernel for Triton."""
+    script = (
+        "import subprocess, sys\n"
+        "subprocess.run = subprocess.Popen = None\n"
+        "import modeling_nlq, torch\n"
+        "print(torch.cuda.is_initialized(), [name for name in sys.modules if name.startswith('modeling_nlq.kernels.triton')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "[]"], done.stderr

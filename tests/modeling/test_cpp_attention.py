@@ -35,7 +35,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 from modeling_nlq.kernels.cpu import operators
 from modeling_nlq.kernels.cpu.operators import ACTIVATIONS, attention_forward
 from modeling_nlq.masking_nlq import read_mask
@@ -342,7 +341,7 @@ class TestTransforms:
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("fresh_compiler")
-    def test_compiled(self, cpp_passes):
+    def test_compiled(self, cpp_allowed):
         layout = LAYOUTS["padded_window_after_cache"]
         states = layout.states(torch.float32, 8)
         compiled = torch.compile(cpp_or_tiled, fullgraph=True)
@@ -352,9 +351,6 @@ class TestTransforms:
         if not cpp_allowed:
             pytest.skip("needs a C++ compiler")
         states = [torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3)]
-        counts = []
-        for function, name in ((attention_forward, "softmax"), (sdpa_with_sink_forward, "softmax")):
-            with FlopCounterMode(display=False) as mode:
-                function(layer(name), *states, None, scaling=SCALING)[0].sum().backward()
-            counts.append(mode.get_total_flops())
-        assert counts[0] == counts[1] > 0
+        with FlopCounterMode(display=False) as mode:
+            attention_forward(layer("softmax"), *states, None, scaling=SCALING)[0].sum().backward()
+        assert mode.get_total_flops() == 3.5 * 4 * 2 * 64 * 64 * 8  # two products, and five in backward

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, activations_nlq
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS
-from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent
@@ -163,37 +163,56 @@ def test_sparse_model_where_its_package_is_missing(tmp_path):
         assert torch.equal(again(inputs).logits, model(inputs).logits)
 
 
-KERNELS = """
+def test_published_folder_is_plain_pytorch(tmp_path):
+    NLQForCausalLM(tiny_config(attention_activation="squared")).save_pretrained(tmp_path)
+    files = {path.name: path.read_text() for path in tmp_path.glob("**/*.py")}
+    assert set(files) == {path.name for path in Path(modeling_nlq.__file__).parent.glob("*_nlq.py")}
+    assert not list(tmp_path.glob("**/*.cpp")) + list(tmp_path.glob("**/*.h"))
+    for name, text in files.items():
+        found = re.findall(r"triton|#include|subprocess|ctypes|from \.+kernels|adasplash|import fla|from fla", text)
+        assert not found, (name, found)
+
+
+BOTH = """
 import sys
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-folder, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation="nlq_triton").eval()
-inputs = torch.arange(12).reshape(2, 6)
-try:
-    torch.save(model(inputs).logits.detach(), out)
-except ValueError as error:
-    assert "nlq_triton' (layer 0) needs the package triton: pip install triton" in str(error), error
-    model.set_attn_implementation("nlq")
-    torch.save(model(inputs).logits.detach(), out)
-    sys.exit(3)
+folder, order = sys.argv[1:]
+
+
+def remote():
+    return get_class_from_dynamic_module("modeling_nlq.NLQForCausalLM", folder)
+
+
+def package():
+    from modeling_nlq import NLQForCausalLM
+
+    return NLQForCausalLM
+
+
+inputs, logits = torch.arange(12).reshape(2, 6), []
+for load in (remote, package) if order == "remote" else (package, remote):
+    model = load().from_pretrained(folder).eval()
+    model.train()(inputs, labels=inputs).loss.backward()
+    logits.append(model.eval()(inputs).logits)
+torch.testing.assert_close(*logits)
+kernels = {name: sys.modules[name].used_kernels() for name in sys.modules if name.endswith("operations_nlq")}
+(of_package,) = [used for name, used in kernels.items() if name.startswith("modeling_nlq.")]
+(of_folder,) = [used for name, used in kernels.items() if name.startswith("transformers_modules.")]
+assert of_folder == {"attention": ["nlq_tiled"], "loss": ["pytorch"]}, of_folder
+print(of_package)
 """
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("has_triton", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["triton", "no_triton"])
 @pytest.mark.slow
-def test_kernels_travel_with_the_model(has_triton, tmp_path):
-    """Without Triton everything else works, and an error says what the kernels need."""
-    model = NLQForCausalLM(tiny_config(attention_activation="squared")).eval()
-    model.save_pretrained(tmp_path / "saved")
-    script = WITHOUT_THIS_PACKAGE + ("" if has_triton else "sys.modules['triton'] = None\n") + KERNELS
-    done = run_python(script, tmp_path / "saved", tmp_path / "logits.pt", cache=tmp_path, TRITON_INTERPRET="1")
-    assert done.returncode == (0 if has_triton else 3), done.stderr
-    with torch.no_grad():
-        expected = model(torch.arange(12).reshape(2, 6)).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
+@pytest.mark.parametrize("order", ["remote", "package"])
+def test_kernels_stay_in_the_package(order, tmp_path):
+    """Beside the package, and in both orders of import, a model of the folder computes by PyTorch."""
+    NLQForCausalLM(tiny_config(attention_activation="squared")).save_pretrained(tmp_path / "saved")
+    done = run_python(BOTH, tmp_path / "saved", order, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
 
 
 REVISIONS = """

@@ -151,7 +151,9 @@ def test_every_function_is_compiled():
 
 def test_importable_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    specification = importlib.util.spec_from_file_location("modeling_nlq.without_triton", triton_activations.__file__)
+    specification = importlib.util.spec_from_file_location(
+        "modeling_nlq.kernels.triton.without_triton", triton_activations.__file__
+    )
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert set(module.TRITON_BODIES) == set(TRITON_BODIES)
