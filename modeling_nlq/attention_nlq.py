@@ -75,6 +75,7 @@ def attention_weights(
     activation: AttentionActivation,
     normalization: str,
     sink: torch.Tensor | None = None,
+    may_overflow: bool = False,
 ) -> torch.Tensor:
     """Computes the attention weights of any activation, in at least float32.
 
@@ -85,6 +86,7 @@ def attention_weights(
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
+        may_overflow: whether sums of weights that float32 cannot hold may give weights that are not finite, which is faster.
 
     Returns:
         Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0. A sum counts as 0
@@ -113,7 +115,7 @@ def attention_weights(
     scores = _hide(scores, visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - log_count
-    if normalization == "sum" and activation.is_homogeneous and scores.numel():
+    if normalization == "sum" and activation.is_homogeneous and scores.numel() and not may_overflow:
         scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
     weights = _hide(activation.function(scores), visible, 0.0)
     if normalization == "sum":
@@ -137,6 +139,8 @@ def one_query_by_pytorch(
 ) -> torch.Tensor:
     """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
 
+    Where the sum of the weights overflows, the output is not finite (`tiled_nlq.attend_in_scale` calls it again).
+
     Args:
         module, attention_mask, scaling: as in `eager_attention_forward`.
         query: `(batch, heads, 1, head_dim)`.
@@ -152,7 +156,8 @@ def one_query_by_pytorch(
     by_group = (batch, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(query.reshape(by_group), key.transpose(2, 3)).view(batch, heads, 1, key.shape[2])
     scores = scores.to(_at_least_float32(scores)) * scaling
-    weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
+    options = (module.activation, module.normalization, module.sink)
+    weights = attention_weights(scores, visible, visible_count, *options, may_overflow=True)
     output = torch.matmul(weights.to(query.dtype).view(*by_group[:3], key.shape[2]), value)
     return output.view(batch, 1, heads, head_dim).to(dtype)
 
