@@ -20,7 +20,6 @@ from .tables import losses_by_rate
 
 
 _GREY = "#555555"
-_BEYOND = {"facecolor": "#EEEEEE", "edgecolor": "none", "zorder": -1}
 
 
 def draw_losses(ladder: dict[str, Any]) -> Figure | None:
@@ -34,13 +33,10 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     others = []
     for name, found in trend["laws"].items():
         flops, values, low, high = (np.array(column, dtype=float) for column in zip(*found["curve"]))
-        largest = max(_flops(ladder, scale, name) for scale in found["residuals"])
-        is_near, is_far = flops <= largest * (1 + 1e-9), flops >= largest * (1 - 1e-9)
         colour = styles[name]["color"]
         axes.fill_between(flops, low, high, **{**NOISE, "color": colour, "alpha": 0.12})
         line = {"color": colour, "linewidth": 1.2 if name == ladder["baseline"] else 0.8, "zorder": 1}
-        axes.plot(flops[is_near], values[is_near], **line)
-        axes.plot(flops[is_far], values[is_far], linestyle="--", **line)
+        axes.plot(flops, values, **line)
     if law:
         line = {"color": BASELINE["color"], "linewidth": 1.2}
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
@@ -57,8 +53,6 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
         if points:
             axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.6})
     _scale_compute(axes, ladder)
-    if trend["laws"]:
-        _mark_extrapolation(axes, [_flops(ladder, scale, name) for scale in trend["flops"] for name in styles])
     axes.grid(alpha=0.25)
     axes.set_ylabel("test loss (nats per token)")
     axes.set_title(f"{ladder['name']}: loss over compute, every seed", parse_math=False)
@@ -117,7 +111,7 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
 
 
 def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
-    """Improvement of the test loss over compute, and its extrapolation, which is hollow and dashed."""
+    """Improvement of the test loss over compute."""
     trend, styles = ladder["trend"], _ladder_styles(ladder)
     steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
     if not any(step["improvement"] is not None for found in steps.values() for step in found):
@@ -132,8 +126,7 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
         axes.fill_between(places, -floor, floor, **NOISE)
         values += [*floor, *-floor]
     is_any_open = False
-    dodged = _dodge_models(ladder, list(steps))
-    for name, places in dodged.items():
+    for name, places in _dodge_models(ladder, list(steps)).items():
         style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
         line = [(place, step["improvement"]) for place, step in zip(places, steps[name]) if step["improvement"] is not None]
         if line:
@@ -143,17 +136,7 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
                 cross = {"marker": "X", "markerfacecolor": "white"} if step["improvement_interval"] is None else {}
                 values += _add_interval(axes, place, step["improvement"], step["improvement_interval"], {**style, **cross})
                 is_any_open |= bool(cross)
-        if further := trend["models"][name]["extrapolation"]:
-            place = further["flops"] * places[-1] / _flops(ladder, list(trend["flops"])[-1], name)
-            dashed = {**style, "linestyle": "--", "linewidth": 1, "marker": None, "alpha": 0.5}
-            top = list(trend["flops"].values())[-1]
-            start = further["improvement"] - trend["models"][name]["slope"] * np.log10(further["flops"] / top)
-            axes.plot([places[-1], place], [start, further["improvement"]], **dashed)
-            hollow = {**style, "markerfacecolor": "white", "linewidth": 1, "alpha": 0.7}
-            values += _add_interval(axes, place, further["improvement"], further["improvement_interval"], hollow)
     _scale_compute(axes, ladder)
-    if any(model["extrapolation"] for model in trend["models"].values()):
-        _mark_extrapolation(axes, [place for found in dodged.values() for place in found])
     scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{ladder['name']}: improvement over {ladder['baseline']}; up is better", parse_math=False)
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="X", markerfacecolor="white", label="no interval")
@@ -276,15 +259,6 @@ def _add_interval(
     low, high = interval or (value, value)
     axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3 if interval else 0, **style)
     return [low, value, high]
-
-
-def _mark_extrapolation(axes: Axes, places: list[float]) -> None:
-    """Shades what lies beyond all measured places."""
-    left, right = axes.get_xlim()
-    axes.axvspan(1.1 * max(places), right, **_BEYOND)
-    axes.set_xlim(left, right)
-    style = {"ha": "right", "va": "top", "fontsize": 9, "color": _GREY, "style": "italic"}
-    axes.text(0.985, 0.975, "extrapolated", transform=axes.transAxes, **style)
 
 
 def _scale_compute(axes: Axes, ladder: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ from .report import (
     write_figures,
 )
 from .tables import number, p_value, provenance, rate_rows, run_rows, summary_rows, task_rows
-from .trend import HOLDING_SHARE
 from .wording import (
     first_warning_sentences,
     outcome_sentence,
@@ -35,9 +34,7 @@ from .wording import (
 TEMPLATE = "ladder.html.jinja"
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
-    "better. The slope is that of a line through the scales. Holm p is that of the slope, and for a trend that holds, that of "
-    "a change by half of the improvement. The last column extrapolates the line by one decade of compute beyond the largest "
-    "scale; it needs three scales, and a line that meets the interval of the largest. It is no measurement."
+    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
 )
 _DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
 _MULTIPLIERS_CAPTION = (
@@ -48,8 +45,8 @@ _MULTIPLIERS_CAPTION = (
 _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
     "losses": (
         "Loss over compute",
-        "Test loss of every run. Lines are laws of compute with their bands, dashed where they are extrapolated. If there is "
-        "no law, they join means over the seeds.",
+        "Test loss of every run. Lines are laws of compute with their bands. If there is no law, they join means over the "
+        "seeds.",
         draw_losses,
     ),
     "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
@@ -96,6 +93,7 @@ def write_ladder_report(results: dict[str, Any], folder: Path) -> None:
         multipliers=multipliers,
         multipliers_caption=_MULTIPLIERS_CAPTION,
         protocol=trend_protocol(results),
+        last=law_sentence(results),
         scales=[{"name": scale, "cost": _cost(found), **parts_of_page(found)} for scale, found in results["scales"].items()],
     )
     write_text(folder / "report.html", page)
@@ -107,7 +105,7 @@ def describe_ladder(results: dict[str, Any]) -> str:
     lines = [f"warning: {text}" for text in _warnings_of(results["scales"], first_warning_sentences)]
     lines += align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     lines += [top_sentence(results), trend_sentence(results)]
-    return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results))])
+    return "\n".join([*lines, *(f"warning: {text}" for text in ladder_warnings(results)), law_sentence(results)])
 
 
 def ladder_verdicts(results: dict[str, Any], model: str | None = None, scale: str | None = None, run: str | None = None) -> str:
@@ -144,7 +142,7 @@ def top_sentence(results: dict[str, Any]) -> str:
 
 def trend_sentence(results: dict[str, Any]) -> str:
     """The verdicts of the trend in one line."""
-    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "holds", "shrinks", "cannot tell")}
+    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
     for name, trend in results["trend"]["models"].items():
         verdicts[trend["verdict"]].append(name)
     found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
@@ -158,8 +156,19 @@ def _warnings_of(scales: dict[str, dict[str, Any]], sentences: Callable[[dict[st
 
 def ladder_warnings(results: dict[str, Any]) -> list[str]:
     """The limits of the outcome that stand after it: those of each scale, and of the trend."""
-    notes = [results["trend"]["law_note"], results["trend"]["multiplier_note"]]
-    return [*_warnings_of(results["scales"], warning_sentences), *filter(None, notes)]
+    note = results["trend"]["multiplier_note"]
+    return [*_warnings_of(results["scales"], warning_sentences), *([note] if note else [])]
+
+
+def law_sentence(results: dict[str, Any]) -> str:
+    """The baseline's law of compute, or why there is none."""
+    law = results["trend"]["law"]
+    if law is None:
+        return results["trend"]["law_note"]
+    return (
+        f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
+        f"C^-{law['exponent']:.3f}."
+    )
 
 
 def trend_protocol(results: dict[str, Any]) -> list[str]:
@@ -175,8 +184,7 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
         if not tested
         else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
         f"compute. Grows and shrinks mean that it differs from 0: a p below {trend['alpha']:g}, corrected for {tested} models "
-        f"by Holm's method. Holds means that its change over the ladder is less than {HOLDING_SHARE:g} of the improvement at "
-        "the largest scale, by two one-sided tests with the same correction.",
+        "by Holm's method.",
         *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
     trunks: dict[str, list[str]] = {}
@@ -189,19 +197,13 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
             f"Some runs begin with others: {begun}. Scales that share a trunk in this way share noise, and do not count as "
             "independent."
         )
-    if law := trend["law"]:
-        sentences.append(
-            f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
-            f"C^-{law['exponent']:.3f}."
-        )
     return sentences
 
 
 def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model: improvement at each scale, slope, verdict, and the extrapolation."""
+    """A row for each model: improvement at each scale, slope and verdict."""
     rows = []
     for name, trend in results["trend"]["models"].items():
-        beyond = trend["extrapolation"] or {}
         rows.append(
             {
                 "model": name,
@@ -210,9 +212,8 @@ def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                     for scale, step in trend["steps"].items()
                 },
                 "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
-                "Holm p": p_value(trend["holm_holding_p" if trend["verdict"] == "holds" else "holm_p"]),
+                "Holm p": p_value(trend["holm_p"]),
                 "trend": trend["verdict"],
-                "extrapolated (%)": _with_interval(beyond.get("improvement"), beyond.get("improvement_interval"), "+.2f"),
             }
         )
     return rows
@@ -308,5 +309,6 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
         markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)[1]).items()]),
+        law_sentence(results),
     ]
     return "\n\n".join(parts) + "\n"

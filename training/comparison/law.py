@@ -17,9 +17,6 @@ from .noise import Estimate, Interval, add_means, merge_groups
 # For E, a and b, and one that can show how well they describe the losses.
 SCALES_OF_A_LAW = 4
 
-# In decades of compute beyond the ladder. Nothing is read from a curve, or from a line, farther out.
-REACH = 1.0
-
 # Losses do not follow the law if they are so far from it in fewer than one of 20 ladders that do.
 MISFIT = 0.05
 
@@ -42,7 +39,7 @@ class Law:
         coefficient_interval: (low, high).
         exponent_interval: (low, high), cut at 0.
         residuals: by scale, the model's mean loss minus the law, in nats.
-        curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to `REACH` decades beyond the largest.
+        curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to the largest.
     """
 
     irreducible_loss: float
@@ -125,9 +122,7 @@ class Fit:
         irreducible, exponents = interval(floor, (1.0, 0.0, 0.0)), interval(exponent, (0.0, 0.0, 1.0))
         coefficients = interval(log_coefficient, (0.0, 1.0, self.middle))
         curve = []
-        first, last = self.log_flops[[0, -1]]
-        # The largest scale is one of the points; beyond it the law is an extrapolation
-        for place in [*np.linspace(first, last, 20), *np.linspace(last, last + REACH * math.log(10), 11)[1:]]:
+        for place in np.linspace(*self.log_flops[[0, -1]], 20):
             loss = float(self._loss(self.parameters, place))
             ends = interval(math.log(loss), self._jacobian(self.parameters, np.array([place]))[0])
             curve.append((math.exp(place), loss, *((None, None) if ends is None else map(_exp, ends))))

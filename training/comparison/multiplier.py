@@ -10,9 +10,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .law import REACH
 from .noise import Interval, add_means, merge_groups
 
+
+# In decades of compute beyond the ladder. Nothing is read from the curve farther out.
+REACH = 1.0
 
 # Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two scales
 _STEP = 1e-5

@@ -25,15 +25,11 @@ class Estimate:
     standard_error: float
     degrees_of_freedom: float
 
-    def p_positive(self) -> float:
-        """The one-sided p-value of a sum of 0 or less; without any noise its limit, 0 or 1."""
-        if self.standard_error <= _ROUNDING:
-            return float(self.value <= _ROUNDING)
-        return float(special.stdtr(self.degrees_of_freedom, -self.value / self.standard_error))
-
     def p(self) -> float:
-        """The two-sided p-value of a sum of 0."""
-        return min(1.0, 2 * Estimate(abs(self.value), self.standard_error, self.degrees_of_freedom).p_positive())
+        """The two-sided p-value of a sum of 0; without any noise its limit, 0 or 1."""
+        if self.standard_error <= _ROUNDING:
+            return float(abs(self.value) <= _ROUNDING)
+        return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """The two-sided t interval."""

@@ -228,6 +228,7 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
         first_warnings=first_warning_sentences(results),
         warnings=warning_sentences(results),
         corpus=provenance(results),
+        last="",
         **parts_of_page(results),
     )
 

@@ -5,8 +5,8 @@ one scale saw the same tokens, so they are paired; seeds of different scales are
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-its value on that line a decade further, and to first order the compute multiplier. So `noise.add_means` gives all tests and
-intervals. `benchmarks/trend.py` measures how often they err.
+and to first order the compute multiplier. So `noise.add_means` gives all tests and intervals. `benchmarks/trend.py` measures
+how often they err.
 """
 
 import itertools
@@ -17,17 +17,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .law import REACH, Fit, Law
+from .law import Fit, Law
 from .multiplier import LossCurve
-from .noise import Estimate, Interval, add_means, merge_groups
+from .noise import Interval, add_means, merge_groups
 from .statistics import holm
-
-
-# An improvement holds if its change over the whole ladder is shown to be below this share of the improvement at the top.
-HOLDING_SHARE = 0.5
-
-# A line through two points says nothing about a third.
-SCALES_OF_AN_EXTRAPOLATION = 3
 
 
 @dataclass(frozen=True)
@@ -86,21 +79,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Extrapolation:
-    """The improvement of a model `REACH` decades beyond the largest scale, if its line went on: no measurement.
-
-    Attributes:
-        flops: of a run of the baseline.
-        improvement: percent of the baseline's loss.
-        improvement_interval: (low, high), for the noise of the seeds; a line that bends may miss it.
-    """
-
-    flops: float
-    improvement: float
-    improvement_interval: Interval
-
-
-@dataclass(frozen=True)
 class ModelTrend:
     """How the improvement of a model changes with compute.
 
@@ -108,17 +86,13 @@ class ModelTrend:
     if it falls further behind. `meaning` tells these apart.
 
     Attributes:
-        verdict: "grows", "shrinks", "holds" or "cannot tell".
+        verdict: "grows", "shrinks" or "cannot tell".
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
         steps: by scale, in order of compute.
         slope: of the least-squares line through the improvements, percent of the loss per decade of compute.
         slope_interval: (low, high).
         p: two-sided, of a slope of 0.
         holm_p: `p` corrected for the number of models tested.
-        holding_p: of a change over the ladder of at least `HOLDING_SHARE` of the improvement at the largest scale.
-        holm_holding_p: `holding_p`, corrected likewise.
-        extrapolation: None below `SCALES_OF_AN_EXTRAPOLATION` scales, if the line misses the interval at the largest scale, and
-            without a test.
         multiplier_slope: of the least-squares line through log10 of the multipliers, per decade of compute: 0 if the multiplier
             is the same at all scales. None if it has no value at some scale.
         multiplier_slope_interval: (low, high).
@@ -131,9 +105,6 @@ class ModelTrend:
     slope_interval: Interval | None = None
     p: float | None = None
     holm_p: float | None = None
-    holding_p: float | None = None
-    holm_holding_p: float | None = None
-    extrapolation: Extrapolation | None = None
     multiplier_slope: float | None = None
     multiplier_slope_interval: Interval | None = None
 
@@ -144,7 +115,7 @@ class Trend:
 
     Attributes:
         baseline: the model that the others are compared with.
-        alpha: the chance that any model wrongly grows or shrinks, and that any wrongly holds, nominally.
+        alpha: the chance that any model wrongly grows or shrinks, nominally.
         confidence: 1 - `alpha`, the nominal level of each interval.
         flops: by scale, in order of compute, the FLOPs of a run of the baseline.
         noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
@@ -175,9 +146,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales
     makes a percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
 
-    A model "holds" if two one-sided tests show that `|slope * decades|` is below `HOLDING_SHARE * |improvement at the top|`. So
-    a model whose improvement is not clearly different from 0 never holds. A slope that differs from 0 grows or shrinks even
-    if it would also hold. A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
+    A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
 
     Args:
         scales: two or more, in any order.
@@ -259,9 +228,8 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         with suppress(ValueError):
             laws[model] = fit_law(model)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
-    corrected = zip(holm(trend.p for trend in tested.values()), holm(trend.holding_p for trend in tested.values()))
-    for (name, trend), (holm_p, holm_holding_p) in zip(tested.items(), corrected):
-        models[name] = _judge(replace(trend, holm_p=holm_p, holm_holding_p=holm_holding_p), alpha)
+    for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
+        models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
     return Trend(
         baseline=baseline,
         alpha=alpha,
@@ -318,22 +286,9 @@ def _test(
         groups: of each scale; those of a group share noise.
         confidence: of the intervals.
     """
-
-    def weigh(weights: np.ndarray) -> Estimate:
-        return add_means(merge_groups([weight * values for weight, values in zip(weights, percents)], groups))
-
     centred = decades - decades.mean()
-    of_slope = centred / (centred @ centred)
-    slope = weigh(of_slope)
-    of_change = of_slope * (decades[-1] - decades[0])
-    of_top = np.eye(len(decades))[-1] * HOLDING_SHARE * (1 if percents[-1].mean() > 0 else -1)
-    extrapolation = None
-    low, high = list(steps.values())[-1].improvement_interval
-    at_top = slope.value * (decades[-1] - decades.mean()) + float(np.mean([values.mean() for values in percents]))
-    if len(decades) >= SCALES_OF_AN_EXTRAPOLATION and low <= at_top <= high:
-        end = decades[-1] + REACH
-        further = weigh(1 / len(decades) + of_slope * (end - decades.mean()))
-        extrapolation = Extrapolation(float(10.0**end), further.value, further.interval(confidence))
+    weights = centred / (centred @ centred)
+    slope = add_means(merge_groups([weight * values for weight, values in zip(weights, percents)], groups))
     return ModelTrend(
         verdict="",
         meaning="",
@@ -341,21 +296,17 @@ def _test(
         slope=slope.value,
         slope_interval=slope.interval(confidence),
         p=slope.p(),
-        holding_p=max(weigh(of_top - of_change).p_positive(), weigh(of_top + of_change).p_positive()),
-        extrapolation=extrapolation,
     )
 
 
 def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
     top = list(trend.steps.values())[-1].improvement
+    verdict = "cannot tell"
     if trend.holm_p < alpha:
         verdict = "grows" if trend.slope > 0 else "shrinks"
-    else:
-        verdict = "holds" if trend.holm_holding_p < alpha else "cannot tell"
     meaning = {
         "grows": "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
         "shrinks": "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
-        "holds": "keeps its lead over the baseline" if top > 0 else "stays behind the baseline",
         "cannot tell": "the noise hides whether the distance from the baseline changes",
     }
     return replace(trend, verdict=verdict, meaning=meaning[verdict])
