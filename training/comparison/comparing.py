@@ -22,11 +22,10 @@ from ..files import (
     written_whole,
 )
 from ..models import config_differences, weights_fingerprint
-from ..run.checkpoints import KEPT
 from ..run.recipe import public_recipe
 from ..storage import open_folder, remove_folder
 from .downstream import read_scores, score_runs
-from .ladder import gather_ladder, in_turn, scale_folder
+from .ladder import gather_ladder, in_turn
 from .ladder_report import write_ladder_report
 from .local import LocalEngine
 from .plan import Comparison, Ladder, default_folder
@@ -141,8 +140,7 @@ def is_main_process() -> bool:
 def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the results without a report.
 
-    The scales of a ladder are made one after another, the smallest first, and a trunk before its smaller budgets (see
-    `in_turn`).
+    The scales of a ladder are made one after another, the smallest first (see `in_turn`).
 
     Args:
         comparison: the runs to make.
@@ -150,8 +148,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
         engine: by default `LocalEngine()`.
 
     Raises:
-        ValueError: if the folder holds another comparison or something else, or is an address and a scale has smaller budgets;
-            nothing in it is touched.
+        ValueError: if the folder holds another comparison or something else; nothing in it is touched.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     engine = engine or LocalEngine()
@@ -159,11 +156,6 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
         disable_progress_bars()  # a log file does not need those of the data
     is_ladder = isinstance(comparison, Ladder)
     scales = _scales_of(comparison)
-    if not isinstance(folder, Path) and (trunks := {scale.trunk for scale in scales.values() if scale.trunk is not None}):
-        raise ValueError(
-            f"{folder} is no folder: the checkpoints with which budgets of scale {min(trunks)!r} begin need one; choose a "
-            "folder that all nodes share, or remove budgets"
-        )
     gathered = {}
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison)
@@ -180,9 +172,6 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                 gathered[name] = {**gather(scale, finished), "added_seeds": _added_seeds(folder).get(name, [])}
                 unsettled = unsettled_models(gathered[name]["models"])
                 gathered[name]["tasks"] = read_scores(scale, finished.folder, finished, unsettled)
-                if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
-                    for checkpoint in scale_folder(folder, scale.trunk).glob(f"runs/*/*/{KEPT}*"):
-                        remove_folder(checkpoint)  # each run that begins with one is finished
             results = gather_ladder(comparison, gathered) if is_ladder else gathered[""]
             text = json.dumps(results, allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")

@@ -126,7 +126,7 @@ def _seconds_of_run(variant: Variant, base: Variant, seconds: float, evaluated: 
         evaluated: the tokens that the run evaluates.
     """
     share = variant.size.flops_per_token / base.size.flops_per_token
-    return _SECONDS_PER_RUN + seconds * share * (variant.trained_tokens + _EVALUATION * evaluated)
+    return _SECONDS_PER_RUN + seconds * share * (variant.tokens + _EVALUATION * evaluated)
 
 
 def _evaluated_tokens(variant: Variant) -> float | None:

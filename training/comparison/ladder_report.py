@@ -187,16 +187,6 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
         "by Holm's method.",
         *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
-    trunks: dict[str, list[str]] = {}
-    for name, found in results["scales"].items():
-        if found.get("trunk") is not None:
-            trunks.setdefault(found["trunk"], []).append(name)
-    if trunks:
-        begun = "; ".join(f"those of {', '.join(names)} with those of {trunk}" for trunk, names in trunks.items())
-        sentences.append(
-            f"Some runs begin with others: {begun}. Scales that share a trunk in this way share noise, and do not count as "
-            "independent."
-        )
     return sentences
 
 

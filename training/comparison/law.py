@@ -5,13 +5,13 @@ L is the test loss in nats per token after training with C FLOPs, E the irreduci
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize, special
 
-from .noise import Estimate, Interval, add_means, merge_groups
+from .noise import Estimate, Interval, add_means
 
 
 # For E, a and b, and one that can show how well they describe the losses.
@@ -61,13 +61,12 @@ class Fit:
     pseudoinverse of the Jacobian, and `add_means` gives the noise of that sum.
     """
 
-    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray], groups: Sequence[Hashable] | None = None):
+    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray]):
         """Fits the law.
 
         Args:
             flops: of the baseline's run at each scale, rising.
             losses: of the baseline at each scale `(seed,)`, in nats.
-            groups: of each scale; scales of one group share noise. By default, each is independent.
 
         Raises:
             ValueError: if there are too few scales, or the losses follow no such law, by their fall or by a lack-of-fit test at
@@ -76,7 +75,6 @@ class Fit:
         if len(losses) < SCALES_OF_A_LAW:
             scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished and no best rate is at an edge"
             raise ValueError(f"There is no law of compute: it needs {scales}, not {len(losses)}.")
-        self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)
         self.middle = self.log_flops.mean()
         self.log_losses = [np.log(values) for values in losses]
@@ -174,7 +172,7 @@ class Fit:
     def _estimate(self, value: float, gradient: np.ndarray) -> Estimate | None:
         """The noise of a value that depends on the parameters by `gradient`."""
         parts = [len(logs) * (gradient @ weights) * logs for weights, logs in zip(self._weights, self.log_losses)]
-        return add_means(merge_groups(parts, self.groups), value)
+        return add_means(parts, value)
 
 
 def _exp(value: float) -> float | None:

@@ -26,7 +26,6 @@ from ..run.mirror import log_file
 from ..run.unattended import Order, RunFailed, RunIsLocked, train_unattended
 from ..storage import lock_file
 from ..text import bar_options
-from .budgets import trunk_checkpoint
 from .plan import Comparison, Run
 from .results import FinishedRuns, next_runs, run_folder
 
@@ -102,15 +101,12 @@ class LocalEngine:
         path = run_folder(folder, run)
         if _is_locked(path):
             return False
-        begin_with = trunk_checkpoint(comparison, run, folder)
         order = Order(
             name=run.name,
             content=comparison.resolve(run, path).given,
             folder=str(path),
             data=str(data),
             threads=self.cpus_per_run or torch.get_num_threads(),
-            begin_with=None if begin_with is None else str(begin_with),
-            keep=comparison.variants[run.model].keep,
         )
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_make_order, args=(order, sender))

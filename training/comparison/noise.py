@@ -4,7 +4,7 @@ n_s is the number of seeds at scale s.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,7 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so pairs stay
-            pairs, and scales that share noise are merged first (see `merge_groups`).
+            pairs.
         value: the estimate, if the parts give only its noise (delta method).
 
     Returns:
@@ -64,16 +64,3 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
     satterthwaite = variances.sum() ** 2 / (variances**2 / freedoms).sum()
     return Estimate(total, math.sqrt(variances.sum()), float(satterthwaite + freedoms.min()) / 2)
-
-
-def merge_groups(parts: Sequence[np.ndarray], groups: Sequence[Hashable]) -> list[np.ndarray]:
-    """Adds the parts of each group seed by seed, for `add_means`: only groups are independent.
-
-    Args:
-        parts: z_s of each scale, with its weight; those of a group have the same seeds.
-        groups: of each scale.
-    """
-    merged: dict[Hashable, np.ndarray] = {}
-    for part, group in zip(parts, groups, strict=True):
-        merged[group] = merged[group] + part if group in merged else part
-    return list(merged.values())

@@ -19,7 +19,6 @@ from ..run.ray_jobs import (
 from ..run.shared_files import share_data, share_model
 from ..storage import check_writable
 from ..text import bar_options
-from .budgets import trunk_checkpoint
 from .plan import Comparison, Run
 from .results import FinishedRuns, next_runs, run_folder
 
@@ -108,10 +107,8 @@ class RayEngine:
                     begun[run.name] = run
                     path = run_folder(place, run)
                     content = comparison.resolve(run, path).given
-                    variant, begin_with = comparison.variants[run.model], trunk_checkpoint(comparison, run, place)
-                    fields = {"model": models[variant.content["model"]], "keep": variant.keep}
-                    fields["begin_with"] = None if begin_with is None else str(begin_with)
-                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, **fields))
+                    model = models[comparison.variants[run.model].content["model"]]
+                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, model=model))
 
             submit(ready)
             for order, metrics in jobs.finished():

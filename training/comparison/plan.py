@@ -78,8 +78,6 @@ class Variant:
         tokenizer: the tokenizer of its recipe.
         given: its entry in the comparison's file.
         config: all fields of its configuration.
-        keep: steps whose checkpoints its runs keep, for those of smaller budgets.
-        begins_at: the step of the trunk's checkpoint with which its runs begin; 0 without a trunk.
         has_own_start: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a group of seeds, by its first seed, where it does not have `rates`.
     """
@@ -93,19 +91,12 @@ class Variant:
     tokenizer: str
     given: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
-    keep: tuple[int, ...] = ()
-    begins_at: int = 0
     has_own_start: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
 
     def rates_of(self, seeds: Sequence[int]) -> Rates:
         """The rates among which a group of seeds chooses."""
         return self.rates_by_seed.get(seeds[0], self.rates)
-
-    @property
-    def trained_tokens(self) -> int:
-        """The number of tokens on which each run trains itself."""
-        return self.tokens // self.steps * (self.steps - self.begins_at)
 
 
 @dataclass
@@ -124,7 +115,6 @@ class Comparison:
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
-        trunk: the scale with whose runs those of this smaller budget begin (see `budgets`); `None` if they begin at the start.
     """
 
     name: str
@@ -137,7 +127,6 @@ class Comparison:
     tokens_per_run: int
     command: str
     given: dict[str, Any]
-    trunk: str | None = None
 
     def trials(self, model: str, rate: float, seeds: Sequence[int]) -> list[Run]:
         """The runs by which a group of seeds judges a rate."""
@@ -171,7 +160,7 @@ class Comparison:
     @property
     def flops(self) -> int:
         """Of all runs; a search may need more."""
-        return sum(self.runs_of(name) * item.trained_tokens * item.size.flops_per_token for name, item in self.variants.items())
+        return sum(self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def in_order(self, runs: list[Run]) -> list[Run]:
         """Sorts runs: all sweeps first, then seed by seed, so that early results cover all models."""
@@ -218,10 +207,9 @@ class Comparison:
         if not any(map(self.has_choice, self.variants)):
             choice = ""
         is_open = any(variant.rates.is_search for variant in self.variants.values())
-        trained = sum(self.runs_of(name) * variant.trained_tokens for name, variant in self.variants.items())
-        begun = "" if self.trunk is None else f" that begin with runs of {self.trunk}"
+        trained = sum(self.runs_of(name) * variant.tokens for name, variant in self.variants.items())
         yield (
-            f"{runs} runs of {self.tokens_per_run:,} tokens{begun}, {trained:,} tokens, {self.flops:.3g} FLOPs in "
+            f"{runs} runs of {self.tokens_per_run:,} tokens, {trained:,} tokens, {self.flops:.3g} FLOPs in "
             f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
         )
         if warning := self.power_warning():
@@ -242,15 +230,6 @@ class Ladder:
     scales: dict[str, Comparison]
     command: str
     given: dict[str, Any]
-
-    def budgets_of(self, trunk: str) -> list[str]:
-        """The scales whose runs begin with those of another, from the smallest to the largest."""
-        return [name for name, comparison in self.scales.items() if comparison.trunk == trunk]
-
-    def in_order_of_making(self) -> list[str]:
-        """The names of the scales from the smallest to the largest, but each trunk before its smaller budgets."""
-        trunks = [name for name, comparison in self.scales.items() if comparison.trunk is None]
-        return [name for trunk in trunks for name in (trunk, *self.budgets_of(trunk))]
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""

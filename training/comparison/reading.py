@@ -1,6 +1,5 @@
 """From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..text import one_line
 from ..traces import without_folders
-from .budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
 from .plan import Comparison, Ladder, RateChoice, Variant, default_folder, without_gpu_advice
 from .rates import Rates, read_rates
 
@@ -46,7 +44,7 @@ _FIELDS = (
 )
 _MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
-_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds", "budgets")
+_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
 _SWEEP_SEEDS = [1000]
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
@@ -92,7 +90,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     if given.get("scales") is None:
-        return with_whole_decay(_read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source))
+        return _read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source)
 
     scales, found = read_section(given["scales"], f"{path}: scales"), {}
     _check_names(f"{path}: scale", scales)
@@ -107,17 +105,12 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         recipe = _merged(
             {**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where
         )
-        made = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
-        _mark_own_starts(made, entry)
-        budgets = entry.get("budgets", [])
-        if "budgets" in entry:
-            check_budgets(where, budgets)
-        _check_names(f"{path}: scale", [*scales, *(budget_name(name, share) for share in budgets)])
-        found |= split_into_budgets(where, name, made, budgets)
+        found[name] = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+        _mark_own_starts(found[name], entry)
     found = dict(sorted(found.items(), key=lambda item: _baseline_flops(item[1])))
     _check_scales(path, found)
     recipe = resolve_recipe(shared, overrides, recipe_source).given
-    in_order = {name: scales[name] for name in found if name in scales}
+    in_order = {name: scales[name] for name in found}
     return Ladder(own_name, given["baseline"], found, command, {**resolved, "scales": in_order, "recipe": recipe})
 
 
@@ -160,10 +153,8 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
         return make(given["name"], given)
     scales = {}
     for name, fields in given["scales"].items():
-        scales[name] = scale = make(name, fields)
-        _mark_own_starts(scale, fields or {})
-        for share in sorted((fields or {}).get("budgets", [])):
-            scales[budget_name(name, share)] = dataclasses.replace(scale, name=budget_name(name, share), trunk=name)
+        scales[name] = make(name, fields)
+        _mark_own_starts(scales[name], fields or {})
     return Ladder(given["name"], given["baseline"], scales, "", dict(given))
 
 

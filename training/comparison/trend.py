@@ -1,7 +1,7 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
 A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of one seed at
-one scale saw the same tokens, so they are paired; seeds of different scales are independent, unless their runs share a trunk.
+one scale saw the same tokens, so they are paired; seeds of different scales are independent.
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
@@ -19,7 +19,7 @@ import numpy as np
 
 from .law import Fit, Law
 from .multiplier import LossCurve
-from .noise import Interval, add_means, merge_groups
+from .noise import Interval, add_means
 from .statistics import holm
 
 
@@ -31,21 +31,13 @@ class Scale:
         name: of the scale.
         flops: by model, the FLOPs of a run.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
-        trunk: name of the scale with whose runs these begin. So they share noise, seed by seed, with that scale and with all
-            others that name it, and all these have the same seeds.
         unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
-    trunk: str | None = None
     unsettled: Collection[str] = ()
-
-    @property
-    def group(self) -> str:
-        """Scales of different groups are independent."""
-        return self.trunk or self.name
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     _check(scales, baseline, alpha)
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
-    groups = [scale.group for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
 
     def whole(model: str) -> list[int]:
@@ -176,7 +167,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         fit = Fit(
             [float(scales[index].flops[model]) for index in chosen],
             [losses[index][model] for index in chosen],
-            [groups[index] for index in chosen],
         )
         return fit.law([names[index] for index in chosen], 1 - alpha)
 
@@ -192,7 +182,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             names=[names[index] for index in measured],
             flops=[flops[index] for index in measured],
             losses=[losses[index][baseline] for index in measured],
-            groups=[groups[index] for index in measured],
         )
     except ValueError as error:
         multiplier_note = str(error)
@@ -221,7 +210,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         else:
             differences = [found[baseline] - found[model] for found in losses]
             percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
-            models[model] = _test(steps, decades, percents, groups, 1 - alpha)
+            models[model] = _test(steps, decades, percents, 1 - alpha)
             if curve is not None and all(step.multiplier is not None for step in steps.values()):
                 slope, interval = curve.slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
@@ -274,21 +263,18 @@ def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarr
     return ""
 
 
-def _test(
-    steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], groups: list[str], confidence: float
-) -> ModelTrend:
+def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
     """Tests the slope of a model, as yet without Holm's correction and a verdict.
 
     Args:
         steps: of the model.
         decades: log10 of the compute of each scale, rising.
         percents: the improvement of each seed, at each scale `(seed,)`.
-        groups: of each scale; those of a group share noise.
         confidence: of the intervals.
     """
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
-    slope = add_means(merge_groups([weight * values for weight, values in zip(weights, percents)], groups))
+    slope = add_means([weight * values for weight, values in zip(weights, percents)])
     return ModelTrend(
         verdict="",
         meaning="",
@@ -345,11 +331,6 @@ def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
                 raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
             if not scale.flops.get(model, 0.0) > 0:
                 raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
-    first_of_group: dict[str, Scale] = {}
-    for scale in scales:
-        other = first_of_group.setdefault(scale.group, scale)
-        if set(scale.losses[baseline]) != set(other.losses[baseline]):
-            raise ValueError(f"scales {other.name!r} and {scale.name!r} share a trunk, and have other seeds")
     ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
     for one, other in itertools.pairwise(ordered):
         if one.flops[baseline] == other.flops[baseline]:

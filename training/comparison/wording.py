@@ -42,7 +42,7 @@ def first_warning_sentences(results: dict[str, Any]) -> list[str]:
             "the data too, and its tests by seed do not hold."
         )
     for name, model in results["models"].items():
-        warnings += _edge_warnings(name, model, results.get("trunk"))
+        warnings += _edge_warnings(name, model)
         warnings += _diverged_warnings(name, results)
     return warnings
 
@@ -85,8 +85,8 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
     return warnings
 
 
-def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[str]:
-    """Says where the best rate of a model is the smallest or the largest tried, of a scale that may have a trunk."""
+def _edge_warnings(name: str, model: dict[str, Any]) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried."""
     warnings = []
     for end in ("smallest", "largest"):
         seeds = [seed for seed, edge in model["edges"].items() if edge == end]
@@ -97,7 +97,7 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
         if len(seeds) < len(model["runs"]):
             where += f", in {len(seeds)} of {len(model['runs'])} seeds"
         after = (
-            f"{_end_of_search(model, trunk)}, so there is no verdict"
+            f"{_end_of_search(model)}, so there is no verdict"
             if model["search"]
             else "the file asked for just these rates, and a better one may lie beyond"
         )
@@ -114,13 +114,11 @@ def _diverged_warnings(name: str, results: dict[str, Any]) -> list[str]:
         tried = f", in {len(model['runs']) - chosen} of {len(model['runs'])} seeds"
     else:
         tried = f" ({', '.join(f'{rate:g}' for rate in model['learning_rates'])})"
-    end = f": {_end_of_search(model, results.get('trunk'))}, and smaller rates were not tried" if model["search"] else ""
+    end = f": {_end_of_search(model)}, and smaller rates were not tried" if model["search"] else ""
     return [f"{name} diverged at every learning rate tried{tried}{end}."]
 
 
-def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
-    if trunk is not None:
-        return f"the search was that of scale {trunk}, with whose runs these begin"
+def _end_of_search(model: dict[str, Any]) -> str:
     return f"the search stopped at its limit of {model['search']['limit']} rates"
 
 
@@ -175,12 +173,7 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
-        if results.get("trunk"):
-            sentences.append(
-                f"Each run begins with that of scale {results['trunk']} at the same rate and seed, so the rates are those that "
-                "were tried there."
-            )
-        elif any(model["search"] for model in results["models"].values()):
+        if any(model["search"] for model in results["models"].values()):
             sentences.append(
                 "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
                 "beyond was tried, too."

@@ -295,16 +295,14 @@ def test_error_of_choosing_a_rate_is_named_everywhere(results, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("search", "trunk", "after"),
+    ("search", "after"),
     [
-        (None, None, "the file asked for just these rates, and a better one may lie beyond."),
-        ({"limit": 2}, None, "the search stopped at its limit of 2 rates, so there is no verdict."),
-        ({"limit": 2}, "large", "the search was that of scale large, with whose runs these begin, so there is no verdict."),
+        (None, "the file asked for just these rates, and a better one may lie beyond."),
+        ({"limit": 2}, "the search stopped at its limit of 2 rates, so there is no verdict."),
     ],
 )
-def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, trunk, after):
+def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, after):
     edged = copy.deepcopy(results)
-    edged["trunk"] = trunk
     for name, model in edged["models"].items():
         model["search"], model["edges"] = search, {"0": "largest", "2": "largest"} if name == "nonlinear" else {}
     said = f"nonlinear did best at 0.004, the largest learning rate tried, in 2 of 3 seeds: {after}"
@@ -314,7 +312,6 @@ def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, trunk, 
     ladder = json.loads((RESULTS / "ladder" / "blocks" / "results.json").read_text())
     for found in ladder["scales"].values():
         found["models"]["cosine scores"]["search"], found["models"]["cosine scores"]["edges"] = search, {"1": "smallest"}
-        found["trunk"] = trunk
     write_ladder_report(ladder, tmp_path / "ladder")
     texts = {
         "markdown": (tmp_path / "ladder" / "results.md").read_text(),
@@ -569,7 +566,6 @@ def test_published_ladders_are_what_their_runs_say(file, tmp_path):
         baseline=results["baseline"],
         command=results["command"],
         given=results["comparison"],
-        scales={name: SimpleNamespace(trunk=scale["trunk"]) for name, scale in results["scales"].items()},
     )
     assert rounded(gather_ladder(ladder, results["scales"])["trend"]) == rounded(results["trend"])
     check_files(write_ladder_report, results, file.parent, tmp_path)

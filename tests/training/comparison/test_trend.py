@@ -14,7 +14,7 @@ from support.properties import examples
 
 from modeling_nlq.training.comparison.law import Fit
 from modeling_nlq.training.comparison.multiplier import LossCurve
-from modeling_nlq.training.comparison.noise import add_means, merge_groups
+from modeling_nlq.training.comparison.noise import add_means
 from modeling_nlq.training.comparison.statistics import holm
 from modeling_nlq.training.comparison.trend import Scale, analyse_trend
 
@@ -485,66 +485,3 @@ def test_intervals_hold(multiplier):
     # Standard errors of 0.015
     assert held.mean(axis=0).min() > 0.90 and held.mean() > 0.93
     assert wrong.mean() < 0.09
-
-
-class TestSharedTrunk:
-    FLOPS, TRUNKS = (1e15, 2e15, 1e17, 2e17), ("b", None, "d", None)
-
-    def test_slope_is_that_of_merged_values(self):
-        scales = [
-            dataclasses.replace(scale, name=name, trunk=trunk)
-            for scale, name, trunk in zip(make_scales({"model": 1.3}, 4, 0.01, self.FLOPS), "abcd", self.TRUNKS)
-        ]
-        trend = analyse_trend(scales, "base").models["model"]
-        percents = [100 * (values(scale, "base") - values(scale, "model")) / values(scale, "base").mean() for scale in scales]
-        decades = np.log10(self.FLOPS)
-        weights = (decades - decades.mean()) / ((decades - decades.mean()) ** 2).sum()
-        parts = [weight * percent for weight, percent in zip(weights, percents)]
-        value, error, freedom = combine((1, 1), (parts[0] + parts[1], parts[2] + parts[3]))
-        margin = quantile(freedom) * error
-        assert trend.slope_interval == pytest.approx((value - margin, value + margin)) and freedom == pytest.approx(3, abs=1.6)
-        apart = analyse_trend([dataclasses.replace(scale, trunk=None) for scale in scales], "base").models["model"]
-        assert apart.slope == pytest.approx(trend.slope) and apart.slope_interval != pytest.approx(trend.slope_interval)
-
-    def test_law(self):
-        """Noise that all scales share moves the law up and down and does not bend it."""
-        shared = 0.003 * np.random.default_rng(0).standard_normal(3)
-        losses = [law(flops) * np.exp(shared) for flops in self.FLOPS]
-        apart, merged = (Fit(self.FLOPS, losses, groups).law("abcd", 0.95) for groups in (None, "dddd"))
-        assert merged.exponent == apart.exponent
-        assert np.ptp(merged.exponent_interval) < 0.01 * np.ptp(apart.exponent_interval)
-        margin = quantile(2) * shared.std(ddof=1) / math.sqrt(3)
-        for _, loss, low, high in merged.curve:
-            assert (math.log(low / loss), math.log(high / loss)) == pytest.approx((-margin, margin), rel=0.01)
-
-    @pytest.mark.slow
-    def test_coverage_of_the_slope(self):
-        """Two trunks with two smaller budgets each, whose runs share all noise. The baseline is flat, so there is no law."""
-        random, held = np.random.default_rng(0), {"merged": 0, "apart": 0}
-        flops = (1e15, 2e15, 4e15, 1e17, 2e17, 4e17)
-        for noise in 0.01 * random.standard_normal((400, 2, 3)):
-            losses = [
-                {"base": dict.fromkeys(range(3), 3.0), "model": dict(enumerate(3 + own))} for own in np.repeat(noise, 3, 0)
-            ]
-            for kind, trunks in (("merged", ("c", "c", None, "f", "f", None)), ("apart", (None,) * 6)):
-                scales = [
-                    Scale(name, dict.fromkeys(("base", "model"), compute), found, trunk)
-                    for name, compute, found, trunk in zip("abcdef", flops, losses, trunks)
-                ]
-                low, high = analyse_trend(scales, "base").models["model"].slope_interval
-                held[kind] += low <= 0 <= high
-        assert held["merged"] >= 0.95 * 400 and held["apart"] < 0.85 * 400, held
-
-    def test_seeds_of_a_trunk(self):
-        scales = make_scales({"model": 1.3}, 4, 0.01)
-        other = make_scales({"model": 1.3}, 3, 0.01)
-        mixed = [dataclasses.replace(other[0], trunk="scale 3"), *scales[1:]]
-        with pytest.raises(ValueError, match="scales 'scale 0' and 'scale 3' share a trunk, and have other seeds"):
-            analyse_trend(mixed, "base")
-
-
-def test_merged_groups():
-    parts = [np.array([1.0, 2.0]), np.array([10.0, 20.0, 30.0]), np.array([3.0, 5.0])]
-    merged = merge_groups(parts, ["a", "b", "a"])
-    assert [part.tolist() for part in merged] == [[4.0, 7.0], [10.0, 20.0, 30.0]]
-    assert add_means(merged).value == add_means(parts).value
