@@ -54,12 +54,12 @@ class TestSameNumbers:
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
         assert [name for name in files if name.startswith("data/") and name.endswith("/blocks.json")]
         runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
-        assert runs == {"rate-0.01-seed-0", "sweep-rate-0.005-seed-1000", "sweep-rate-0.01-seed-1000"}
+        assert runs == {"rate-0.005-seed-0", "rate-0.01-seed-0"}
         assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
         assert not [name for name in files if "checkpoint-" in name or "progress" in name or name == "at-work.json"]
         capsys.readouterr()
         assert main(["compare", file, *options, "--status"]) == 0
-        assert "4 of 4 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
+        assert "3 of 3 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
         assert main(["compare", file, "--output_dir", address]) == 1
         assert "results at an address need --engine ray" in capsys.readouterr().err
 

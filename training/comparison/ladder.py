@@ -44,7 +44,7 @@ def gather_ladder(ladder: Ladder, gathered: dict[str, dict[str, Any]]) -> dict[s
         Scale(
             name,
             flops_of_runs(results),
-            losses_by_seed(results["models"], results["seeds"]),
+            losses_by_seed(results["models"]),
             unsettled_models(results["models"]),
         )
         for name, results in gathered.items()

@@ -152,8 +152,8 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     of the rates that most seeds tried. Every reported run is visible; high losses of other runs are cut off.
     """
     styles, names = _ladder_styles(ladder), list(ladder["trend"]["flops"])
-    sweeps = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
-    panels = [scale for scale in names if any(len(found) > 1 for found in sweeps[scale].values())]
+    tried_at = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
+    panels = [scale for scale in names if any(len(found) > 1 for found in tried_at[scale].values())]
     if not panels:
         return None
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
@@ -162,7 +162,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, scale in zip(grid, panels):
         means, losses, crosses = [], [], []
-        for name, found in sweeps[scale].items():
+        for name, found in tried_at[scale].items():
             rates = sorted(found)
             finished = {rate: [loss for loss in found[rate] if loss is not None] for rate in rates}
             line = [(rate, np.mean(found[rate]) if None not in found[rate] else np.nan) for rate in rates]
@@ -192,7 +192,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
             shift = 0.03 * sum(rate == other for other, _ in crosses[:index])
             axes.plot(rate, 0.97 - shift, marker="x", color=colour, transform=axes.get_xaxis_transform(), markersize=6)
         axes.set_xscale("log")
-        _tick_rates(axes, sorted({rate for found in sweeps[scale].values() for rate in found}))
+        _tick_rates(axes, sorted({rate for found in tried_at[scale].values() for rate in found}))
         axes.set_title(scale, fontsize=10, parse_math=False)
         axes.grid(alpha=0.25)
     for axes in grid[len(panels) :]:
@@ -206,7 +206,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     ring = Line2D([], [], color=_GREY, linestyle="none", marker="o", markersize=10, markerfacecolor="none")
     ring.set_label("lowest mean of the rates that most seeds tried")
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="x", label="a run diverged")
-    is_any_diverged = any(None in found[rate] for scale in panels for found in sweeps[scale].values() for rate in found)
+    is_any_diverged = any(None in found[rate] for scale in panels for found in tried_at[scale].values() for rate in found)
     add_legend(figure, _all_runs(ladder), styles, [ring, cross] if is_any_diverged else [ring])
     return figure
 
@@ -237,9 +237,6 @@ def _finished_losses(ladder: dict[str, Any], scale: str, model: str) -> list[flo
 
 
 def _reported_validation_losses(results: dict[str, Any], models: Iterable[str]) -> list[float]:
-    """Of the reported runs, if they chose a rate; those of a sweep did not."""
-    if results["rate_choice"] == "sweep":
-        return []
     runs = [run for name in models for run in results["models"][name]["runs"]]
     return [run["validation_loss"] for run in runs if not run["diverged"]]
 

@@ -12,12 +12,12 @@ from ..text import align
 from .ladder import flops_of_runs
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from .report import (
+    RATES_CAPTION,
     TASKS_CAPTION,
     embedded_figures,
     markdown_table,
     markdown_warning,
     parts_of_page,
-    rates_caption,
     render_page,
     verdicts,
     write_figures,
@@ -292,7 +292,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         if tasks := task_rows(found):
             parts += [f"Downstream tasks. {TASKS_CAPTION}", markdown_table(tasks)]
         if rates := rate_rows(found):
-            parts += ["Learning rates. " + rates_caption(found), markdown_table(rates)]
+            parts += ["Learning rates. " + RATES_CAPTION, markdown_table(rates)]
         parts += [markdown_table(run_rows(found))]
     parts += [
         "## Configuration",

@@ -72,12 +72,12 @@ class LocalEngine:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
-            first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
+            first = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder)
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
-        """Makes the runs that are not finished, all sweeps first, then seed by seed."""
+        """Makes the runs that are not finished, seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
@@ -85,10 +85,10 @@ class LocalEngine:
             try:
                 _start_server()
                 while True:
-                    ready, done, left = next_runs(comparison, finished)
-                    progress.n, progress.total = done * steps, (done + left) * steps
+                    ready, done = next_runs(comparison, finished)
+                    progress.n, progress.total = done * steps, (done + len(ready)) * steps
                     progress.set_postfix_str("")
-                    if not left:
+                    if not ready:
                         return
                     if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
                         time.sleep(1.0)  # other processes make all runs that are left

@@ -33,17 +33,13 @@ _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)",
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
 _NO_VERDICT = ("open", "!")
-_RATES_CAPTION = (
+RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
     "many seeds if not in all."
 )
 _NOT_REPORTED = (
     "This model is none of those below. It is the run {run} of {model}, which was trained to choose a learning rate, and is "
     "not among the runs that are reported."
-)
-_GAP_CAPTION = (
-    " The gap of a sweep is that of its two lowest losses, in standard deviations of the validation loss of the model's "
-    "reported runs; there is none where fewer than two rates, or two of those runs, finished."
 )
 TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
@@ -184,7 +180,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "\n".join(f"* `{name}`: {_code(given_fields(model))}" for name, model in results["models"].items()),
         *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
         *(["## Downstream tasks", TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
-        *(["## Learning rates", rates_caption(results), markdown_table(rates)] if rates else []),
+        *(["## Learning rates", RATES_CAPTION, markdown_table(rates)] if rates else []),
         "## Every run",
         markdown_table(run_rows(results)),
         "## Configuration",
@@ -197,11 +193,6 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else "nothing, it is the recipe's"
-
-
-def rates_caption(results: dict[str, Any]) -> str:
-    """What stands above the table of learning rates, whose gap only a sweep has."""
-    return _RATES_CAPTION + _GAP_CAPTION * (results["rate_choice"] == "sweep")
 
 
 def markdown_warning(text: str) -> str:
@@ -244,7 +235,6 @@ def parts_of_page(results: dict[str, Any]) -> dict[str, Any]:
         "summary": summary,
         "tasks": task_rows(results),
         "rates": rate_rows(results),
-        "rates_caption": rates_caption(results),
         "runs": run_rows(results),
     }
 
@@ -276,6 +266,7 @@ def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
         tasks_caption=TASKS_CAPTION,
+        rates_caption=RATES_CAPTION,
         words=_WORDS,
         **parts,
     )

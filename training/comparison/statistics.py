@@ -9,9 +9,6 @@ runs of a seed depend on each other. It assumes that seeds are independent and t
 `benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests. It errs too often where
 noise is skewed and that of the baseline is another one than that of the models: then differences are skewed, too. A few seeds
 cannot show skewness, but `noise_ratio` tells whether noises differ.
-
-The test takes the losses as given. Where a sweep chose the learning rate on other runs, it does not include the error of that
-choice, and `rate_gap` tells how large it may be.
 """
 
 import dataclasses
@@ -31,9 +28,6 @@ PLAUSIBLE_EFFECT = 4.0
 TOO_FEW_SEEDS = "too few seeds: no verdict"
 AT_EDGE = "no verdict: its best rate is at an edge"
 BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
-
-# In standard deviations of a run. Below this gap of the two best learning rates, chance decides between them too often.
-CLEAR_RATE_GAP = 3.0
 
 # Error of the test of `noise_ratio`: the share of comparisons with equal, normal noise in which it finds a difference
 _NOISE_ALPHA = 0.05
@@ -254,24 +248,6 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
         f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is plausible; "
         f"take at least {enough} seeds"
     )
-
-
-def rate_gap(sweep: Iterable[float | None], reported: Iterable[float | None]) -> float | None:
-    """The gap between the two best learning rates of a model, in standard deviations of a run.
-
-    Each rate is tried by one run, so a gap below `CLEAR_RATE_GAP` may be luck. The standard deviation is that of the reported
-    runs, which all have the chosen rate (n - 1 in its divisor).
-
-    Args:
-        sweep: validation loss of each rate in the sweep, in nats per token; None, NaN or infinity if that run diverged.
-        reported: validation losses of the reported runs, likewise.
-
-    Returns:
-        At least 0; None if fewer than two rates or fewer than two reported runs finished, or if the reported losses are equal.
-    """
-    best = sorted(loss for loss in map(_plain, sweep) if loss is not None)[:2]
-    deviation = _deviation([loss for loss in map(_plain, reported) if loss is not None])
-    return _plain((best[1] - best[0]) / deviation) if len(best) == 2 and deviation else None
 
 
 def noise_ratio(losses: dict[str, dict[int, float | None]], baseline: str) -> float | None:

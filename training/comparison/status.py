@@ -35,7 +35,7 @@ def describe_status(folder: Path) -> list[str]:
     lines, is_begun = [], True
     for name, scale, finished in in_turn(plan, folder):
         lines += [f"scale {name}", *(f"  {line}" for line in _describe(scale, finished.folder, finished, is_begun))]
-        is_begun = is_begun and not any(finished.unfinished(scale, model)[1] for model in scale.variants)
+        is_begun = is_begun and not any(finished.unfinished(scale, model) for model in scale.variants)
     return lines
 
 
@@ -58,7 +58,7 @@ def _describe(comparison: Comparison, folder: Path, finished: FinishedRuns, is_b
     rows = [["model", "runs finished", "seeds", "rates chosen"]]
     count, total = 0, 0
     for model in comparison.variants:
-        ended, (_, left) = finished.count(comparison, model), finished.unfinished(comparison, model)
+        ended, left = finished.count(comparison, model), len(finished.unfinished(comparison, model))
         reported, tunings = finished.reported(comparison, model), finished.tunings(comparison, model)
         seeds = sum(run.name in done for run in reported)
         rates = {tuning.rate for tuning in tunings} - {None} if tunings else {run.learning_rate for run in reported}

@@ -21,7 +21,6 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     for name, model in results["models"].items():
         effect = results["statistics"]["effects"].get(name, {})  # the baseline has none
         finished = [run for run in model["runs"] if not run["diverged"]]
-        diverged = f"{len(model['runs']) - len(finished)} of {len(model['runs'])}" if model["runs"] else "at every rate"
         rows.append(
             {
                 "model": name,
@@ -39,7 +38,7 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 "tokens/s": _median([run["tokens_per_second"] for run in finished], ",.0f"),
                 "peak memory (MiB)": _largest_memory(finished),
                 "training time (s)": _median([run["train_seconds"] for run in finished], ",.1f"),
-                "diverged": diverged,
+                "diverged": f"{len(model['runs']) - len(finished)} of {len(model['runs'])}",
             }
         )
     return rows
@@ -58,8 +57,6 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
             seeds = chosen.count(rate)
             mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
             row[f"{rate:g}"] = mark + text
-        if results["rate_choice"] == "sweep":
-            row["gap (deviations)"] = number(model["rate_gap"], ".2f")
         rows.append(row)
     return rows
 
@@ -90,10 +87,8 @@ def task_rows(results: dict[str, Any]) -> list[dict[str, str]]:
 def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[float | None]]:
     """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
     found = results["models"][model]
-    # The reported runs of a sweep chose nothing
-    tried = found["tried"] if results["rate_choice"] == "sweep" else [*found["tried"], *found["runs"]]
     losses: dict[float, list[float | None]] = {}
-    for run in sorted(tried, key=lambda run: run["learning_rate"]):
+    for run in sorted([*found["tried"], *found["runs"]], key=lambda run: run["learning_rate"]):
         losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
     return losses
 
@@ -101,7 +96,7 @@ def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[floa
 def chosen_runs(results: dict[str, Any], model: str) -> list[dict[str, Any]]:
     """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
     found = results["models"][model]
-    if results["rate_choice"] == "sweep" or len(found["learning_rates"]) == 1:
+    if len(found["learning_rates"]) == 1:
         return found["runs"]
     return [run for run in found["runs"] if not run["diverged"]]
 
@@ -110,10 +105,8 @@ def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each run."""
     rows = []
     for name, model in results["models"].items():
-        kinds = ["sweep" if results["rate_choice"] == "sweep" else "tried"] * len(model["tried"]) + ["reported"] * len(
-            model["runs"]
-        )
-        for kind, run in zip(kinds, [*model["tried"], *model["runs"]]):
+        runs = [*(("tried", run) for run in model["tried"]), *(("reported", run) for run in model["runs"])]
+        for kind, run in runs:
             outcome = "finished"
             if run["diverged"]:
                 outcome = "diverged" + ("" if run["diverged_at"] is None else f" at step {run['diverged_at']:,}")

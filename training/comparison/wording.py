@@ -3,19 +3,12 @@
 from typing import Any
 
 from .results import losses_by_seed
-from .statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
+from .statistics import noise_ratio, power_warning
 from .tables import chosen_runs
 
 
-# One of these stands beside every p-value and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
+# Stands beside every p-value and interval where rates were chosen
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
-_SWEEP = (
-    "p and the intervals do not include the risk that the sweep picked the wrong learning rate. With {} for each rate, up to "
-    "{} % of simulated comparisons of equal models had a wrong verdict with 5 seeds, and up to {} % with 10, not 5 %."
-)
-# By the number of sweep seeds: how the sentence names it, and its two shares
-_SWEEP_ERRORS = {1: ("one run", 26, 59), 2: ("two runs", 15, 39), 4: ("four runs", 10, 22)}
-
 # The share of wrong verdicts is the largest that the benchmark measures
 _UNEQUAL_NOISE = (
     "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
@@ -71,17 +64,11 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
     baseline, tested = results["baseline"], _tested(results)
-    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)}, results["seeds"])
+    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)})
     if ratio := noise_ratio(losses, baseline):
         others, baseline = f"the other model{'s' * (len(tested) > 1)}", "the baseline"
         louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
         warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
-    gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
-    if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
-        warnings.append(
-            f"The two best learning rates lie less than {CLEAR_RATE_GAP:g} standard deviations of a run apart for "
-            f"{', '.join(unclear)}: the one chosen may not be the best."
-        )
     return warnings
 
 
@@ -124,13 +111,7 @@ def _end_of_search(model: dict[str, Any]) -> str:
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    if not _tested(results):
-        return []
-    choice = _rate_choice(results)
-    if choice == "sweep":
-        counts = [count for count in _SWEEP_ERRORS if count <= len(results["sweep_seeds"])]
-        return [_SWEEP.format(*_SWEEP_ERRORS[max(counts)])]
-    return [] if choice is None else [_EACH_SEED]
+    return [_EACH_SEED] if _tested(results) and _has_choice(results) else []
 
 
 def _tested(results: dict[str, Any]) -> list[str]:
@@ -167,8 +148,7 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     ]
     if results["same_tokens"]:
         sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
-    choice = _rate_choice(results)
-    if choice == "each_seed":
+    if _has_choice(results):
         sentences.append(
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
@@ -178,12 +158,6 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
                 "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
                 "beyond was tried, too."
             )
-    elif choice == "sweep":
-        sentences.append(
-            "Each learning rate was chosen on the validation split, in runs with the "
-            f"seed{'s' * (len(results['sweep_seeds']) > 1)} {', '.join(map(str, results['sweep_seeds']))} that are not "
-            "reported. The reported losses are measured on the test split, which was not used to choose them."
-        )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if tested:
@@ -202,8 +176,6 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _rate_choice(results: dict[str, Any]) -> str | None:
-    """How learning rates were chosen, "each_seed" or "sweep"; `None` if no model had a choice."""
-    if all(len(model["learning_rates"]) == 1 for model in results["models"].values()):
-        return None
-    return results["rate_choice"]
+def _has_choice(results: dict[str, Any]) -> bool:
+    """Whether any model had several rates to choose among."""
+    return any(len(model["learning_rates"]) > 1 for model in results["models"].values())

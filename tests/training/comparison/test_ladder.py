@@ -115,8 +115,6 @@ class TestPlan:
             ({"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}}, "tokens_per_parameter=0 must be a number above 0"),
             ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of tokens"),
             ({"models": {"base": {"switches": "wide"}, "twin": None}}, "model 'base': switches"),
-            ({"rate_choice": "best"}, "rate_choice='best' must be one of each_seed, sweep"),
-            ({"sweep_seeds": [7]}, "needs rate_choice: sweep"),
         ],
     )
     def test_bad_input(self, ladder_file, capsys, tmp_path, fields, message):

@@ -27,16 +27,20 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
         for index, (name, percent) in enumerate({**MODELS, "gated": gated}.items()):
             loss = (2 + 1.6 * (flops / 1.8e17) ** -0.12) * (1 - percent / 100)
             best = -2.6 - 0.2 * np.log10(flops / 1e15) + 0.05 * index
-            sweep = [
+
+            def validation_loss(rate, loss=loss, best=best):
+                return loss * (1.01 + 0.04 * (np.log10(rate) - best) ** 2 + 0.5 * noise * random.standard_normal())
+
+            tried = [
                 {
                     "learning_rate": rate,
                     "seed": seed,
                     "diverged": name == "gated" and rate == RATES[-1] and seed == 0,
-                    "validation_loss": loss
-                    * (1.01 + 0.04 * (np.log10(rate) - best) ** 2 + 0.5 * noise * random.standard_normal()),
+                    "validation_loss": validation_loss(rate),
                     "test_loss": loss,
                 }
                 for rate in RATES
+                if rate != RATES[2]
                 for seed in range(seeds)
             ]
             losses = loss * (1 + noise * (np.sqrt(0.75) * shared + 0.5 * random.standard_normal(seeds)))
@@ -45,15 +49,15 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
                     "learning_rate": RATES[2],
                     "seed": seed,
                     "diverged": (name, scale) == diverged and seed == 1,
-                    "validation_loss": value,
+                    "validation_loss": validation_loss(RATES[2]),
                     "test_loss": value,
                 }
                 for seed, value in enumerate(losses.tolist())
             ]
             for run in runs:
                 run["test_loss"] = None if run["diverged"] else run["test_loss"]
-            models[name] = {"runs": runs, "tried": sweep}
-        contents[scale] = {"name": scale, "baseline": "softmax", "rate_choice": "sweep", "models": models}
+            models[name] = {"runs": runs, "tried": tried}
+        contents[scale] = {"name": scale, "baseline": "softmax", "models": models}
         own = {name: flops * (1 + 0.02 * index) for index, name in enumerate(MODELS)}
         parts.append(
             Scale(
@@ -132,8 +136,9 @@ def test_bowls_are_means_over_seeds(ladder):
     figure = draw_bowls(ladder)
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == list(FLOPS)
-    sweep = ladder["scales"]["width 64"]["models"]["softmax"]["tried"]
-    means = [np.mean([run["validation_loss"] for run in sweep if run["learning_rate"] == rate]) for rate in RATES]
+    model = ladder["scales"]["width 64"]["models"]["softmax"]
+    runs = [*model["tried"], *model["runs"]]
+    means = [np.mean([run["validation_loss"] for run in runs if run["learning_rate"] == rate]) for rate in RATES]
     assert panels[0].lines[1].get_ydata() == pytest.approx(means)
     rings = [line for line in panels[0].lines if line.get_markersize() == 10]
     assert (rings[0].get_xdata()[0], rings[0].get_ydata()[0]) == (RATES[int(np.argmin(means))], pytest.approx(min(means)))
@@ -149,7 +154,6 @@ def test_bowls_show_every_reported_run(ladder):
     """A lucky seed lies far below the means and an unlucky one far above them; each is what its seed chose."""
     runs = copy.deepcopy(ladder["scales"])
     for found in runs.values():
-        found["rate_choice"] = "each_seed"
         for loss, run in zip((1.5, 5.0), found["models"]["relu"]["runs"]):
             run["validation_loss"] = loss
         found["models"]["relu"]["tried"][0]["validation_loss"] = 80.0

@@ -21,7 +21,6 @@ from modeling_nlq.training.comparison.statistics import (
     noise_from_text,
     noise_ratio,
     power_warning,
-    rate_gap,
     smallest_difference,
 )
 
@@ -316,30 +315,6 @@ class TestVerdict:
         p = analyse(losses, "base").effects["model"].p
         assert analyse(losses, "base", alpha=1.01 * p).effects["model"].verdict == "worse"
         assert analyse(losses, "base", alpha=0.99 * p).effects["model"].verdict == "within noise"
-
-
-class TestRateGap:
-    @pytest.mark.parametrize("offset", [0.0, 10.0])
-    def test_is_by_hand(self, offset):
-        sweep = [offset + loss for loss in (4.7, 4.5, 5.5)]
-        assert rate_gap(sweep, [4.4, 4.5, 4.6]) == pytest.approx(0.2 / 0.1)
-        assert rate_gap(reversed(sweep), [4.4, None, 4.5, math.nan, 4.6]) == pytest.approx(2.0)
-        assert rate_gap([4.5, None, 4.9], [4.4, 4.8]) == pytest.approx(0.4 / statistics.stdev([4.4, 4.8]))
-        assert rate_gap([4.5, 4.5], [4.4, 4.8]) == 0.0
-
-    @pytest.mark.parametrize(
-        ("sweep", "reported"),
-        [
-            ([], [4.4, 4.5]),
-            ([4.5, None, math.inf], [4.4, 4.5]),
-            ([None, None], []),
-            ([4.5, 4.6], [4.4, None]),
-            ([4.5, 4.6], [0.1, 0.1, 0.1]),
-        ],
-        ids=["no choice", "one rate finished", "no rate finished", "one run finished", "no noise"],
-    )
-    def test_is_unknown_where_it_cannot_be_computed(self, sweep, reported):
-        assert rate_gap(sweep, reported) is None
 
 
 class TestNoiseRatio:
