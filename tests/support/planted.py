@@ -34,8 +34,8 @@ class PlantedEngine:
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         while True:
-            ready, _, left = next_runs(comparison, finished)
-            if not left:
+            ready, _ = next_runs(comparison, finished)
+            if not ready:
                 return
             for run in ready:
                 if len(self.made) == self.most_runs:

@@ -400,7 +400,7 @@ def test_same_results_are_the_same_bytes(results, folder, tmp_path):
 
 def test_terminal_has_a_line_for_each_model(results):
     lines = describe(results).splitlines()
-    assert max(map(len, lines)) <= 125
+    assert max(map(len, lines)) <= 128
     header = next(index for index, line in enumerate(lines) if line.startswith("model "))
     assert all(line.startswith(("warning: ", "  ")) for line in lines[:header])
     for name, line in zip(LOSSES, lines[header + 1 :]):
