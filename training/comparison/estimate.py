@@ -27,7 +27,7 @@ from ..run.trainer import train_recipe
 from ..storage import open_folder
 from ..text import duration, first_line
 from .local import environment_of_one_run
-from .plan import Comparison, Ladder, Variant
+from .plan import Comparison, Ladder, Variant, scales_of
 from .statistics import smallest_difference
 
 
@@ -68,7 +68,7 @@ def describe_estimate(
         yield f"warning: {warning}"
     # The server of the runs imports what this process has imported, and so does the command
     start = 2 * time.process_time()
-    scales, totals, is_evaluated = _scales(plan), [], True
+    scales, totals, is_evaluated = scales_of(plan), [], True
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
         base = comparison.variants[comparison.baseline]
@@ -133,7 +133,7 @@ def _evaluated_tokens(variant: Variant) -> float | None:
 
 def machine_warning(plan: Comparison | Ladder) -> str | None:
     """A warning if a model is to be trained in bfloat16 on a CPU that emulates it."""
-    variants = (variant for comparison in _scales(plan).values() for variant in comparison.variants.values())
+    variants = (variant for comparison in scales_of(plan).values() for variant in comparison.variants.values())
     return next(filter(None, (emulated_bf16(variant.content["training"]) for variant in variants)), None)
 
 
@@ -159,7 +159,7 @@ def read_noise_floors(given: str, plan: Comparison | Ladder) -> dict[str, float]
         ValueError: if it is neither, or a noise floor is not above 0.
     """
     try:
-        percents = dict.fromkeys(_scales(plan), float(given))
+        percents = dict.fromkeys(scales_of(plan), float(given))
     except ValueError:
         percents = _measured(given, plan)
     for percent in percents.values():
@@ -180,11 +180,7 @@ def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"--noise-floor={given}: {file} holds no results of a comparison") from None
     largest = list(floors)[-1]
-    return {name: floors.get(name, floors[largest]) for name in _scales(plan)}
-
-
-def _scales(plan: Comparison | Ladder) -> dict[str, Comparison]:
-    return plan.scales if isinstance(plan, Ladder) else {"": plan}
+    return {name: floors.get(name, floors[largest]) for name in scales_of(plan)}
 
 
 # The trial

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from ..traces import without_folders
-from .plan import Comparison, Ladder, with_starts
+from .plan import Comparison, Ladder, scales_of, with_starts
 from .results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
 from .trend import Scale, analyse_trend
 
 
 def scale_folder(folder: Path, name: str) -> Path:
-    """The folder of a scale in that of its ladder: like that of a comparison."""
-    return folder / "scales" / name
+    """The folder of a scale in that of its comparison, which is the same if there is only one, without a name."""
+    return folder / "scales" / name if name else folder
 
 
-def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
+def in_turn(plan: Comparison | Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
     """Goes through the scales in the order in which they are made, the smallest first.
 
     The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that it chose
@@ -27,7 +27,7 @@ def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, Fin
         Name, comparison and finished runs of a scale. The runs may be made before the next scale is asked for.
     """
     starts: dict[str, dict[int, float]] = {}
-    for name, planned in ladder.scales.items():
+    for name, planned in scales_of(plan).items():
         scale, finished = with_starts(planned, starts), FinishedRuns(scale_folder(folder, name))
         yield name, scale, finished
         for model, rates in chosen_rates(scale, finished).items():

@@ -210,6 +210,11 @@ class Ladder:
         yield f"{sum(flops.values()):.3g} FLOPs in all: {shares}"
 
 
+def scales_of(plan: Comparison | Ladder) -> dict[str, Comparison]:
+    """The scales of a plan by name; a comparison at one scale is its only one, without a name."""
+    return plan.scales if isinstance(plan, Ladder) else {"": plan}
+
+
 def with_starts(comparison: Comparison, chosen: Mapping[str, Mapping[int, float]]) -> Comparison:
     """A comparison in which seeds begin their searches at rates of their own, unless its scale says where to begin.
 

@@ -12,6 +12,11 @@ NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
 
 
+def scales_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results at each scale by name, the smallest first; those of a single scale are the only ones, without a name."""
+    return results.get("scales") or {"": results}
+
+
 def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each model."""
     # Results of an earlier version do not have the number, when all parameters were trained
@@ -84,6 +89,56 @@ def task_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
+def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: improvement at each scale, slope and verdict."""
+    return [
+        {
+            "model": name,
+            **{
+                f"{scale} (%)": _with_interval(step["improvement"], step["improvement_interval"], "+.2f")
+                for scale, step in trend["steps"].items()
+            },
+            "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
+            "Holm p": p_value(trend["holm_p"]),
+            "trend": trend["verdict"],
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
+def difference_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: improvement at each scale in nats."""
+    return [
+        {
+            "model": name,
+            **{
+                f"{scale} (nats)": _with_interval(step["difference"], step["difference_interval"], "+.4f")
+                for scale, step in trend["steps"].items()
+            },
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
+def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: its compute multiplier at each scale; empty if there are none."""
+    if results["trend"]["multiplier_note"]:
+        return []
+    return [
+        {
+            "model": name,
+            **{
+                scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
+                if step["multiplier"] is not None
+                else step["note"]
+                for scale, step in trend["steps"].items()
+            },
+            "slope of log10 per decade": _with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
 def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[float | None]]:
     """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
     found = results["models"][model]
@@ -140,10 +195,13 @@ def _mean_and_deviation(losses: list[float]) -> str:
 
 
 def _improvement(effect: dict[str, Any], name: str) -> str:
-    if effect.get(name) is None:
-        return NOTHING
-    ends = effect[f"{name}_interval"]
-    return f"{effect[name]:+.2f}" + (f" [{', '.join(number(end, '+.2f') for end in ends)}]" if ends else "")
+    return _with_interval(effect.get(name), effect.get(f"{name}_interval"), "+.2f")
+
+
+def _with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+    if interval is None:
+        return number(value, form)
+    return f"{number(value, form)} [{', '.join(number(end, form) for end in interval)}]"
 
 
 def p_value(p: float | None) -> str:

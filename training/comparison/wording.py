@@ -1,10 +1,11 @@
-"""The sentences of a report: the outcome, how it was measured, and what limits it."""
+"""The sentences of a report: the outcome, how it was measured, and what limits it. Some are about one scale, some about all."""
 
+from collections.abc import Callable
 from typing import Any
 
 from .results import losses_by_seed
 from .statistics import noise_ratio, power_warning
-from .tables import chosen_runs
+from .tables import chosen_runs, scales_in
 
 
 # Stands beside every p-value and interval where rates were chosen
@@ -15,6 +16,86 @@ _UNEQUAL_NOISE = (
     "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
     "not 5 %."
 )
+
+
+def outcome(results: dict[str, Any]) -> list[str]:
+    """The verdicts in one line, those at the largest scale if there are several, and then the trend in another."""
+    name, found = list(scales_in(results).items())[-1]
+    if "trend" not in results:
+        return [outcome_sentence(found)]
+    return [f"Largest scale: {name}. {outcome_sentence(found)}", trend_sentence(results)]
+
+
+def first_warnings(results: dict[str, Any]) -> list[str]:
+    """What a reader must know before the outcome, of each scale."""
+    return _of_each_scale(scales_in(results), first_warning_sentences)
+
+
+def last_warnings(results: dict[str, Any]) -> list[str]:
+    """The limits of the outcome that stand after it: those of each scale, and of the trend."""
+    warnings = _of_each_scale(scales_in(results), warning_sentences)
+    note = results["trend"]["multiplier_note"] if "trend" in results else ""
+    return [*warnings, note] if note else warnings
+
+
+def warnings_of_others(results: dict[str, Any], scale: str) -> list[str]:
+    """What a reader must know before the outcome at a scale, of the other scales."""
+    return _of_each_scale({name: found for name, found in scales_in(results).items() if name != scale}, first_warning_sentences)
+
+
+def _of_each_scale(scales: dict[str, dict[str, Any]], sentences: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    """The sentences about each scale, the largest first."""
+    return [f"Scale {name}: {text}" if name else text for name, found in reversed(scales.items()) for text in sentences(found)]
+
+
+def trend_sentence(results: dict[str, Any]) -> str:
+    """The verdicts of the trend in one line."""
+    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
+    for name, trend in results["trend"]["models"].items():
+        verdicts[trend["verdict"]].append(name)
+    found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
+    return f"Trend of the improvement over the scales: {', '.join(found)}."
+
+
+def trend_protocol(results: dict[str, Any]) -> list[str]:
+    """How the trend was judged."""
+    trend = results["trend"]
+    tested = sum(found["p"] is not None for found in trend["models"].values())
+    meanings: dict[str, list[str]] = {}
+    for name, found in trend["models"].items():
+        meanings.setdefault(found["meaning"], []).append(name)
+    return [
+        "The verdict at the largest scale is the judgement. The trend explains it.",
+        "No model is tested over the scales."
+        if not tested
+        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
+        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend['alpha']:g}, corrected for {tested} models "
+        "by Holm's method.",
+        *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
+    ]
+
+
+def law_sentence(results: dict[str, Any]) -> str:
+    """The baseline's law of compute, or why there is none; empty at one scale."""
+    if "trend" not in results:
+        return ""
+    law = results["trend"]["law"]
+    if law is None:
+        return results["trend"]["law_note"]
+    return (
+        f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
+        f"C^-{law['exponent']:.3f}."
+    )
+
+
+def cost_sentence(results: dict[str, Any]) -> str:
+    """What a run of the baseline costs at one scale."""
+    baseline = results["models"][results["baseline"]]
+    flops = baseline["flops_per_token"] * results["tokens_per_run"]
+    return (
+        f"{baseline['non_embedding_parameters']:,} non-embedding parameters, {results['tokens_per_run']:,} tokens and "
+        f"{flops:.2g} FLOPs a run, {len(results['seeds'])} seeds"
+    )
 
 
 def outcome_sentence(results: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from support.runs import without_times
 
 from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
-from modeling_nlq.training.comparison.ladder_report import describe_ladder, ladder_verdicts
 from modeling_nlq.training.comparison.reading import load_comparison, outline
+from modeling_nlq.training.comparison.report import describe, verdicts
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
@@ -253,7 +253,7 @@ class TestRuns:
         assert results["trend"]["law"] is None and "it needs 4 scales" in note
         assert (tmp_path / "ladder/results.md").read_text().endswith(f"\n\n{note}\n")
         assert (tmp_path / "ladder/report.html").read_text().count(note) == 1
-        assert describe_ladder(results).splitlines()[-1] == note
+        assert " ".join(describe(results).split()).endswith(note)
 
     def test_trained_ladder(self, ladder_file, tmp_path, capsys):
         """Two scales, really trained: the command ends with a report, and the folder of each scale is that of a comparison."""
@@ -276,7 +276,7 @@ class TestRuns:
             assert metrics["tokens_seen"] == found["tokens_per_run"]
         model = folder / "scales" / "small" / results["scales"]["small"]["models"]["twin"]["runs"][0]["folder"]
         assert "comparison/results.md" in publish(model, "anna/twin", dry_run=True).files
-        text = ladder_verdicts(results, "twin", "small")
+        text = verdicts(results, "twin", scale="small")
         assert "**twin** (this model)" in text and "the scale small of a ladder of 2 scales: small, middle" in text
         again = run_comparison(load_comparison(file), folder)
         assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(

@@ -17,7 +17,6 @@ from matplotlib.image import imread
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.ladder import gather_ladder
-from modeling_nlq.training.comparison.ladder_report import describe_ladder, ladder_verdicts, write_ladder_report
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, noise_from_text
@@ -306,12 +305,12 @@ def test_a_best_rate_at_an_edge_is_said_first(results, tmp_path, search, after):
     ladder = json.loads((RESULTS / "ladder" / "blocks" / "results.json").read_text())
     for found in ladder["scales"].values():
         found["models"]["cosine scores"]["search"], found["models"]["cosine scores"]["edges"] = search, {"1": "smallest"}
-    write_ladder_report(ladder, tmp_path / "ladder")
+    write_report(ladder, tmp_path / "ladder")
     texts = {
         "markdown": (tmp_path / "ladder" / "results.md").read_text(),
         "page": Page((tmp_path / "ladder" / "report.html").read_text()).text,
-        "card": ladder_verdicts(ladder, "cosine scores"),
-        "terminal": describe_ladder(ladder),
+        "card": verdicts(ladder, "cosine scores"),
+        "terminal": describe(ladder),
     }
     for kind, text in texts.items():
         text = " ".join(text.split())
@@ -522,8 +521,8 @@ def check_statistics(results: dict[str, Any]) -> None:
     assert results["tokens_per_run"] == max(run["tokens_seen"] for run in runs)
 
 
-def check_files(write, results: dict[str, Any], published: Path, folder: Path) -> None:
-    write(results, folder)
+def check_files(results: dict[str, Any], published: Path, folder: Path) -> None:
+    write_report(results, folder)
     assert (published / "results.md").read_text() == (folder / "results.md").read_text()
     assert {path.name for path in (published / "figures").iterdir()} == {path.name for path in (folder / "figures").iterdir()}
 
@@ -532,7 +531,7 @@ def check_files(write, results: dict[str, Any], published: Path, folder: Path) -
 def test_published_results_are_what_their_runs_say(file, tmp_path):
     results = json.loads(file.read_text())
     check_statistics(results)
-    check_files(write_report, results, file.parent, tmp_path)
+    check_files(results, file.parent, tmp_path)
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("ladder/*/results.json")), ids=lambda path: path.parent.name)
@@ -547,4 +546,4 @@ def test_published_ladders_are_what_their_runs_say(file, tmp_path):
         given=results["comparison"],
     )
     assert rounded(gather_ladder(ladder, results["scales"])["trend"]) == rounded(results["trend"])
-    check_files(write_ladder_report, results, file.parent, tmp_path)
+    check_files(results, file.parent, tmp_path)
