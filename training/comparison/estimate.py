@@ -29,6 +29,7 @@ from ..text import duration, first_line
 from .local import environment_of_one_run
 from .plan import Comparison, Ladder, Variant, scales_of
 from .statistics import smallest_difference
+from .tables import scales_in
 
 
 # A trial ends after so many seconds, but not before so many steps, unless it is slow
@@ -175,8 +176,7 @@ def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
         raise ValueError(f"--noise-floor={given} must be a number above 0, in percent, or the results of a comparison")
     results = read_json(file)
     try:
-        found = results.get("scales") or {"": results}  # from the smallest to the largest
-        floors = {name: scale["statistics"]["noise_floor_percent"] for name, scale in found.items()}
+        floors = {name: scale["statistics"]["noise_floor_percent"] for name, scale in scales_in(results).items()}
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"--noise-floor={given}: {file} holds no results of a comparison") from None
     largest = list(floors)[-1]

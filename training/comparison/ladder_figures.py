@@ -5,7 +5,7 @@ content has `name`, `baseline`, `scales` (by name, the content of a comparison's
 Compute is in FLOPs of a run. Intervals are those of the trend.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,39 +62,33 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
 
 def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
     """How much more compute the baseline would need, over compute. An arrow stands for one beyond the reach of the curve."""
-    trend, styles = ladder["trend"], _ladder_styles(ladder)
-    steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
-    if not any(step["multiplier"] is not None for found in steps.values() for step in found):
+    styles = _ladder_styles(ladder)
+    known = [step for step in _all_steps(ladder) if step["multiplier"] is not None]
+    if not known:
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1.0, color=BASELINE["color"], linewidth=1, zorder=1)
-    known = [step for found in steps.values() for step in found if step["multiplier"] is not None]
     ends = [end for step in known for end in (step["multiplier"], *(step["multiplier_interval"] or ())) if end is not None]
     axes.set_yscale("log")
     axes.set_ylim(min(*ends, 0.9) / 1.08, max(*ends, 1.1) * 1.08)
     bottom, top = axes.get_ylim()
     is_any_open = False
-    for name, places in _dodge_models(ladder, list(steps)).items():
-        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
-        line = [(place, step["multiplier"]) for place, step in zip(places, steps[name]) if step["multiplier"] is not None]
-        if line:
-            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
-        for place, step in zip(places, steps[name]):
-            value, interval = step["multiplier"], step["multiplier_interval"]
-            if value is not None:
-                low, high = interval or (value, value)
-                reach = [[value - (low or bottom)], [(high or top) - value]]
-                axes.errorbar(place, value, yerr=reach, capsize=3 if None not in (low, high) else 0, **style)
-                arrows = [0.965] * (high is None) + [0.035] * (low is None)
-            elif step["note"] == "beyond":
-                arrows = [0.965 if step["difference"] > 0 else 0.035]
-            else:
-                continue
-            is_any_open |= bool(arrows)
-            for end in arrows:
-                sign = r"$\uparrow$" if end > 0.5 else r"$\downarrow$"
-                axes.plot(place, end, color=style["color"], marker=sign, markersize=14, transform=axes.get_xaxis_transform())
+    for place, step, style in _draw_lines(axes, ladder, "multiplier"):
+        value, interval = step["multiplier"], step["multiplier_interval"]
+        if value is not None:
+            low, high = interval or (value, value)
+            reach = [[value - (low or bottom)], [(high or top) - value]]
+            axes.errorbar(place, value, yerr=reach, capsize=3 if None not in (low, high) else 0, **style)
+            arrows = [0.965] * (high is None) + [0.035] * (low is None)
+        elif step["note"] == "beyond":
+            arrows = [0.965 if step["difference"] > 0 else 0.035]
+        else:
+            continue
+        is_any_open |= bool(arrows)
+        for end in arrows:
+            sign = r"$\uparrow$" if end > 0.5 else r"$\downarrow$"
+            axes.plot(place, end, color=style["color"], marker=sign, markersize=14, transform=axes.get_xaxis_transform())
     _scale_compute(axes, ladder)
     digits = (1, 2, 5) if top / bottom > 10 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
     axes.yaxis.set_major_locator(LogLocator(10, subs=digits))
@@ -113,8 +107,7 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
 def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
     """Improvement of the test loss over compute."""
     trend, styles = ladder["trend"], _ladder_styles(ladder)
-    steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
-    if not any(step["improvement"] is not None for found in steps.values() for step in found):
+    if all(step["improvement"] is None for step in _all_steps(ladder)):
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
@@ -126,16 +119,14 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
         axes.fill_between(places, -floor, floor, **NOISE)
         values += [*floor, *-floor]
     is_any_open = False
-    for name, places in _dodge_models(ladder, list(steps)).items():
-        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
-        line = [(place, step["improvement"]) for place, step in zip(places, steps[name]) if step["improvement"] is not None]
-        if line:
-            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
-        for place, step in zip(places, steps[name]):
-            if step["improvement"] is not None:
-                cross = {"marker": "X", "markerfacecolor": "white"} if step["improvement_interval"] is None else {}
-                values += _add_interval(axes, place, step["improvement"], step["improvement_interval"], {**style, **cross})
-                is_any_open |= bool(cross)
+    for place, step, style in _draw_lines(axes, ladder, "improvement"):
+        if step["improvement"] is not None:
+            cross = {"marker": "X", "markerfacecolor": "white"} if step["improvement_interval"] is None else {}
+            low, high = step["improvement_interval"] or (step["improvement"], step["improvement"])
+            reach = [[step["improvement"] - low], [high - step["improvement"]]]
+            axes.errorbar(place, step["improvement"], yerr=reach, capsize=0 if cross else 3, **{**style, **cross})
+            values += [low, high]
+            is_any_open |= bool(cross)
     _scale_compute(axes, ladder)
     scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{ladder['name']}: improvement over {ladder['baseline']}; up is better", parse_math=False)
@@ -219,6 +210,10 @@ def _all_runs(ladder: dict[str, Any]) -> dict[str, Any]:
     return {"baseline": ladder["baseline"], "models": models}
 
 
+def _all_steps(ladder: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for model in ladder["trend"]["models"].values() for step in model["steps"].values()]
+
+
 def _ladder_styles(ladder: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return model_styles(_all_runs(ladder))
 
@@ -250,12 +245,17 @@ def _dodge_models(ladder: dict[str, Any], names: list[str]) -> dict[str, list[fl
     return {name: [_flops(ladder, scale, name) * 10**shift for scale in scales] for name, shift in zip(names, shifts)}
 
 
-def _add_interval(
-    axes: Axes, place: float, value: float, interval: Sequence[float] | None, style: dict[str, Any]
-) -> list[float]:
-    low, high = interval or (value, value)
-    axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3 if interval else 0, **style)
-    return [low, value, high]
+def _draw_lines(axes: Axes, ladder: dict[str, Any], quantity: str) -> Iterator[tuple[float, dict[str, Any], dict[str, Any]]]:
+    """Joins a quantity of each model over the scales by a line, and yields place, step and style of each of its points."""
+    styles, models = _ladder_styles(ladder), ladder["trend"]["models"]
+    for name, places in _dodge_models(ladder, list(models)).items():
+        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
+        points = list(zip(places, models[name]["steps"].values()))
+        line = [(place, step[quantity]) for place, step in points if step[quantity] is not None]
+        if line:
+            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
+        for place, step in points:
+            yield place, step, style
 
 
 def _scale_compute(axes: Axes, ladder: dict[str, Any]) -> None:

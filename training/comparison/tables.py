@@ -19,8 +19,7 @@ def scales_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each model."""
-    # Results of an earlier version do not have the number, when all parameters were trained
-    trained = {name: model.get("trained_parameters", model["parameters"]) for name, model in results["models"].items()}
+    trained = {name: model["trained_parameters"] for name, model in results["models"].items()}
     has_frozen = any(trained[name] < model["parameters"] for name, model in results["models"].items())
     rows = []
     for name, model in results["models"].items():

@@ -98,6 +98,7 @@ def make_results(losses: dict[str, dict[int, float | None]], rates: list[float])
         models[name] = {
             "given": {"switches": {"query_projection": name}, "training": None},
             "parameters": 1_082_496 + 512 * index,
+            "trained_parameters": 1_082_496 + 512 * index,
             "non_embedding_parameters": 787_584 + 512 * index,
             "flops_per_token": 7_864_320 + 3072 * index,
             "intermediate_size": 512,
