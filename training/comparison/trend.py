@@ -9,7 +9,6 @@ and to first order the compute multiplier. So `noise.add_means` gives all tests 
 how often they err.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -141,15 +140,10 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
 
     Args:
-        scales: two or more, in any order.
-        baseline: a model.
+        scales: two or more, in any order, with the same models and no two of the same compute.
+        baseline: a model; there is another one.
         alpha: family-wise error rate over the models.
-
-    Raises:
-        ValueError: with fewer than two scales, two of the same compute or name, an unknown baseline or no other model, models
-            or seeds that differ, or FLOPs or losses that are not positive.
     """
-    _check(scales, baseline, alpha)
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
@@ -307,33 +301,3 @@ def _array(scale: Scale, model: str) -> np.ndarray:
     """The losses of a model in order of seeds; NaN if diverged."""
     losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
     return np.where(np.isfinite(losses), losses, math.nan)
-
-
-def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha is a probability between 0 and 1, not {alpha}")
-    if len(scales) < 2:
-        raise ValueError(f"a trend needs at least 2 scales, not {len(scales)}")
-    first = scales[0]
-    if baseline not in first.losses:
-        raise ValueError(f"unknown baseline {baseline!r}; the models are {', '.join(first.losses) or 'none'}")
-    if len(first.losses) < 2:
-        raise ValueError(f"{baseline!r} is the only model: a trend needs another one")
-    for scale in scales:
-        if set(scale.losses) != set(first.losses):
-            raise ValueError(
-                f"scale {scale.name!r} has the models {sorted(scale.losses)}, {first.name!r} {sorted(first.losses)}"
-            )
-        for model, losses in scale.losses.items():
-            if set(losses) != set(scale.losses[baseline]) or not losses:
-                raise ValueError(f"at scale {scale.name!r}, {model!r} has other seeds than {baseline!r}, or none")
-            if bad := [loss for loss in losses.values() if loss is not None and loss <= 0]:
-                raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
-            if not scale.flops.get(model, 0.0) > 0:
-                raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
-    ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
-    for one, other in itertools.pairwise(ordered):
-        if one.flops[baseline] == other.flops[baseline]:
-            raise ValueError(f"scales {one.name!r} and {other.name!r} have the same compute, {one.flops[baseline]:g} FLOPs")
-    if len({scale.name for scale in scales}) < len(scales):
-        raise ValueError(f"two scales have the same name: {', '.join(scale.name for scale in ordered)}")

@@ -428,37 +428,6 @@ class TestProperties:
         assert law_after.coefficient == pytest.approx(law_before.coefficient * unit**law_before.exponent, rel=1e-4)
 
 
-class TestErrors:
-    GOOD = make_scales({"a": 1.3})
-
-    @pytest.mark.parametrize(
-        ("scales", "baseline", "message"),
-        [
-            (GOOD[:1], "base", "a trend needs at least 2 scales, not 1"),
-            (GOOD, "nobody", "unknown baseline 'nobody'; the models are base, a"),
-            (make_scales({}), "base", "'base' is the only model"),
-            ([GOOD[0], dataclasses.replace(GOOD[0], name="twin")], "base", "scales 'scale 0' and 'twin' have the same compute"),
-            ([GOOD[0], dataclasses.replace(GOOD[1], name="scale 0")], "base", "two scales have the same name"),
-            ([GOOD[0], make_scales({"b": 1.0})[1]], "base", "scale 'scale 1' has the models"),
-            (
-                [GOOD[0], make_scales({"a": 1.0})[1], dataclasses.replace(GOOD[2], flops={"base": 1.0})],
-                "base",
-                "the FLOPs of 'a'",
-            ),
-            ([GOOD[0], dataclasses.replace(GOOD[1], losses={"base": {0: 3.0}, "a": {1: 3.0}})], "base", "'a' has other seeds"),
-            ([GOOD[0], dataclasses.replace(GOOD[1], losses={"base": {0: 3.0}, "a": {0: 0.0}})], "base", "a loss of 0.0"),
-        ],
-    )
-    def test_say_what_is_wrong_in_one_line(self, scales, baseline, message):
-        with pytest.raises(ValueError, match=message) as error:
-            analyse_trend(scales, baseline)
-        assert "\n" not in str(error.value)
-
-    def test_alpha(self):
-        with pytest.raises(ValueError, match="alpha is a probability between 0 and 1, not 1"):
-            analyse_trend(self.GOOD, "base", 1.0)
-
-
 def test_a_bootstrap_would_be_too_narrow():
     """95 % percentile intervals of a mean, over all resamples or many."""
     random = np.random.default_rng(0)
