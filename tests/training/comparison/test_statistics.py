@@ -417,26 +417,3 @@ class TestPlan:
         assert percents[0] > percents[1] > percents[2] < percents[3] < percents[4]
         assert smallest_difference(5, 1, 2.0) == pytest.approx(2 * percents[1])
         assert smallest_difference(5, 1, 1.0, power=0.5) < percents[1] < smallest_difference(5, 1, 1.0, alpha=0.01)
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("call", "message"),
-        [
-            (lambda: analyse({"a": BASE, "b": BASE}, "c"), "unknown baseline 'c'; the models are a, b"),
-            (lambda: analyse({}, "c"), "unknown baseline 'c'; the models are none"),
-            (lambda: analyse({"a": BASE, "b": BASE}, "a", unsettled=["c"]), "unknown unsettled model 'c'; the models are a, b"),
-            (lambda: analyse({"a": BASE}, "a"), "'a' is the only model"),
-            (lambda: analyse({"a": BASE, "b": BASE}, "a", alpha=5), "alpha is a probability between 0 and 1, not 5"),
-            (lambda: critical_t(1, 5), "at least 2 seeds, not 1"),
-            (lambda: critical_t(3, 0), "at least 1 model besides the baseline, not 0"),
-            (lambda: power_warning(1, 0), "at least 1 model besides the baseline, not 0"),
-            (lambda: detectable_effect(3, 1, alpha=0), "not 0"),
-            (lambda: smallest_difference(1, 5, 1.0), "at least 2 seeds, not 1"),
-            (lambda: smallest_difference(3, 5, 1.0, power=1.0), "power is a probability between alpha = 0.05 and 1, not 1.0"),
-        ],
-    )
-    def test_are_one_clear_line(self, call, message):
-        with pytest.raises(ValueError, match=message) as raised:
-            call()
-        assert "\n" not in str(raised.value)
