@@ -264,7 +264,7 @@ def _try(variant: Variant, folder: Path) -> Trial:
     stopwatch = _Stopwatch()
     began = time.perf_counter()
     metrics = train_recipe(resolved, folder / "data", [stopwatch])
-    others = time.perf_counter() - began - stopwatch.training - sum(stopwatch.evaluations)
+    others = time.perf_counter() - began - sum(stopwatch.steps) - sum(stopwatch.evaluations)
     evaluated = len(stopwatch.evaluations) * metrics["validation_tokens"]
     return Trial(
         np.quantile(stopwatch.steps[1:] or stopwatch.steps, _QUANTILES) / (batch_size * recipe.block_size),
@@ -296,12 +296,11 @@ class _Stopwatch(TrainerCallback):
 
     Attributes:
         steps: seconds of each step, with its data.
-        training: seconds of all of them.
         evaluations: seconds of each evaluation.
     """
 
     def __init__(self):
-        self.steps, self.evaluations, self.training = [], [], 0.0
+        self.steps, self.evaluations = [], []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last = _now(args)
@@ -309,9 +308,8 @@ class _Stopwatch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(_now(args) - self._last)
         self._last += self.steps[-1]
-        self.training = sum(self.steps)
-        is_long = self.training > _SLOW_SECONDS or (state.global_step >= _STEPS and self.training > _SECONDS)
-        if is_long:
+        elapsed = sum(self.steps)
+        if elapsed > _SLOW_SECONDS or (state.global_step >= _STEPS and elapsed > _SECONDS):
             control.should_training_stop = True
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
