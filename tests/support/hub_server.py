@@ -244,12 +244,7 @@ class HubServer:
         """The client asks for it on its own account, once in each new home, to describe its surroundings."""
         return {"standardEnvVars": [], "harnesses": {}}
 
-    # Users and repositories
-
-    @route("GET", "/api/whoami-v2", access="user")
-    def _whoami(self, request: Request) -> dict:
-        token = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        return {"type": "user", "id": request.user, "name": request.user, "fullname": request.user, "orgs": [], "auth": token}
+    # Repositories
 
     @route("POST", "/api/repos/create", access="user")
     def _create_repo(self, request: Request) -> Reply:
@@ -334,8 +329,7 @@ class HubServer:
             ticket = secrets.token_hex(16)
             self._uploads[ticket] = Upload(repo, oid, size)
             upload = {"href": f"{self.storage}/upload/{repo.id}/{ticket}"}
-            verify = {"href": f"{self.endpoint}/{repo.id}.git/info/lfs/objects/verify"}
-            objects[-1]["actions"] = {"upload": upload, "verify": verify}
+            objects[-1]["actions"] = {"upload": upload}
         return {"transfer": "basic", "objects": objects, "hash_algo": "sha256"}
 
     @route("PUT", "/upload/[^/]+/[^/]+/{ticket}", access="anyone")
@@ -344,13 +338,6 @@ class HubServer:
             raise HubError(403, "This upload link is not valid")
         self._uploads[ticket].finish(request.body)
         return Reply(200)
-
-    @route("POST", r"/{repo}\.git/info/lfs/objects/verify", access="write")
-    def _lfs_verify(self, request: Request, repo: Repo) -> dict:
-        wanted = request.json()
-        if len(repo.lfs.get(wanted["oid"], b"")) != wanted["size"]:
-            raise HubError(404, f"LFS object {wanted['oid']} was not uploaded")
-        return {}
 
     @route("POST", "/api/models/{repo}/commit/{rev}", access="write")
     def _commit(self, request: Request, repo: Repo, rev: str) -> dict:
