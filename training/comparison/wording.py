@@ -10,6 +10,7 @@ from .tables import chosen_runs, scales_in
 
 # Stands beside every p-value and interval where rates were chosen
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+
 # The share of wrong verdicts is the largest that the benchmark measures
 _UNEQUAL_NOISE = (
     "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
