@@ -1,4 +1,4 @@
-"""Finds the tiles that make the kernels of `nlq_triton` fastest on this GPU, for `TILES` in `triton_nlq.py`.
+"""Finds the tiles that make the kernels of `nlq_triton` fastest on this GPU, for `TILES` in `triton_attention.py`.
 
     python benchmarks/tune_triton.py                                   # all three kernels, head dimensions 64, 128 and 256
     python benchmarks/tune_triton.py --kernels forward --head_dim 64
@@ -14,11 +14,11 @@ import itertools
 import torch
 from measure import Clock, attempt, attention_layer, describe_gpu
 
-from modeling_nlq import triton_nlq
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import TILES, Tiles
+from modeling_nlq.kernels.triton.backward import key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.kernels.triton.forward import forward_kernel
 from modeling_nlq.masking_nlq import make_visibility
-from modeling_nlq.triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
-from modeling_nlq.triton_kernels_nlq import forward_kernel
-from modeling_nlq.triton_nlq import TILES, Tiles
 
 
 KERNELS = {"forward": forward_kernel, "query": query_gradient_kernel, "key_value": key_value_gradient_kernel}
@@ -33,14 +33,14 @@ class Pass:
     """One forward or backward pass, in which the tiles of one kernel can be set."""
 
     def __init__(self, kernel: str, head_dim: int, length: int, tokens: int, activation: str, device: str):
-        self.kernel, self.width = KERNELS[kernel], triton_nlq.tile_of(head_dim)
+        self.kernel, self.width = KERNELS[kernel], triton_attention.tile_of(head_dim)
         shape = (tokens // length, length, 2048 // head_dim, head_dim)
         states = [torch.randn(shape, device=device).to(torch.bfloat16).transpose(1, 2) for _ in range(3)]
         visibility = make_visibility(length, length, 0, torch.device(device))
         layer = attention_layer(activation)
         options = (layer.activation.name, layer.normalization, head_dim**-0.5, 0.0)
         inputs = (*states, visibility.visible_count[:, None], visibility.query_index, None, None, None, None, *options)
-        operators = triton_nlq.operators
+        operators = triton_attention.operators
         if kernel == "forward":
             self.function = lambda: operators.forward(*inputs)
         else:
@@ -52,12 +52,12 @@ class Pass:
         """Returns the results with these tiles, or with those of the table."""
         if tiles is None:
             return self.function()
-        lines, last = TILES[self.kernel], triton_nlq.LAST_TILES
-        TILES[self.kernel], triton_nlq.LAST_TILES = {2: {self.width: tiles}}, tiles  # no other tiles to fall back on
+        lines, last = TILES[self.kernel], triton_attention.LAST_TILES
+        TILES[self.kernel], triton_attention.LAST_TILES = {2: {self.width: tiles}}, tiles  # no other tiles to fall back on
         try:
             return self.function()
         finally:
-            TILES[self.kernel], triton_nlq.LAST_TILES = lines, last
+            TILES[self.kernel], triton_attention.LAST_TILES = lines, last
 
 
 def tune(one_pass: Pass, clock: Clock, choices: list[Tiles]) -> list[tuple[float, Tiles]]:

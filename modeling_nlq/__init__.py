@@ -11,6 +11,7 @@ from transformers import (
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
 from .configuration_nlq import NLQConfig, __version__
+from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,
     NLQForQuestionAnswering,
@@ -40,5 +41,6 @@ __all__ = [
     "NLQModel",
     "NLQPreTrainedModel",
     "__version__",
+    "kernelize",
     "register_attention_activation",
 ]

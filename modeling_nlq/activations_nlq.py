@@ -39,8 +39,6 @@ class AttentionActivation:
         is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
         kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"` and `"simplex"`:
             it depends on its whole row; the `function` of a `"simplex"` row projects it. `"linear"`: no scores are computed.
-        triton_body: for a user's activation, a function decorated with `triton.jit` that maps a tile of scores to `phi` and
-            `phi'`. The bodies of the built-in activations are in `TRITON_BODIES` of `triton_activations_nlq`.
     """
 
     name: str
@@ -53,7 +51,6 @@ class AttentionActivation:
     subtract_log_count: bool = False
     is_homogeneous: bool = False
     kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
-    triton_body: Callable | None = None
 
     @property
     def is_elementwise(self) -> bool:
@@ -242,7 +239,6 @@ def register_attention_activation(
     non_negative: bool = False,
     formula: str = "",
     source: str = "",
-    triton_body: Callable | None = None,
     exist_ok: bool = False,
 ) -> None:
     """Adds an attention activation. Every model in this process can then use its name, downloaded models included.
@@ -257,8 +253,6 @@ def register_attention_activation(
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: shown to readers only.
-        triton_body: the activation for `nlq_triton`: a function decorated with `triton.jit` that maps a tile of scores in
-            float32 to the pair `phi(scores)`, `phi'(scores)`. Without it `nlq_triton` refuses the activation.
         exist_ok: replace an activation that was registered under this name. Its normaliser and sign must stay the same.
             Existing models compute the new function from then on.
 
@@ -278,10 +272,7 @@ def register_attention_activation(
     if normalization == "sum" and not non_negative:
         raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
 
-    if triton_body is not None and not hasattr(triton_body, "arg_names"):
-        raise ValueError(f"triton_body={triton_body!r} of {name!r} must be a function decorated with triton.jit")
-
-    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source, triton_body=triton_body)
+    row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
         raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
     _check_function(row)

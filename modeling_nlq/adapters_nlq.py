@@ -1,26 +1,36 @@
-"""Adapters of PEFT: the layers that LoRA adapts by default, and a warning about layers that a model does not have."""
+"""Adapters of PEFT: the layers that its methods adapt by default, and a warning about layers that a model does not have."""
 
 from transformers.utils import logging
 
 
 try:
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    from peft.utils import constants
 except ImportError:
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = {}
+    constants = None
 
 logger = logging.get_logger(__name__)
 
 # Queries and values, as for Llama. A model has those that its projections need.
 DEFAULT_TARGETS = [f"{name}_{layer}" for name in "qv" for layer in ("proj", "bottleneck.fc1", "bottleneck.fc2")]
+# IA3 scales the output of keys and values, and the input of the MLP's last layer
+_IA3_FEEDFORWARD = ["mlp.fc2", "mlp.down_proj"]
+_IA3_TARGETS = [*(f"{name}_{layer}" for name in "kv" for layer in ("proj", "bottleneck.fc2")), *_IA3_FEEDFORWARD]
+# By the names of PEFT's tables
+_DEFAULTS = {
+    **dict.fromkeys(("ADALORA_TARGET", "LOHA_TARGET", "LORA_TARGET", "OFT_TARGET", "VERA_TARGET"), DEFAULT_TARGETS),
+    "IA3_TARGET": _IA3_TARGETS,
+    "IA3_FEEDFORWARD": _IA3_FEEDFORWARD,
+}
 
 
 def register_default_targets(model_type: str) -> None:
-    """Tells PEFT which layers LoRA adapts where `target_modules` is not given."""
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, DEFAULT_TARGETS)
+    """Tells PEFT which layers its methods adapt where `target_modules` is not given."""
+    for name, layers in _DEFAULTS.items():
+        getattr(constants, f"TRANSFORMERS_MODELS_TO_{name}_MODULES_MAPPING", {}).setdefault(model_type, layers)
 
 
 class NLQAdaptersMixin:
-    """Warns of a LoRA for layers that do not exist. PEFT adapts the others in silence, and leaves the queries as they are."""
+    """Warns of an adapter for layers that do not exist. PEFT adapts the others in silence, and leaves the queries alone."""
 
     @property
     def peft_config(self) -> dict:
@@ -35,7 +45,7 @@ class NLQAdaptersMixin:
         names = [name for name, _ in self.named_modules()]
         for config in configs.values():
             targets = getattr(config, "target_modules", None)
-            if not isinstance(targets, set | list) or set(targets) == set(DEFAULT_TARGETS):
+            if not isinstance(targets, set | list) or set(targets) in map(set, _DEFAULTS.values()):
                 continue
             if missing := sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)):
                 bottlenecks = {

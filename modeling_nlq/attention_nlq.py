@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from .activations_nlq import AttentionActivation
 from .masking_nlq import Visibility, read_visible
+from .operations_nlq import Operation
 
 
 def zero_limit(dtype: torch.dtype) -> float:
@@ -126,7 +127,7 @@ def _hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> t
     return tensor if visible is None else tensor.masked_fill(~visible, value)
 
 
-def one_query_attention(
+def one_query_by_pytorch(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,6 +155,9 @@ def one_query_attention(
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     output = torch.matmul(weights.to(query.dtype).view(*by_group[:3], key.shape[2]), value)
     return output.view(batch, 1, heads, head_dim).to(dtype)
+
+
+one_query_attention = Operation("one_query", one_query_by_pytorch)
 
 
 def eager_attention_forward(

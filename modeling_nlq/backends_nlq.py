@@ -10,9 +10,8 @@ continuous batching.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,27 +27,16 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
 from .arguments_nlq import CACHE_NAME, choose_cache
 from .attention_nlq import eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
-from .cpp_nlq import is_plain_call
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
-from .masking_nlq import Sequences, Visibility, boolean_mask
+from .masking_nlq import Sequences, boolean_mask
 from .operators_nlq import autocast_dtype
-from .tiled_cpp_nlq import has_kernels
-from .tiled_nlq import softmax_attention_forward, tiled_attention_forward
-from .triton_activations_nlq import triton_body
-from .triton_nlq import triton_attention_forward
-
-
-try:
-    import adasplash
-except ImportError:
-    adasplash = None
+from .tiled_nlq import tiled_attention_forward
 
 
 def sdpa_with_sink_forward(
@@ -104,36 +92,39 @@ def sdpa_with_sink_forward(
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
 
 
-def sparse_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Computes projections onto the simplex: entmax15 by the kernel of `adasplash` where it can, the rest as `eager` does.
+class Inputs(NamedTuple):
+    """What a backend's answer may depend on in one call.
 
-    The kernel needs CUDA, no padding, packing or cache, a length that is a power of 2 and at least 64, and certain widths of
-    the head. Its memory is linear in the length. Arguments and output are those of `eager_attention_forward`; there are no
-    weights.
+    Attributes:
+        device: the device of queries, keys and values.
+        dtype: their type, after autocast.
+        queries: the number of queries of each row.
+        head_dim: the width of a head.
     """
-    is_plain = attention_mask is None or (
-        isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.first_key is None
-    )
-    length, head_dim = query.shape[2:]
-    fits = length == key.shape[2] >= 64 and length.bit_count() == 1 and head_dim in (16, 32, 64, 128, 256)
-    is_entmax15 = module.activation.name == "entmax15" and dropout == 0.0
-    if adasplash is not None and query.is_cuda and is_entmax15 and is_plain and fits:
-        # It scales by 1 / sqrt(head_dim)
-        inputs = [query * (scaling * math.sqrt(head_dim))]
-        inputs += [repeat_kv(states, module.num_key_value_groups) for states in (key, value)]
-        output = adasplash.adasplash(*(states.contiguous() for states in inputs), is_causal=True)
-        return output.transpose(1, 2).contiguous(), None
-    output, _ = eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-    return output, None
+
+    device: torch.device
+    dtype: torch.dtype
+    queries: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a layer asks of a backend.
+
+    Attributes:
+        activation: its activation.
+        sink: its `attention_sink`.
+        dropout: its dropout probability in this call.
+        weights: whether this call returns the weights.
+        inputs: the inputs of the call, or `None` if the question is whether the backend computes the layer at all.
+    """
+
+    activation: AttentionActivation
+    sink: str | None = None
+    dropout: float = 0.0
+    weights: bool = False
+    inputs: Inputs | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,7 @@ class AttentionBackend:
 
     Attributes:
         function: the attention function, with the arguments of Transformers' attention functions.
-        computes: whether it computes an activation with an `attention_sink`.
+        computes: whether it computes the activation and the sink of a layer, for these inputs if they are known.
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
@@ -153,27 +144,43 @@ class AttentionBackend:
     """
 
     function: Callable
-    computes: Callable[[AttentionActivation, str | None], bool]
+    computes: Callable[[Needs], bool]
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
     is_paged: bool = False
     is_portable: bool = True
 
-    def can(self, activation: AttentionActivation, sink: str | None, dropout: float, needs_weights: bool) -> bool:
-        """True if it can do everything that a layer needs in one call."""
-        if not self.computes(activation, sink) or (needs_weights and self.weights == "refused"):
+    def can(self, needs: Needs) -> bool:
+        """True if it can do everything that a layer needs."""
+        if not self.computes(needs) or (needs.weights and self.weights == "refused"):
             return False
-        return self.has_dropout or dropout == 0.0
+        return self.has_dropout or needs.dropout == 0.0
 
 
-def _softmax_without_sink(activation: AttentionActivation, sink: str | None) -> bool:
-    return activation.name == "softmax" and sink is None
+def _always(needs: Needs) -> bool:
+    return True
+
+
+def _is_softmax(needs: Needs) -> bool:
+    return needs.activation.name == "softmax"
+
+
+def _is_softmax_without_sink(needs: Needs) -> bool:
+    return _is_softmax(needs) and needs.sink is None
+
+
+def _has_logarithm(needs: Needs) -> bool:
+    return needs.activation.non_negative and needs.activation.kind in ("softmax", "elementwise")
+
+
+def _is_elementwise(needs: Needs) -> bool:
+    return needs.activation.is_elementwise
 
 
 _flash_attention = AttentionBackend(
     flash_attention_forward,
-    _softmax_without_sink,
+    _is_softmax_without_sink,
     weights="omitted",
     mask="padding",
     is_paged=True,
@@ -183,47 +190,21 @@ _flash_attention = AttentionBackend(
 _other = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
+# The installed package adds the rows of `kernels/`
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned"),
-    PAGED_EAGER: AttentionBackend(eager_attention_forward, lambda activation, sink: True, weights="returned", is_paged=True),
-    "sdpa": AttentionBackend(
-        sdpa_with_sink_forward,
-        lambda activation, sink: activation.name == "softmax",
-        weights="omitted",
-        mask="dense",
-        is_paged=True,
-    ),
+    "eager": AttentionBackend(eager_attention_forward, _always, weights="returned"),
+    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, weights="returned", is_paged=True),
+    "sdpa": AttentionBackend(sdpa_with_sink_forward, _is_softmax, weights="omitted", mask="dense", is_paged=True),
     "flash_attention_2": _flash_attention,
     "flash_attention_3": _flash_attention,
     "flash_attention_4": _flash_attention,
     "flex_attention": AttentionBackend(
-        flex_attention_with_log_forward,
-        lambda activation, sink: activation.non_negative and activation.kind in ("softmax", "elementwise"),
-        has_dropout=False,
-        mask="block",
-        is_portable=False,
+        flex_attention_with_log_forward, _has_logarithm, has_dropout=False, mask="block", is_portable=False
     ),
-    "nlq_tiled": AttentionBackend(
-        tiled_attention_forward, lambda activation, sink: activation.is_elementwise, is_portable=False
-    ),
-    "nlq_softmax": AttentionBackend(
-        softmax_attention_forward,
-        lambda activation, sink: activation.name == "softmax" and sink is None,
-        has_dropout=False,
-        is_portable=False,
-    ),
-    "nlq_triton": AttentionBackend(
-        triton_attention_forward,
-        lambda activation, sink: activation.is_elementwise and triton_body(activation) is not None,
-        is_portable=False,
-    ),
-    "nlq_sparse": AttentionBackend(
-        sparse_attention_forward, lambda activation, sink: activation.kind == "simplex", is_portable=False
-    ),
+    "nlq_tiled": AttentionBackend(tiled_attention_forward, _is_elementwise, is_portable=False),
 }
-# The backends that the automatic choice tries, in this order. The last one computes everything. `nlq_triton` is not among them
-# until its tests have passed on a GPU. `nlq_softmax` comes first where C++ code can compute.
-PREFERENCE = ("sdpa", "nlq_tiled", "nlq_sparse", "eager")
+# The backends that the automatic choice tries, in this order. The last one computes everything
+PREFERENCE = ["sdpa", "nlq_tiled", "eager"]
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
@@ -242,7 +223,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     """
     layers = _attention_layers(config)
     if requested is None:
-        if config.output_attentions or any(activation.name != "softmax" for activation, _ in layers):
+        if config.output_attentions or not all(map(_is_softmax, layers)):
             return AUTOMATIC
         return None
     known = (*ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
@@ -251,8 +232,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
             f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
         )
     for layer in layers:
-        if layer[0].kind != "linear":
-            find_backend(requested, [index for index, other in enumerate(layers) if other == layer], *layer)
+        if layer.activation.kind != "linear":
+            find_backend(requested, [index for index, other in enumerate(layers) if other == layer], layer)
     return requested
 
 
@@ -264,7 +245,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             compute some layer.
     """
     layers = _attention_layers(config)
-    if linear := [index for index, (activation, _) in enumerate(layers) if activation.kind == "linear"]:
+    if linear := [index for index, layer in enumerate(layers) if layer.activation.kind == "linear"]:
         raise ValueError(
             f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
             "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
@@ -276,7 +257,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             "the same window in each layer"
         )
     name = config._attn_implementation
-    possible = [paged for paged in PAGED_PREFERENCE if all(ATTENTION_BACKENDS[paged].computes(*layer) for layer in layers)]
+    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].computes, layers))]
     if name == AUTOMATIC:
         return possible[0]
     paged = PAGED_EAGER if name == "eager" else name
@@ -288,8 +269,8 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
-    layers = [layer for layer in _attention_layers(config) if layer[0].kind != "linear"]
-    return all(_flash_attention.computes(*layer) for layer in layers)
+    layers = [layer for layer in _attention_layers(config) if layer.activation.kind != "linear"]
+    return all(map(_flash_attention.computes, layers))
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -297,70 +278,57 @@ def _choices(backends: Iterable[str]) -> str:
     return ", ".join((AUTOMATIC, *(name for name in backends if name != PAGED_EAGER)))
 
 
-def _attention_layers(config: NLQConfig) -> list[tuple[AttentionActivation, str | None]]:
-    """Returns the activation and the sink of each layer."""
-    return [(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
+def _attention_layers(config: NLQConfig) -> list[Needs]:
+    """Returns what each layer asks of any call."""
+    return [Needs(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
 
 
-def find_backend(
-    implementation: str | None,
-    layers: Sequence[int],
-    activation: AttentionActivation,
-    sink: str | None,
-    dropout: float = 0.0,
-    needs_weights: bool = False,
-    cpp_heads: tuple[torch.dtype, int] | None = None,
-) -> str:
+def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:
     """Returns the name of the backend that computes layers in one call.
 
     A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else. An exporting model gets a portable backend, which computes the same weights with PyTorch's
-    own operators.
+    functions compute nothing else. A model that is exported or traced gets a portable backend, which computes the same weights
+    with PyTorch's own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
         layers: the layers' numbers, for the message.
-        activation: the layers' activation.
-        sink: the layers' `attention_sink`.
-        dropout: their dropout probability in this call.
-        needs_weights: whether this call returns the weights.
-        cpp_heads: the type and size of the call's heads if C++ code may compute with them.
+        needs: what each of them asks. A backend that was asked for by name refuses inputs itself.
 
     Raises:
         ValueError: if the implementation cannot do this. The message names those that can.
     """
-    asked = (activation, sink, dropout, needs_weights)
     name = implementation or "eager"
-    backend = ATTENTION_BACKENDS.get(name, _other)
-    is_exporting = torch.compiler.is_exporting()
+    needs_portable = torch.compiler.is_exporting() or torch.jit.is_tracing()
     if name == AUTOMATIC:
-        preference = PREFERENCE
-        # In this order, because only what is used is to be compiled
-        if cpp_heads is not None and ATTENTION_BACKENDS["nlq_softmax"].can(*asked) and has_kernels(*cpp_heads):
-            preference = ("nlq_softmax", *PREFERENCE)
-        names = [name for name in preference if not needs_weights or ATTENTION_BACKENDS[name].weights == "returned"]
-        names = [name for name in names if not is_exporting or ATTENTION_BACKENDS[name].is_portable]
-        return next(name for name in names if ATTENTION_BACKENDS[name].can(*asked))
-    if backend.can(*asked):
-        return "eager" if is_exporting and not backend.is_portable else name
-    if not backend.computes(activation, sink):
-        refused = f"attention_activation={activation.name!r}" + (f" with attention_sink={sink!r}" if sink else "")
-    elif needs_weights and backend.weights == "refused":
+        for name in PREFERENCE:
+            backend = ATTENTION_BACKENDS[name]
+            is_right = backend.is_portable or not needs_portable
+            if is_right and (not needs.weights or backend.weights == "returned") and backend.can(needs):
+                return name
+    needs = replace(needs, inputs=None)
+    backend = ATTENTION_BACKENDS.get(name, _other)
+    if backend.can(needs):
+        return "eager" if needs_portable and not backend.is_portable else name
+    if not backend.computes(needs):
+        refused = f"attention_activation={needs.activation.name!r}"
+        refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
+    elif needs.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"
     else:
-        refused = f"attention_dropout={dropout}"
-    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.can(*asked))
+        refused = f"attention_dropout={needs.dropout}"
+    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.can(needs))
     raise ValueError(
         f"attn_implementation={name!r} cannot compute {refused} (layer {', '.join(map(str, layers))}); use one of {choices}"
     )
 
 
 class BackendRequest(NamedTuple):
-    """What a call of the model asks of the backends: arguments of `find_backend`."""
+    """What a call of the model asks of the backends: arguments of a layer's `find_backend`."""
 
     implementation: str | None
-    needs_weights: bool
-    cpp_heads: tuple[torch.dtype, int] | None
+    weights: bool
+    inputs: Inputs
 
 
 def backend_request(
@@ -374,11 +342,9 @@ def backend_request(
         output_attentions: an argument of the call; by default the configuration's value.
         kwargs: other arguments of the call.
     """
-    needs_weights = config.output_attentions if output_attentions is None else output_attentions
-    # PyTorch's own kernel is as fast for a single query
-    may_use_cpp = hidden_states.shape[1] > 1 and hidden_states.numel() > 0 and is_plain_call(hidden_states)
-    cpp_heads = (autocast_dtype(hidden_states), config.head_dim) if may_use_cpp else None
-    return BackendRequest(config._attn_implementation, needs_weights, cpp_heads)
+    weights = config.output_attentions if output_attentions is None else output_attentions
+    inputs = Inputs(hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
+    return BackendRequest(config._attn_implementation, weights, inputs)
 
 
 def make_mask(
@@ -528,8 +494,29 @@ def _of_nlq_models_only(*args, **kwargs):
     raise ValueError("the attention implementations 'nlq' and 'nlq_...' work in NLQ models only")
 
 
-# Transformers accepts names that are in these two tables. The tables belong to the whole process, where several revisions of
-# this code may be loaded, so NLQ's layers never read them: they use the table above.
-for _name in (AUTOMATIC, *(name for name in ATTENTION_BACKENDS if name.startswith(AUTOMATIC))):
-    ALL_ATTENTION_FUNCTIONS.register(_name, _of_nlq_models_only)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
+def _register(name: str) -> None:
+    """Makes Transformers accept a name of NLQ's.
+
+    Its tables belong to the whole process, where several revisions of this code may be loaded, so NLQ's layers never read them:
+    they use the table above.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(name, _of_nlq_models_only)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
+
+
+def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
+    """Adds a row to the table.
+
+    Args:
+        name: its name, which begins with `"nlq_"`.
+        backend: the row.
+        is_preferred: whether the automatic choice tries it, and before all others so far.
+    """
+    ATTENTION_BACKENDS[name] = backend
+    if is_preferred:
+        PREFERENCE.insert(0, name)
+    _register(name)
+
+
+for _name in (AUTOMATIC, "nlq_tiled"):
+    _register(_name)

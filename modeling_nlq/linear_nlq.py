@@ -19,27 +19,19 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils import is_flash_linear_attention_available
 from transformers.utils.generic import maybe_autocast
 
 from .attention_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
+from .operations_nlq import Operation
 from .rotary_nlq import rotate
-
-
-if is_flash_linear_attention_available():
-    from fla.ops.simple_gla import chunk_simple_gla
-else:
-    chunk_simple_gla = None
 
 
 # With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
 CHUNK_SIZE = 64
 # Tokens computed at once: enough to use a whole device, and few enough to reuse memory between segments
 SEGMENT_SIZE = 2048
-# The smallest width of values that the kernel accepts
-_COLUMNS = 16
 
 
 class LinearInputs(NamedTuple):
@@ -109,7 +101,7 @@ def parallel_form(inputs: LinearInputs) -> torch.Tensor:
     pairs = _pairs(inputs)
     weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
     rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * pairs
-    return _divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
+    return divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
 
 
 def chunked_form(
@@ -166,7 +158,11 @@ def chunked_form(
     numerator = numerator + (inputs.rotated_query @ numerators[:, :, None]) * seen[:, :, None, ..., None]
     denominator = (inputs.query @ denominators[:, :, None, ..., None]).squeeze(-1)
     denominator = weights.sum(dim=-1) + denominator * seen[:, :, None]
-    return _divide(numerator, denominator).flatten(3, 4)[..., :length, :], state
+    return divide(numerator, denominator).flatten(3, 4)[..., :length, :], state
+
+
+# Its kernels tell from the query `(batch, heads, query, head_dim)` and the documents' first tokens whether they compute a call
+LINEAR_ATTENTION = Operation("linear_attention", chunked_form)
 
 
 def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
@@ -208,35 +204,10 @@ def _step(
     """
     state = LinearState(state.numerator + rotated_key[..., :, None] * value[..., None, :], state.denominator + key)
     denominator = (query @ state.denominator[..., None]).squeeze(-1)
-    return _divide(rotated_query @ state.numerator, denominator), state
+    return divide(rotated_query @ state.numerator, denominator), state
 
 
-def kernel_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
-    """Computes the chunked form by the kernels of flash-linear-attention, on CUDA, without packed documents."""
-    groups = inputs.query.shape[2]
-    gates = None
-    if inputs.log_decay is not None:  # (b, n, heads): padding decays nothing
-        gates = inputs.log_decay.repeat_interleave(groups) * inputs.is_valid[..., None]
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor | None):
-        if before is not None:
-            before = before.repeat_interleave(groups, dim=1)
-        key, value = (states.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous() for states in (key, value))
-        query = query.flatten(1, 2).transpose(1, 2).contiguous()
-        output, after = chunk_simple_gla(query, key, value, g=gates, scale=1.0, initial_state=before, output_final_state=True)
-        return output.transpose(1, 2).unflatten(1, (-1, groups)), after[:, ::groups]
-
-    # The kernel accepts no single column; the sum of the keys is the first of these columns
-    ones = nn.functional.pad(torch.ones_like(inputs.value[..., :1]), (0, _COLUMNS - 1))
-    before = None if state is None else nn.functional.pad(state.denominator[..., None], (0, _COLUMNS - 1))
-    numerator, numerator_state = attend(
-        inputs.rotated_query, inputs.rotated_key, inputs.value, None if state is None else state.numerator
-    )
-    denominator, denominator_state = attend(inputs.query, inputs.key, ones, before)
-    return _divide(numerator, denominator[..., 0]), LinearState(numerator_state, denominator_state[..., 0])
-
-
-def _divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """Divides; a query that sees no key gets 0."""
     is_zero = counts_as_zero(denominator)[..., None]
     return (numerator / denominator[..., None].masked_fill(is_zero, 1.0)).masked_fill(is_zero, 0.0)
@@ -336,9 +307,9 @@ def linear_attention(
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
     is_exporting = torch.compiler.is_exporting()
-    has_kernel = chunk_simple_gla is not None and query.is_cuda and start is None and not is_exporting
-    # A loop over segments or chunks would fix the length of an exported program
-    size = None if form == "parallel" or has_kernel or is_exporting else SEGMENT_SIZE
+    attend = LINEAR_ATTENTION.choose(query, start).function
+    # Kernels take all tokens at once, and a loop over segments or chunks would fix the length of an exported program
+    size = SEGMENT_SIZE if form != "parallel" and attend is chunked_form and not is_exporting else None
 
     def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
@@ -364,12 +335,10 @@ def linear_attention(
                 output = parallel_form(inputs)
             elif length == 1:
                 output, state = recurrent_form(inputs, state)
-            elif has_kernel:
-                output, state = kernel_form(inputs, state)
             elif is_exporting:
                 output, state = chunked_form(inputs, state, chunk_size=None)
             else:
-                output, state = chunked_form(inputs, state)
+                output, state = attend(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
 

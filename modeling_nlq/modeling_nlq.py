@@ -33,6 +33,8 @@ from .attention_projections_nlq import NLQAttentionProjections, NLQHeadProjectio
 from .backends_nlq import (
     ATTENTION_BACKENDS,
     LINEAR_ATTENTION,
+    Inputs,
+    Needs,
     backend_request,
     choose_implementation,
     create_masks_for_generate,
@@ -45,6 +47,7 @@ from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import Sequences, Visibility, read_sequences
+from .operations_nlq import record_use
 from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
 
 
@@ -122,20 +125,21 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False, cpp_heads: tuple | None = None) -> str:
+    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
         """Returns the name of the backend that computes this layer in this call.
 
         Args:
             implementation: the model's `attn_implementation`.
-            needs_weights: whether this call returns the weights.
-            cpp_heads: the type and size of the call's heads if C++ code may compute with them.
+            weights: whether this call returns the weights.
+            inputs: the inputs of this call.
 
         Raises:
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        asked = (self.activation, self.attention_sink, dropout, needs_weights, cpp_heads)
-        return find_backend(implementation, [self.layer_idx], *asked)
+        return find_backend(
+            implementation, [self.layer_idx], Needs(self.activation, self.attention_sink, dropout, weights, inputs)
+        )
 
     def forward(
         self,
@@ -203,13 +207,13 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, needs_weights: bool = False, cpp_heads: tuple | None = None) -> str:
+    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
         """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
 
         Raises:
             ValueError: if the weights are needed.
         """
-        if needs_weights:
+        if weights:
             raise ValueError(
                 f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
                 "weights; leave output_attentions out, or use another activation there"
@@ -498,13 +502,14 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        # One mask for each backend and window, made before the first layer advances the cache
+        # diff with Llama: layers differ in backend and window. One mask for each pair, made before a layer advances the cache
         request = backend_request(self.config, inputs_embeds, **kwargs)
         kinds = [(layer.self_attn.find_backend(*request), layer.self_attn.sliding_window) for layer in layers]
         masks = {}
         for layer, kind in zip(layers, kinds):
             if kind not in masks:
                 backend, sliding_window = kind
+                record_use("attention", backend)
                 masks[kind] = make_mask(
                     backend,
                     self.config,

@@ -1,4 +1,4 @@
-"""PyTorch operators of attention in linear memory, shared by `nlq_tiled` and `nlq_triton`.
+"""PyTorch operators of attention in linear memory.
 
 Each pass is one operator of `torch.library`, which `torch.compile` keeps as one node. An exporting model calls none of them
 (`backends_nlq.find_backend`). Both passes take the query, key and value, the number of keys that each query sees, the fields of
@@ -6,7 +6,7 @@ a `Visibility` or a boolean mask, a seed for dropout, and the options.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,58 +15,40 @@ from torch import nn
 from .masking_nlq import Visibility, read_mask
 
 
-# Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its files tells
-# them apart, and equal code shares operators.
-_FILES = sorted(Path(__file__).parent.glob("*_nlq.py"))
-NAMESPACE = f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in _FILES)).hexdigest()[:16]}"
+def operator_namespace(files: Iterable[Path]) -> str:
+    """Returns the namespace of operators that these files define.
+
+    Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its files tells
+    them apart, and equal code shares operators.
+    """
+    return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
 
 
-class AttentionOperators:
-    """The forward and backward operator of one backend, as one differentiable function.
+NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
+
+
+class DifferentiableAttention:
+    """A forward and a backward pass as one differentiable function.
 
     Args:
-        name: name of the forward operator. The name of the backward operator ends in `_backward`.
-        forward: the function of the forward operator: `(query, key, value, visible_count, query_index, key_is_valid,
-            first_key, visible, seed, activation, normalization, scaling, dropout)` to the output `(batch, query, heads,
-            head_dim)` and other tensors for backward.
-        backward: the function of the backward operator: the gradient of the output, query, key, value, all results of
-            `forward`, and the rest of its arguments, to the gradients of query, key and value.
-        new_results: makes the results of `forward`, empty, from its arguments.
-        new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
-        tags: PyTorch's tags of both operators.
-        seed_device: where the operators read the seed: `"cpu"`, or that of the query if `None`.
+        forward: `(query, key, value, visible_count, query_index, key_is_valid, first_key, visible, seed, activation,
+            normalization, scaling, dropout)` to the output `(batch, query, heads, head_dim)` and other tensors for backward.
+            Its operators need no gradients of their own.
+        backward: the gradient of the output, query, key, value, all results of `forward`, and the rest of its arguments, to
+            the gradients of query, key and value.
+        seed_device: where the passes read the seed: `"cpu"`, or that of the query if `None`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable,
-        backward: Callable,
-        new_results: Callable[..., tuple[torch.Tensor, ...]],
-        new_gradient: Callable[[torch.Tensor], torch.Tensor],
-        tags: Sequence[torch.Tag] = (),
-        seed_device: str | None = None,
-    ):
-        self.seed_device = seed_device
-        if not hasattr(operators := getattr(torch.ops, NAMESPACE), name):
-            options = {"mutates_args": (), "tags": tuple(tags)}
-            definition = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, **options)
-            backward_definition = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", backward, **options)
-
-            definition.register_fake(new_results)
-
-            @backward_definition.register_fake
-            def _(gradient, query, key, value, *inputs):
-                return new_gradient(query), new_gradient(key), new_gradient(value)
-
-        forward_operator = self.forward = getattr(operators, name).default
-        backward_operator = self.backward = getattr(operators, f"{name}_backward").default
+    def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):
+        self.forward, self.backward, self.seed_device = forward, backward, seed_device
 
         class Attention(torch.autograd.Function):
             # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses this class
+            generate_vmap_rule = True
+
             @staticmethod
             def forward(*inputs):
-                return forward_operator(*inputs)
+                return forward(*inputs)
 
             @staticmethod
             def setup_context(ctx, inputs, outputs):
@@ -76,7 +58,7 @@ class AttentionOperators:
 
             @staticmethod
             def backward(ctx, gradient, *_):
-                return (*backward_operator(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
+                return (*backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
 
         self.function = Attention
 
@@ -105,6 +87,43 @@ class AttentionOperators:
         function = self.forward if is_plain else self.function.apply
         output, *_ = function(query, key, value, visible_count, *masks, seed, *options)
         return output
+
+
+class AttentionOperators(DifferentiableAttention):
+    """The same of two Python functions, which become operators.
+
+    Args:
+        name: name of the forward operator. The name of the backward operator ends in `_backward`.
+        forward, backward, seed_device: as in `DifferentiableAttention`.
+        new_results: makes the results of `forward`, empty, from its arguments.
+        new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
+        tags: PyTorch's tags of both operators.
+        namespace: namespace of the operators.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable,
+        backward: Callable,
+        new_results: Callable[..., tuple[torch.Tensor, ...]],
+        new_gradient: Callable[[torch.Tensor], torch.Tensor],
+        tags: Sequence[torch.Tag] = (),
+        seed_device: str | None = None,
+        namespace: str = NAMESPACE,
+    ):
+        if not hasattr(operators := getattr(torch.ops, namespace), name):
+            options = {"mutates_args": (), "tags": tuple(tags)}
+            definition = torch.library.custom_op(f"{namespace}::{name}", forward, **options)
+            backward_definition = torch.library.custom_op(f"{namespace}::{name}_backward", backward, **options)
+
+            definition.register_fake(new_results)
+
+            @backward_definition.register_fake
+            def _(gradient, query, key, value, *inputs):
+                return new_gradient(query), new_gradient(key), new_gradient(value)
+
+        super().__init__(getattr(operators, name).default, getattr(operators, f"{name}_backward").default, seed_device)
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype:

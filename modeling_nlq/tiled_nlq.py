@@ -1,7 +1,5 @@
 """`nlq_tiled`: attention for every elementwise activation in memory linear in the length, by PyTorch's operators.
 
-Where a CPU can run the same in C++, `tiled_cpp_nlq` does.
-
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
 over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
 diagonal, before a window or in other packed documents. So with a window the cost is linear in the length. Unlike softmax, an
@@ -20,6 +18,7 @@ Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, a
 import bisect
 import functools
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,13 +26,12 @@ from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import get_attention_activation
 from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
-from .cpp_nlq import is_plain_call
 from .masking_nlq import Visibility
-from .one_query_nlq import one_query_in_cpp
 from .operators_nlq import AttentionOperators, in_autocast_precision
-from .tiled_cpp_nlq import LARGEST_SUM, attend, attend_backward, runs_in_cpp
 
 
+# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
+LARGEST_SUM = 2.0**96
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
 
@@ -261,15 +259,11 @@ def _tiled_attention(
     normalization: str,
     scaling: float,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, its remainder and `1 / Z`, as `_new_results` makes them."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and `1 / Z`, as `_new_results` makes them."""
     masks = (query_index, key_is_valid, first_key, visible)
     options = (activation, normalization, scaling, dropout)
-    results = _new_results(query, key, value, visible_count, *masks, seed, *options)
-    output, remainder, inverse_normalizer = results
-    if runs_in_cpp(query, key, value, row := get_attention_activation(activation), dropout):
-        attend(query, key, value, *results, visible_count, masks, row, normalization, scaling)
-        return results
+    output, inverse_normalizer = _new_results(query, key, value, visible_count, *masks, seed, *options)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, *options)
         for i, (start, end) in enumerate(call.query_tiles):
@@ -294,11 +288,8 @@ def _tiled_attention(
                 tile_inverse = torch.ones_like(total)
             inverse_normalizer[..., start:end] = tile_inverse.flatten(1, 2)
             weighted = weighted.view(*total.shape, weighted.shape[-1]) * tile_inverse[..., None]
-            exact = weighted.flatten(1, 2).transpose(1, 2)
-            output[:, start:end] = exact
-            if remainder.numel():
-                remainder[:, start:end] = exact - output[:, start:end]
-    return results
+            output[:, start:end] = weighted.flatten(1, 2).transpose(1, 2)
+    return output, inverse_normalizer
 
 
 def _tiled_attention_backward(
@@ -307,7 +298,6 @@ def _tiled_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
-    remainder: torch.Tensor,
     inverse_normalizer: torch.Tensor,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
@@ -322,9 +312,6 @@ def _tiled_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, in their shapes, given that of the output."""
     masks = (query_index, key_is_valid, first_key, visible)
-    if runs_in_cpp(query, key, value, row := get_attention_activation(activation), dropout):
-        results = (output, remainder, inverse_normalizer)
-        return attend_backward(gradient, query, key, value, *results, visible_count, masks, row, normalization, scaling)
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
@@ -370,17 +357,11 @@ def _new_results(
     normalization: str,
     scaling: float,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Makes the results, empty: the output `(batch, query, heads, head_dim)`; the remainder that rounding removes from it, of
-    the same shape, or `(0,)` where backward needs none; and `1 / Z`, `(batch, heads, query)`.
-    """
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the results, empty: the output `(batch, query, heads, head_dim)`, and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
     inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
-    output = query.new_empty(batch, query_length, heads, head_dim)
-    # Only the C++ code reads it
-    has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
-    has_remainder = has_remainder and runs_in_cpp(query, key, value, get_attention_activation(activation), dropout)
-    return output, torch.empty_like(output) if has_remainder else output.new_empty(0), inverse_normalizer
+    return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
 _operators = AttentionOperators(
@@ -417,44 +398,38 @@ def tiled_attention_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    query, key, value = in_autocast_precision(query, key, value)
-    activation, normalization = module.activation, module.normalization
-    if query.shape[2] == 1 and not (dropout and module.training):
-        # A single query needs no tiles, and hardly any memory
-        if (output := one_query_in_cpp(module, query, key, value, attention_mask, scaling)) is not None:
-            return output, None
-        attend, inputs = one_query_attention, (key, value, attention_mask, scaling)
-    else:
-        attend, inputs = _operators.attend, (key, value, attention_mask, scaling, dropout)
-    is_free_of_scale = normalization == "sum" and activation.is_homogeneous
-    if not is_free_of_scale:
-        return attend(module, query, *inputs), None
-    rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
-    if is_tracing(query) or query.is_meta:
-        return attend(module, rescaled(), *inputs), None
-    # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
-    output = attend(module, query, *inputs)
-    return output if output.isfinite().all() else attend(module, rescaled(), *inputs), None
+    return attend_in_scale(_operators.attend, module, query, key, value, attention_mask, scaling, dropout), None
 
 
-def softmax_attention_forward(
+def attend_in_scale(
+    attend: Callable,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Visibility | torch.Tensor | None,
     scaling: float,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Softmax attention by the C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
+    dropout: float,
+) -> torch.Tensor:
+    """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
-    Raises:
-        ValueError: where there is no such code.
+    It computes a single query by an operation of its own, and calls the function again, with smaller queries, where sums of
+    weights overflow. It casts as autocast does.
     """
     query, key, value = in_autocast_precision(query, key, value)
-    if not is_plain_call(query, key, value) or not runs_in_cpp(query, key, value, module.activation, dropout=0.0):
-        raise ValueError(
-            "attn_implementation='nlq_softmax' computes float32 and bfloat16 on a CPU with AVX-512 where a C++ compiler is "
-            "installed; no empty batch, and nothing under torch.compile or torch.func; use 'nlq' or 'sdpa'"
-        )
-    return _operators.attend(module, query, key, value, attention_mask, scaling, dropout=0.0), None
+    inputs = (key, value, attention_mask, scaling)
+    if query.shape[2] == 1 and not (dropout and module.training):
+        # A single query needs no tiles, and hardly any memory
+        attend = one_query_attention
+    else:
+        inputs += (dropout,)
+    activation, normalization = module.activation, module.normalization
+    is_free_of_scale = normalization == "sum" and activation.is_homogeneous
+    if not is_free_of_scale:
+        return attend(module, query, *inputs)
+    rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
+    if is_tracing(query) or query.is_meta:
+        return attend(module, rescaled(), *inputs)
+    # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
+    output = attend(module, query, *inputs)
+    return output if output.isfinite().all() else attend(module, rescaled(), *inputs)

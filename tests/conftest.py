@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
+from modeling_nlq.training import train
 from modeling_nlq.training.run.documents import python_documents
-from modeling_nlq.training.run.trainer import train
 
 
 def pytest_collection_modifyitems(items):

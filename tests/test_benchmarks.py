@@ -27,9 +27,9 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from modeling_nlq import flex_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
+from modeling_nlq.kernels.triton.attention import TILES, Tiles
 from modeling_nlq.training.parameters import measure as measure_model
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
-from modeling_nlq.triton_nlq import TILES, Tiles
 
 
 NAMES = ["sigmoid", "squared", "tanh"]

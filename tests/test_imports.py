@@ -2,12 +2,17 @@
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 
 
@@ -19,16 +24,15 @@ FOLDERS = {
     "nlq": "training/nlq",
 }
 
-# A module imports modules of lower rows only. Modules of one row do not know each other.
+# A module imports modules of lower rows only. Modules of one row do not know each other, unless they are in the same folder.
 MODEL_ROWS = (
+    ("kernels",),
     ("modeling_nlq",),
     ("continuous_batching_nlq",),
     ("backends_nlq",),
-    ("triton_nlq",),
-    ("flex_nlq", "linear_nlq", "tiled_nlq", "triton_gradients_nlq"),
-    ("one_query_nlq", "tiled_cpp_nlq"),
-    ("attention_nlq", "attention_projections_nlq", "operators_nlq", "triton_kernels_nlq"),
-    ("configuration_nlq", "triton_activations_nlq"),
+    ("flex_nlq", "linear_nlq", "tiled_nlq"),
+    ("attention_nlq", "attention_projections_nlq", "operators_nlq"),
+    ("configuration_nlq",),
     (
         "activations_nlq",
         "adapters_nlq",
@@ -40,13 +44,12 @@ MODEL_ROWS = (
         "projections_nlq",
         "rotary_nlq",
     ),
-    ("cpp_activations_nlq",),
-    ("cpp_nlq",),
+    ("operations_nlq",),
 )
 TRAINING_ROWS = (
     ("__main__",),
     ("sharing",),
-    ("comparison", "conversion"),
+    ("comparison", "conversion", "engines"),
     ("run",),
     ("card",),
     ("models",),
@@ -72,7 +75,7 @@ def modules(root: Path) -> dict[str, Path]:
 def imports(name: str, is_package: bool, source: str) -> list[tuple[str, str, bool]]:
     """The imports of one module from this package: module, imported name, and whether the import is relative.
 
-    Those below `if TYPE_CHECKING:` are left out.
+    Those inside of functions are among them. Those below `if TYPE_CHECKING:` are left out.
     """
     found = []
     tree = ast.parse(source)
@@ -114,6 +117,11 @@ def row_of(module: str, prefix: str, rows: tuple[tuple[str, ...], ...]) -> int |
     return next((index for index, row in enumerate(rows) if name in row), None)
 
 
+def is_within(module: str, package: str) -> bool:
+    """Tells whether a module is a package or one of its modules."""
+    return f"{module}.".startswith(f"{package}.")
+
+
 def check(name: str, path: Path, target: str, imported: str, is_relative: bool, known: dict[str, Path]) -> str | None:
     """The rule that an import of `target`, or of a name in it, breaks."""
     if target not in known:
@@ -122,15 +130,20 @@ def check(name: str, path: Path, target: str, imported: str, is_relative: bool, 
         return "there is no such name"
     if imported.startswith("_") and not imported.startswith("__") and path.parent != known[target].parent:
         return "private names stay in their folder"
-    if name.endswith("_nlq") and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
+    is_of_model = re.fullmatch(r"modeling_nlq\.\w+_nlq", name)
+    if is_of_model and not (is_relative and target.startswith("modeling_nlq.") and target.endswith("_nlq")):
         return "a file of the model imports its neighbours only, and with one dot"
+    is_near = is_within(target, "modeling_nlq.training") or is_within(target, "modeling_nlq.configuration")
+    if is_within(name, "modeling_nlq.training") and is_near and not is_relative:
+        return "training/ imports itself and configuration/ by dots, which tools can follow in the repository"
     if name == "modeling_nlq.configuration" and target != "modeling_nlq.activations_nlq":
         return "configuration/ does not know the model or training"
     if name.startswith("modeling_nlq.training.") and target == "modeling_nlq.training":
         return "the functions for Python are above everything in training/"
     for prefix, rows in (("modeling_nlq", MODEL_ROWS), ("modeling_nlq.training", TRAINING_ROWS)):
         above, below = row_of(name, prefix, rows), row_of(target, prefix, rows)
-        is_same_folder = prefix == "modeling_nlq.training" and name.split(".")[2:3] == target.split(".")[2:3]
+        place = len(prefix.split("."))
+        is_same_folder = name.split(".")[place : place + 1] == target.split(".")[place : place + 1] and name != target
         if above is not None and below is not None and below <= above and not is_same_folder:
             return "imports go to lower rows"
     return None
@@ -152,8 +165,26 @@ def violations(root: Path) -> list[str]:
     return found
 
 
+def find_circle(root: Path) -> str | None:
+    """The files of a circle of imports, wherever in a file the imports are; `None` if there is no circle."""
+    known, graph = modules(root), {}
+    for name, path in known.items():
+        found = imports(name, path.name == "__init__.py", path.read_text())
+        targets = {f"{module}.{imported}" if f"{module}.{imported}" in known else module for module, imported, _ in found}
+        graph[name] = targets - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return " <- ".join(error.args[1])
+    return None
+
+
 def test_imports_go_one_way():
     assert violations(ROOT) == []
+
+
+def test_files_form_no_circle():
+    assert find_circle(ROOT) is None
 
 
 def test_every_module_has_a_row():
@@ -172,34 +203,53 @@ WRONG = {
         "if TYPE_CHECKING:\n    pass\nelse:\n    from .backends_nlq import find_backend",
     ),
     "masks_import_backends": ("modeling_nlq/masking_nlq.py", "from .backends_nlq import find_backend"),
+    "backends_import_kernels": ("modeling_nlq/backends_nlq.py", "from .kernels.cpu.build import load"),
     "masks_import_the_model": ("modeling_nlq/masking_nlq.py", "from modeling_nlq import NLQForCausalLM"),
     "masks_import_the_package": ("modeling_nlq/masking_nlq.py", "from . import NLQForCausalLM"),
     "absolute_import": ("modeling_nlq/attention_nlq.py", "from modeling_nlq.masking_nlq import Visibility"),
     "model_imports_training": ("modeling_nlq/modeling_nlq.py", "from modeling_nlq.training.card import render"),
     "configuration_imports_training": ("configuration/__init__.py", "from modeling_nlq.training.card import render"),
     "configuration_imports_the_model": ("configuration/__init__.py", "from modeling_nlq.modeling_nlq import NLQModel"),
-    "run_imports_comparison": ("training/run/data.py", "from modeling_nlq.training.comparison import report"),
-    "run_imports_the_functions": ("training/run/data.py", "from modeling_nlq.training import publish"),
-    "rooms_know_each_other": ("training/conversion/paper.py", "import modeling_nlq.training.comparison.report"),
-    "private_name": ("training/comparison/report.py", "from modeling_nlq.training.run.data import _hash_file"),
-    "private_attribute": (
-        "training/comparison/report.py",
-        "from modeling_nlq.training.run import data\n\ndata._count_tokens",
-    ),
+    "run_imports_comparison": ("training/run/data.py", "from ..comparison import report"),
+    "run_imports_the_functions": ("training/run/data.py", "from .. import publish"),
+    "in_a_function": ("training/run/data.py", "def late():\n    from ..comparison import report"),
+    "rooms_know_each_other": ("training/conversion/paper.py", "from ..comparison import report"),
+    "absolute_import_of_training": ("training/conversion/paper.py", "import modeling_nlq.training.text"),
+    "absolute_import_of_configuration": ("training/run/data.py", "from modeling_nlq.configuration import find"),
+    "private_name": ("training/comparison/report.py", "from ..run.data import _hash_file"),
+    "private_attribute": ("training/comparison/report.py", "from ..run import data\n\ndata._count_tokens"),
     "missing_module": ("training/nlq/__init__.py", "from modeling_nlq.training.train import train"),
     "missing_name": ("training/nlq/__init__.py", "from modeling_nlq.training.card import no_such_function"),
 }
 
 
+@pytest.fixture
+def plant(tmp_path):
+    """A function that adds a line to a file in a copy of all modules, and returns the folder of the copy."""
+
+    def add(file: str, line: str) -> Path:
+        for path in modules(ROOT).values():
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+        planted = tmp_path / file
+        planted.write_text(f"{planted.read_text()}\n{line}\n")
+        return tmp_path
+
+    return add
+
+
 @pytest.mark.parametrize("file, line", WRONG.values(), ids=WRONG)
-def test_wrong_import_is_found(file, line, tmp_path):
-    for path in modules(ROOT).values():
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    planted = tmp_path / file
-    planted.write_text(f"{planted.read_text()}\n{line}\n")
-    assert len(violations(tmp_path)) == 1
+def test_wrong_import_is_found(file, line, plant):
+    assert len(violations(plant(file, line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["from .trainer import train_recipe", "def late():\n    from . import trainer"], ids=["module", "function"]
+)
+def test_circle_is_found(line, plant):
+    circle = find_circle(plant("training/run/stability.py", line))
+    assert "modeling_nlq.training.run.stability" in circle and "modeling_nlq.training.run.trainer" in circle
 
 
 def test_configuration_imports_no_kernels(tmp_path):
@@ -215,3 +265,33 @@ def test_configuration_imports_no_kernels(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["activations_nlq", "cache_nlq", "configuration_nlq", "projections_nlq"]
+
+
+def base_distributions() -> set[str]:
+    """The names of the distributions that an installation without extras brings."""
+    waiting = [*map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])]
+    done = set()
+    while waiting:
+        requirement = waiting.pop()
+        name, extras = canonicalize_name(requirement.name), frozenset({"", *requirement.extras})
+        if (name, extras) not in done:
+            done.add((name, extras))
+            found = map(Requirement, metadata.requires(name) or [])
+            waiting += [each for each in found if not each.marker or any(each.marker.evaluate({"extra": x}) for x in extras)]
+    return {name for name, _ in done}
+
+
+def test_every_module_imports_with_the_base_dependencies_only():
+    """Everything else is blocked that is installed here, and Triton, which only some builds of PyTorch bring."""
+    needed = {*base_distributions(), "modeling-nlq"}
+    installed = metadata.packages_distributions()
+    blocked = {"triton", *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names)))}
+    names = [name for name in modules(ROOT) if not name.endswith(".__main__")]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(blocked)}))\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -35,10 +35,16 @@ def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     information = f"modeling_nlq-{modeling_nlq.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"modeling_nlq", "nlq", information}
-    for folder, pattern in (("configuration", "*/*.json"), ("configuration", "*/*.yaml"), ("training", "**/*.py")):
+    for folder, pattern in (
+        ("configuration", "*/*.json"),
+        ("configuration", "*/*.yaml"),
+        ("training", "**/*.py"),
+        ("modeling_nlq", "kernels/**/*.*"),
+    ):
         for path in (REPOSITORY / folder).glob(pattern):
             place = path.relative_to(REPOSITORY).as_posix()
-            assert (place.removeprefix("training/") if place.startswith("training/nlq/") else f"modeling_nlq/{place}") in names
+            place = place.removeprefix("training/") if place.startswith("training/nlq/") else place
+            assert place.endswith(".pyc") or {place, f"modeling_nlq/{place}"} & set(names)
     assert {"modeling_nlq/model_card.md", "modeling_nlq/training/comparison/report.html.jinja"} <= set(names)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .comparison.comparing import compare
     from .conversion.converting import convert
+    from .engines import train
     from .run.evaluation import evaluate
     from .run.tasks import evaluate_tasks
-    from .run.trainer import train
     from .sharing.publishing import publish
 
 _MODULES = {
@@ -21,7 +21,7 @@ _MODULES = {
     "evaluate": "run.evaluation",
     "evaluate_tasks": "run.tasks",
     "publish": "sharing.publishing",
-    "train": "run.trainer",
+    "train": "engines",
 }
 
 __all__ = ["compare", "convert", "evaluate", "evaluate_tasks", "publish", "train"]

@@ -117,34 +117,34 @@ def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | N
     return read_record(name, CONVERSION_FILE)
 
 
-def added_parameters(model: str) -> list[str]:
+def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
     """The names of the parameters that a conversion added to a trained model.
 
     Args:
         model: a folder or a Hub name of the converted model, or of one that was trained from there by `trainable: new`.
+        conversion: the record of its conversion (see `read_conversion`).
 
     Raises:
         ValueError: unless the model has a record of its conversion, which added parameters and enlarged none.
     """
-    record = read_conversion(model) if is_saved_model(model) else None
-    if record is None:
+    if conversion is None:
         raise ValueError(
             f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}; make a "
             "model by `nlq convert`, or train all"
         )
-    if "added" not in record:
+    if "added" not in conversion:
         raise ValueError(
             f"trainable='new' needs the names of the added parameters, and the {CONVERSION_FILE} of model {model!r} is too old "
             "to hold them; convert its source anew"
         )
-    if enlarged := record["enlarged"]:
+    if enlarged := conversion["enlarged"]:
         raise ValueError(
             f"trainable='new' cannot train a part of a parameter, and the conversion of model {model!r} enlarged "
             f"{listed(enlarged)}; convert its source again without these switches, or use trainable: all"
         )
-    if not record["added"]:
+    if not conversion["added"]:
         raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
-    return record["added"]
+    return conversion["added"]
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -48,7 +48,7 @@ def measure(
         config: configuration of the model.
         context: in tokens; by default `max_position_embeddings`.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
-        prepare: applied to the model before it is measured, as `Recipe.choose_trained`.
+        prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
         ValueError, ImportError: if the model cannot be made with this backend, or its FLOPs are not known.

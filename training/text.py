@@ -38,12 +38,13 @@ def bar_options() -> dict[str, Any]:
     return {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
 
 
-def check_number(name: str, value: float | None, least: float) -> None:
-    """Raises `ValueError` for a number that is too small, infinite or none; `None` passes."""
+def check_number(name: str, value: float | None, least: float = -math.inf, most: float = math.inf) -> None:
+    """Raises `ValueError` for a number that is too small, too large, infinite or none; `None` passes."""
     if value is not None and not math.isfinite(value):
         raise ValueError(f"{name}={value} must be a finite number")
-    if value is not None and value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+    if value is not None and not least <= value <= most:
+        allowed = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        raise ValueError(f"{name}={value} must be {allowed}")
 
 
 def one_line(error: BaseException) -> str:

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from modeling_nlq.training import convert, train
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.recipe import resolve_recipe
 from nlq import main
 
 
@@ -146,7 +145,8 @@ def test_comparison(llama, recipe, tmp_path):
     }
     (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     comparison = load_comparison(tmp_path / "comparison.yaml")
-    size = measure(load_config(str(llama)), 32, prepare=Recipe(str(llama), lora=LORA).choose_trained)
+    resolved = resolve_recipe({"model": str(llama), "lora": LORA})
+    size = measure(resolved.config, 32, prepare=resolved.choose_trained)
     assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line
     results = run_comparison(comparison, tmp_path / "results")
     assert results["same_tokens"] and results["models"]["lora"]["trained_parameters"] == size.trained

@@ -1,5 +1,6 @@
 """PEFT: adapters by the names of docs/adapters.md are trained, saved, loaded and merged, and hold what they should."""
 
+import functools
 import re
 
 import peft
@@ -8,13 +9,17 @@ import torch
 from datasets import Dataset
 from packaging.version import Version
 from peft import (
+    AdaLoraConfig,
     AutoPeftModelForCausalLM,
     IA3Config,
     LNTuningConfig,
+    LoHaConfig,
     LoraConfig,
+    OFTConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
+    VeraConfig,
     get_peft_model,
     inject_adapter_in_model,
 )
@@ -541,12 +546,25 @@ def test_documented_scripts(conversions, trained, tmp_path, monkeypatch):
     torch.testing.assert_close(logits(names["model"]), after, atol=0, rtol=0)
 
 
-def test_default_targets(trained):
-    """Without `target_modules`, LoRA adapts queries and values, as in a Llama."""
+@pytest.mark.parametrize(
+    "method", [LoraConfig, functools.partial(AdaLoraConfig, total_step=9), LoHaConfig, OFTConfig, VeraConfig]
+)
+def test_default_targets(trained, method):
+    """Without `target_modules`, queries and values are adapted, as in a Llama."""
     bottleneck = {"self_attn.q_bottleneck.fc1", "self_attn.q_bottleneck.fc2"}
     for query, expected in (("linear", {"self_attn.q_proj"}), ("nonlinear", bottleneck)):
-        model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
+        model = get_peft_model(load(trained("sigmoid", query)), method())
         assert adapted_layers(model) == expected | {"self_attn.v_proj"}
+
+
+@pytest.mark.parametrize("mlp_type, last", [("plain", "mlp.fc2"), ("gated", "mlp.down_proj")])
+def test_default_targets_of_ia3(mlp_type, last, monkeypatch):
+    """Keys and values are scaled, and the input of the MLP's last layer; nothing is missing."""
+    monkeypatch.setattr(adapters_nlq.logger, "warning_once", pytest.fail)
+    model = get_peft_model(NLQForCausalLM(NLQConfig(**SIZES, mlp_type=mlp_type)), IA3Config())
+    assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", last}
+    for name in model.base_model.targeted_module_names:
+        assert model.base_model.model.get_submodule(name).is_feedforward == name.endswith(last), name
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], {"v_proj", "q_proj"}])

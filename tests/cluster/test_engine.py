@@ -15,8 +15,8 @@ from modeling_nlq.training.comparison.comparing import compare, run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.engines import train_on_ray
 from modeling_nlq.training.files import read_json
-from modeling_nlq.training.run.on_ray import train_on_ray
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.storage import files_below, open_folder
 from nlq import main

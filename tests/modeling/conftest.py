@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.elementwise_backends import NO_CPP, has_cpp, set_tiled_tiles, set_triton_tiles
+from support.elementwise_backends import allow_cpp, cpp_or_tiled, set_tiled_tiles, set_triton_tiles
 from support.model_cases import VOCABULARY
 
-from modeling_nlq import linear_nlq, tiled_cpp_nlq, triton_nlq
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
+from modeling_nlq import linear_nlq
+from modeling_nlq.kernels.cpu import operators
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
+from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
 @pytest.fixture
@@ -20,44 +23,53 @@ def small_tiles(monkeypatch):
 
 
 @pytest.fixture
-def cpp_passes(monkeypatch):
-    """The calls of the C++ code of `nlq_tiled`, one for each pass."""
-    if not has_cpp():
-        pytest.skip(NO_CPP)
-    monkeypatch.delenv("NLQ_CPP", raising=False)
-    calls, function = [], tiled_cpp_nlq._run
+def cpp_allowed(monkeypatch):
+    """Whether attention in C++ runs here, on any CPU that has a compiler."""
+    return allow_cpp(monkeypatch)
 
-    def counted(name, *arguments, **tensors):
-        calls.append(name)
-        function(name, *arguments, **tensors)
 
-    monkeypatch.setattr(tiled_cpp_nlq, "_run", counted)
+@pytest.fixture
+def cpp_passes(cpp_allowed, monkeypatch):
+    """The names of the C++ operators of attention, one for each call."""
+    if not cpp_allowed:
+        pytest.skip("needs a C++ compiler")
+    calls, namespace = [], operators.operators
+
+    def counted(name):
+        def call(*inputs):
+            calls.append(name)
+            return getattr(namespace, name)(*inputs)
+
+        return call
+
+    passes = {name: counted(name) for name in ("attention", "attention_backward")}
+    monkeypatch.setattr(operators, "operators", SimpleNamespace(**passes, one_query=namespace.one_query, loss=namespace.loss))
     return calls
 
 
 @pytest.fixture(params=["pytorch", "cpp"])
-def each_pass(request, monkeypatch):
-    """Runs a test with the passes of `nlq_tiled` by PyTorch's operators, and again with those in C++."""
+def tiled(request):
+    """Attention in linear memory: `nlq_tiled`, and again the C++ code where it computes the same."""
     if request.param == "pytorch":
-        monkeypatch.setenv("NLQ_CPP", "0")
-    else:
-        request.getfixturevalue("cpp_passes")
+        return tiled_attention_forward
+    request.getfixturevalue("cpp_passes")
+    return cpp_or_tiled
 
 
 @pytest.fixture
 def splits(monkeypatch):
     """The calls of `nlq_triton` whose keys were split, which all but the longest are."""
     set_triton_tiles(monkeypatch, 4, 4)
-    monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
+    monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 1)
     if IS_INTERPRETED:
-        monkeypatch.setattr(triton_nlq, "SPLIT_STEP", 4)
-    calls, function = [], triton_nlq._attend_in_parts
+        monkeypatch.setattr(triton_attention, "SPLIT_STEP", 4)
+    calls, function = [], triton_attention._attend_in_parts
 
     def counted(problem, **results):
         calls.append(problem)
         function(problem, **results)
 
-    monkeypatch.setattr(triton_nlq, "_attend_in_parts", counted)
+    monkeypatch.setattr(triton_attention, "_attend_in_parts", counted)
     return calls
 
 

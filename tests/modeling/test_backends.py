@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.attention_cases import NON_NEGATIVE
-from support.elementwise_backends import has_cpp
 
 from modeling_nlq.activations_nlq import get_attention_activation
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, find_backend
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Inputs, Needs, find_backend
+from modeling_nlq.kernels.cpu.operators import ACTIVATIONS as IN_CPP
 
 
 class TestChoice:
@@ -15,7 +15,7 @@ class TestChoice:
     # By activation, "zero" being softmax with a sink
     CAN = {
         "softmax": {
-            *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "nlq_softmax")
+            *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "nlq_cpp")
         },
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "nlq_triton", "flex_attention"} for name in NON_NEGATIVE},
@@ -23,6 +23,8 @@ class TestChoice:
         "sparsemax": {"eager", "nlq_sparse"},
         "entmax15": {"eager", "nlq_sparse"},
     }
+    for name in IN_CPP:
+        CAN[name].add("nlq_cpp")
     # The others: nlq_tiled
     AUTOMATIC = {
         "softmax": "sdpa",
@@ -32,8 +34,9 @@ class TestChoice:
     }
 
     @staticmethod
-    def asked(name):
-        return (get_attention_activation("softmax"), "zero") if name == "zero" else (get_attention_activation(name), None)
+    def asked(name, **options):
+        activation, sink = ("softmax", "zero") if name == "zero" else (name, None)
+        return Needs(get_attention_activation(activation), sink, **options)
 
     @pytest.mark.parametrize("backend", [*ATTENTION_BACKENDS, "owner/kernel"])
     @pytest.mark.parametrize("name", CAN)
@@ -41,10 +44,10 @@ class TestChoice:
         # Messages do not offer the name that continuous batching sets
         can = self.CAN[name] | {"paged|eager"} | ({"owner/kernel"} if name == "softmax" else set())
         if backend in can:
-            assert find_backend(backend, [0], *self.asked(name)) == backend
+            assert find_backend(backend, [0], self.asked(name)) == backend
             return
         with pytest.raises(ValueError) as error:
-            find_backend(backend, [0, 3], *self.asked(name))
+            find_backend(backend, [0, 3], self.asked(name))
         message, choices = str(error.value).split("; use one of ")
         activation = "'softmax' with attention_sink='zero'" if name == "zero" else repr(name)
         assert message == f"attn_implementation={backend!r} cannot compute attention_activation={activation} (layer 0, 3)"
@@ -53,18 +56,27 @@ class TestChoice:
     @pytest.mark.parametrize("name", CAN)
     def test_automatic(self, name):
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
-        assert find_backend("nlq", [0], *self.asked(name)) == automatic
-        assert find_backend(None, [0], *self.asked(name)) == "eager"
-        assert find_backend("nlq", [0], *self.asked(name), dropout=0.1) == automatic
-        assert find_backend("nlq", [0], *self.asked(name), needs_weights=True) == "eager"
-        heads = (torch.float32, 8)
-        in_cpp = "nlq_softmax" if has_cpp() and name == "softmax" else automatic
-        assert find_backend("nlq", [0], *self.asked(name), cpp_heads=heads) == in_cpp
-        assert find_backend("nlq", [0], *self.asked(name), dropout=0.1, cpp_heads=heads) == automatic
+        inputs = Inputs(torch.device("cuda"), torch.float32, queries=9, head_dim=8)
+        assert find_backend("nlq", [0], self.asked(name, inputs=inputs)) == automatic
+        assert find_backend(None, [0], self.asked(name, inputs=inputs)) == "eager"
+        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, dropout=0.1)) == automatic
+        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, weights=True)) == "eager"
+
+    @pytest.mark.parametrize("name", CAN)
+    def test_automatic_on_the_cpu(self, cpp_passes, name):
+        """C++ code comes first, but for a single query, dropout and other types."""
+        automatic = self.AUTOMATIC.get(name, "nlq_tiled")
+        inputs = Inputs(torch.device("cpu"), torch.float32, queries=9, head_dim=8)
+        assert find_backend("nlq", [0], self.asked(name, inputs=inputs)) == (
+            "nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic
+        )
+        for other in ({"queries": 1}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "head_dim": 7}):
+            assert find_backend("nlq", [0], self.asked(name, inputs=inputs._replace(**other))) == automatic
+        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, dropout=0.1)) == automatic
 
     def test_flex_attention_refuses_dropout(self):
         with pytest.raises(ValueError) as error:
-            find_backend("flex_attention", [0, 3], *self.asked("relu"), dropout=0.1)
+            find_backend("flex_attention", [0, 3], self.asked("relu", dropout=0.1))
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
             "use one of nlq, eager, nlq_tiled, nlq_triton"
@@ -73,4 +85,4 @@ class TestChoice:
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])
     def test_weights(self, backend):
         with pytest.raises(ValueError, match=r"the weights that output_attentions=True asks for .* use one of nlq, eager$"):
-            find_backend(backend, [0], *self.asked("relu"), needs_weights=True)
+            find_backend(backend, [0], self.asked("relu", weights=True))

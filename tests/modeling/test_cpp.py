@@ -1,4 +1,4 @@
-"""The C++ code for the CPU: attention of a single query, and where it cannot be built."""
+"""The C++ operators for a single query, the loss and linear layers, and where nothing can be built."""
 
 import subprocess
 import sys
@@ -6,17 +6,23 @@ import sys
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
-from torch.overrides import BaseTorchFunctionMode
+from support.remote_code import tiny_config
+from torch.overrides import TorchFunctionMode
 
-from modeling_nlq import cpp_nlq, one_query_nlq
+from modeling_nlq import NLQForCausalLM, kernelize
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
-from modeling_nlq.cpp_activations_nlq import CPP_BODIES
-from modeling_nlq.one_query_nlq import one_query_in_cpp
+from modeling_nlq.attention_nlq import one_query_attention
+from modeling_nlq.kernels.cpu import build, operators
+from modeling_nlq.kernels.cpu.operators import ACTIVATIONS, FewRowsLinear
+from modeling_nlq.loss_nlq import loss_and_gradient
+from modeling_nlq.operations_nlq import used_kernels
 
 
-needs_library = pytest.mark.skipif(
-    not cpp_nlq.is_enabled() or one_query_nlq._library() is None, reason="the C++ code cannot be built here"
-)
+needs_compiler = pytest.mark.skipif(not operators.is_built("linear"), reason="the C++ code cannot be built here")
+
+# batch, heads, key-value heads, keys, head_dim
+SIZES = ((2, 4, 4, 33, 64), (2, 4, 2, 100, 40), (1, 3, 1, 1, 7), (3, 2, 2, 700, 128))
+BUILT_IN = [(name, normalization) for name, normalization in ALL_COMBINATIONS if name in ACTIVATIONS]
 
 
 @pytest.fixture
@@ -25,18 +31,19 @@ def no_grad():
         yield
 
 
-# batch, heads, key-value heads, keys, head_dim
-SIZES = ((2, 4, 4, 33, 64), (2, 4, 2, 100, 40), (1, 3, 1, 1, 7), (3, 2, 2, 700, 128))
-BUILT_IN = [(name, normalization) for name, normalization in ALL_COMBINATIONS if name in CPP_BODIES]
-
-
 def one_query(batch, heads, key_value_heads, keys, head_dim):
     """Query, key and value; the keys' heads lie side by side, as in the model before they are cached."""
     key, value = (torch.randn(batch, keys, key_value_heads, head_dim).transpose(1, 2) for _ in range(2))
     return torch.randn(batch, heads, 1, head_dim), key, value.contiguous()
 
 
-@needs_library
+def attend(*inputs):
+    """Attention of a single query, by the C++ code."""
+    assert one_query_attention.choose(*inputs).name == "cpp"
+    return one_query_attention(*inputs)
+
+
+@needs_compiler
 @pytest.mark.usefixtures("no_grad")
 class TestOneQuery:
     @combinations(BUILT_IN)
@@ -50,56 +57,153 @@ class TestOneQuery:
                 visible[0] = False
             expected = reference(*states, visible, activation, normalization, scaling=0.3)
             given = None if masked is None else visible if masked == "heads" else visible[:, :1]
-            actual = one_query_in_cpp(layer(activation, normalization), *states, given, 0.3)
-            assert error(actual, expected) < 2e-6
+            assert error(attend(layer(activation, normalization), *states, given, 0.3), expected) < 2e-6
 
-    @pytest.mark.parametrize("name", [name for name in CPP_BODIES if ATTENTION_ACTIVATIONS[name].is_homogeneous])
+    @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if ATTENTION_ACTIVATIONS[name].is_homogeneous])
     def test_large_scores(self, name):
         """Squares of scores may overflow, the scores themselves may not."""
         query, key, value = one_query(1, 2, 2, 9, 16)
         module = layer(name, "sum")
-        expected = one_query_in_cpp(module, query, key, value, None, 1.0)
-        torch.testing.assert_close(one_query_in_cpp(module, query * 2.0**90, key, value, None, 1.0), expected)
-        assert one_query_in_cpp(module, query * 2.0**90, key * 2.0**90, value, None, 1.0) is None
+        expected = attend(module, query, key, value, None, 1.0)
+        torch.testing.assert_close(attend(module, query * 2.0**90, key, value, None, 1.0), expected)
+        assert attend(module, query * 2.0**90, key * 2.0**90, value, None, 1.0).isnan().all()
 
-    @pytest.mark.parametrize("name", CPP_BODIES)
+    @pytest.mark.parametrize("name", ACTIVATIONS)
     def test_not_a_number(self, name):
         query, key, value = one_query(1, 2, 2, 9, 16)
         query[:, 0] = torch.nan
-        module = layer(name, "length")
-        output = one_query_in_cpp(module, query, key, value, None, 1.0)
+        output = attend(layer(name, "length"), query, key, value, None, 1.0)
         assert output[:, :, 0].isnan().all() and not output[:, :, 1].isnan().any()
 
-    def test_refused(self):
-        """What it does not compute."""
+    def test_left_to_pytorch(self, monkeypatch):
         states, module = one_query(1, 2, 2, 9, 16), layer("relu", "length")
-        assert one_query_in_cpp(layer("gelu", "length"), *states, None, 1.0) is None
-        assert one_query_in_cpp(module, *(tensor.double() for tensor in states), None, 1.0) is None
-        assert one_query_in_cpp(module, *states[:2], states[2][..., :4], None, 1.0) is None
+
+        def kernel(*inputs):
+            return one_query_attention.choose(*inputs).name
+
+        assert kernel(layer("gelu", "length"), *states, None, 1.0) == "pytorch"
+        assert kernel(module, *(tensor.double() for tensor in states), None, 1.0) == "pytorch"
+        assert kernel(module, *states[:2], states[2][..., :4], None, 1.0) == "pytorch"
         with torch.enable_grad():
-            assert one_query_in_cpp(module, *states, None, 1.0) is None
-        with BaseTorchFunctionMode():  # as those that count or quantise
-            assert one_query_in_cpp(module, *states, None, 1.0) is None
+            assert kernel(module, *states, None, 1.0) == "pytorch"
+        assert kernel(module, *states, None, 1.0) == "cpp"
+        monkeypatch.setenv("NLQ_CPP", "0")
+        assert kernel(module, *states, None, 1.0) == "pytorch"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_grad")
+class TestOperators:
+    """PyTorch's checks, and use by its transformations."""
+
+    def test_opcheck(self):
+        module = layer("sigmoid", "none")
+        query, key, value = one_query(2, 4, 2, 9, 8)
+        visible = torch.rand(2, 4, 1, 9) > 0.3
+        options = (module.activation.name, "none", True, False, 0.3)
+        inputs = {
+            "one_query": (query, key, value, visible, visible.sum(-1), *options),
+            "loss": (torch.randn(5, 7), torch.randint(7, (5,)), torch.rand(5)),
+            "linear": (torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)),
+        }
+        for name, values in inputs.items():
+            assert operators.is_built(name)
+            torch.library.opcheck(getattr(operators.operators, name).default, values)
+
+    def test_vmap(self):
+        logits, targets, weights = torch.randn(3, 5, 7), torch.randint(7, (3, 5)), torch.rand(3, 5)
+        found = torch.func.vmap(loss_and_gradient)(logits, targets, weights)
+        expected = [loss_and_gradient(*row) for row in zip(logits, targets, weights)]
+        for results, rows in zip(found, zip(*expected)):
+            torch.testing.assert_close(results, torch.stack(rows))
+
+    def test_label_out_of_bounds(self):
+        for label in (-1, 7):
+            with pytest.raises(IndexError, match=f"target {label} is out of bounds"):
+                loss_and_gradient(torch.randn(2, 7), torch.tensor([0, label]), None)
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles the product of every linear layer, whoever computes it."""
+
+    def __torch_function__(self, function, types, inputs=(), options=None):
+        result = function(*inputs, **(options or {}))
+        return 2 * result if function is torch.nn.functional.linear or "linear" in str(function) else result
+
+
+@needs_compiler
+class TestKernelize:
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize("width", [1, 16, 37, 300])
+    def test_products(self, no_grad, width, bias):
+        for size in (1, 3, 129):
+            linear = kernelize(torch.nn.Linear(width, size, bias=bias))
+            assert type(linear) is FewRowsLinear
+            for shape in ((width,), (1, 1, width), (2, 3, width), (8, width), (9, width), (2, 0, width)):
+                states = torch.randn(shape)
+                expected = torch.nn.functional.linear(*(tensor.double() for tensor in (states, *linear.parameters())))
+                torch.testing.assert_close(linear(states).double(), expected, rtol=1e-5, atol=1e-5)
+
+    def test_model(self, no_grad):
+        model = NLQForCausalLM(tiny_config()).eval()
+        tokens = torch.randint(tiny_config().vocab_size, (1, 5))
+        logits, generated = model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)
+        names = list(model.state_dict())
+        assert kernelize(model) is model and list(model.state_dict()) == names
+        torch.testing.assert_close(model(tokens).logits, logits)
+        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), generated)
+
+    def test_gradients_are_those_of_pytorch(self):
+        linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5, requires_grad=True)
+        linear(states).sum().backward()
+        assert torch.equal(states.grad, linear.weight.detach().sum(0).expand(2, 5))
+
+    def test_modes_and_replaced_functions(self, no_grad):
+        linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5)
+        expected = linear(states)
+        with Doubled():
+            assert torch.equal(linear(states), 2 * expected)
+        linear.register_forward_hook(lambda module, inputs, output: 3 * output)
+        assert torch.equal(linear(states), 3 * expected)
+
+    def test_weights_of_other_kinds(self, no_grad):
+        linear, states = torch.nn.Linear(6, 4, bias=False), torch.randn(2, 6)
+        expected = linear(states)
+        linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
+        torch.testing.assert_close(kernelize(linear)(states), expected)
+
+
+def test_use_is_recorded(make_model):
+    model = make_model(attention_activation="relu", implementation="nlq")
+    tokens = torch.randint(13, (1, 4))
+    model(tokens, labels=tokens)
+    used = used_kernels()
+    assert set(used["attention"]) & {"nlq_tiled", "nlq_cpp"} and set(used["loss"]) & {"cpp", "pytorch"}
 
 
 class TestBuild:
-    SOURCE = 'extern "C" int seven() { return 7; }'
-
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch):
-        """A folder without libraries."""
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-        cpp_nlq.load_library.cache_clear()
-        yield tmp_path
-        cpp_nlq.load_library.cache_clear()
+        """A folder without libraries, and small sources."""
+        (tmp_path / "sources").mkdir()
+        monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
+        source = """#include <torch/library.h>
+            TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) { library.def("seven() -> int", [] { return int64_t(7); }); }"""
+        (tmp_path / "sources" / "seven.cpp").write_text(source)
+        (tmp_path / "sources" / "nonsense.cpp").write_text("nonsense")
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "libraries"))
+        build.load.cache_clear()
+        yield tmp_path / "libraries"
+        build.load.cache_clear()
 
-    @needs_library
+    @needs_compiler
     def test_built_once(self, folder, monkeypatch):
-        assert cpp_nlq.load_library("test", self.SOURCE).seven() == 7
+        assert build.load("seven", "nlq_test") and torch.ops.nlq_test.seven() == 7
         (library,) = folder.iterdir()
-        cpp_nlq.load_library.cache_clear()
-        monkeypatch.setattr(cpp_nlq.subprocess, "run", None)
-        assert cpp_nlq.load_library("test", self.SOURCE).seven() == 7
+        build.load.cache_clear()
+        monkeypatch.setattr(build.subprocess, "run", None)
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)  # PyTorch allows one definition
+        assert build.load("seven", "nlq_test")
         assert list(folder.iterdir()) == [library]
 
     def test_no_home(self, monkeypatch):
@@ -107,32 +211,41 @@ class TestBuild:
             raise RuntimeError("Could not determine home directory.")
 
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        monkeypatch.setattr(cpp_nlq.Path, "home", no_home)
-        assert cpp_nlq.load_library("test", self.SOURCE) is None
+        monkeypatch.setattr(build.Path, "home", no_home)
+        assert not build.load("seven", "nlq_test")
 
     @pytest.mark.parametrize(
-        "compiler, source", [("no-such-compiler", SOURCE), ("false '", SOURCE), ("false", SOURCE), ("c++", "nonsense")]
+        "compiler, name", [("no-such-compiler", "seven"), ("false '", "seven"), ("false", "seven"), ("c++", "nonsense")]
     )
-    def test_cannot_be_built(self, monkeypatch, folder, compiler, source):
+    def test_cannot_be_built(self, monkeypatch, folder, compiler, name):
         """One warning says what to do, and nothing half-built stays."""
         messages = []
-        monkeypatch.setattr(cpp_nlq.logger, "warning", messages.append)
-        monkeypatch.setattr(cpp_nlq, "_has_warned", False)
+        monkeypatch.setattr(build.logger, "warning", messages.append)
+        monkeypatch.setattr(build, "_has_warned", False)
         monkeypatch.setenv("CXX", compiler)
-        assert [cpp_nlq.load_library(name, source) for name in ("one", "two")] == [None, None]
-        assert len(messages) == 1
-        assert "Install a C++ compiler" in messages[0] and "NLQ_CPP=0" in messages[0]
-        assert list(folder.iterdir()) == []
+        assert [build.load(name, namespace) for namespace in ("one", "two")] == [False, False]
+        (message,) = [message for message in messages if "could not be compiled" in message]
+        assert "Install a C++ compiler" in message and "NLQ_CPP=0" in message
+        assert not folder.exists() or list(folder.iterdir()) == []
 
-    @needs_library
-    def test_turned_off(self, monkeypatch, no_grad):
-        monkeypatch.setenv("NLQ_CPP", "0")
-        assert one_query_in_cpp(layer("relu"), *one_query(1, 1, 1, 2, 4), None, 1.0) is None
-
-    @needs_library
+    @needs_compiler
     @pytest.mark.slow
     def test_two_processes(self, folder):
-        code = "from modeling_nlq import one_query_nlq; assert one_query_nlq._library() is not None"
+        code = "from modeling_nlq.kernels.cpu import operators; assert operators.is_built('linear')"
         processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
         assert [process.wait(300) for process in processes] == [0, 0]
         assert len(list(folder.iterdir())) == 1
+
+    @needs_compiler
+    @pytest.mark.slow
+    def test_killed_in_the_middle(self, folder):
+        """The next process builds anew; nothing waits for the dead one."""
+        code = "from modeling_nlq.kernels.cpu import operators; print('begun', flush=True); assert operators.is_built('linear')"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        while not folder.exists() or not list(folder.iterdir()):
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+        assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+        assert len(list(folder.glob("*.so"))) == 1

@@ -19,6 +19,7 @@ from support.attention_cases import (
     results,
 )
 from support.elementwise_backends import (
+    CPP,
     CPU,
     EAGER,
     TILED,
@@ -133,8 +134,8 @@ class TestGradients:
             torch.func.jvp(function, (states[0],), (torch.ones_like(states[0]),))
 
 
-@parametrize_backends(EAGER, TILED)
-@pytest.mark.usefixtures("each_pass")
+@parametrize_backends(EAGER, TILED, CPP)
+@pytest.mark.usefixtures("cpp_allowed")
 class TestLargeScores:
     @pytest.mark.parametrize("activation", ["relu", "relu_squared", "squared"])
     def test_gradients(self, backend, activation):

@@ -7,7 +7,8 @@ from support.elementwise_backends import TILED, TRITON, ignore_overflow, paramet
 from support.grids import parametrize_grid, slow_except
 from torch.utils.checkpoint import checkpoint
 
-from modeling_nlq import tiled_nlq, triton_nlq
+from modeling_nlq import tiled_nlq
+from modeling_nlq.kernels.triton import attention as triton_attention
 from modeling_nlq.masking_nlq import Visibility, read_mask
 
 
@@ -183,6 +184,6 @@ def test_triton_operators(backend, name, dropout, dtype):
     layout = LAYOUTS[name]
     states = [tensor.detach() for tensor in backend.place(layout.states(dtype))]
     rest = operator_inputs(backend, layout, states, dropout)
-    torch.library.opcheck(triton_nlq.operators.forward, (*states, *rest))
-    results = triton_nlq.operators.forward(*states, *rest)
-    torch.library.opcheck(triton_nlq.operators.backward, (torch.randn_like(results[0]), *states, *results, *rest))
+    torch.library.opcheck(triton_attention.operators.forward, (*states, *rest))
+    results = triton_attention.operators.forward(*states, *rest)
+    torch.library.opcheck(triton_attention.operators.backward, (torch.randn_like(results[0]), *states, *results, *rest))

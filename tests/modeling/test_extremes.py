@@ -16,6 +16,7 @@ from support.attention_cases import (
     results,
     run,
 )
+from support.elementwise_backends import cpp_or_tiled
 
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 from modeling_nlq.attention_nlq import eager_attention_forward
@@ -23,7 +24,7 @@ from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
-ELEMENTWISE = {"eager": eager_attention_forward, "nlq_tiled": tiled_attention_forward}
+ELEMENTWISE = {"eager": eager_attention_forward, "nlq_tiled": tiled_attention_forward, "nlq_cpp": cpp_or_tiled}
 elementwise_functions = pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
 EXTREME_CASES = [
     *((torch.float32, *pair) for pair in ALL_COMBINATIONS),
@@ -35,7 +36,7 @@ EXTREME_CASES = [
 ]
 
 
-@pytest.mark.usefixtures("small_tiles", "each_pass")
+@pytest.mark.usefixtures("small_tiles", "cpp_allowed")
 class TestNoNaN:
     """Nothing becomes infinite or NaN, whatever the scores and however little is visible."""
 

@@ -47,8 +47,18 @@ def test_gradient_in_float64(monkeypatch):
 def test_second_derivative():
     logits = torch.randn(1, 4, 7, requires_grad=True)
     loss = causal_lm_loss(logits, torch.randint(7, (1, 4)), 7)
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative; set model"):
-        torch.autograd.grad(loss, logits, create_graph=True)
+        (gradient.sum() + logits.sum()).backward()
+
+
+def test_forward_mode():
+    logits, labels, tangent = torch.randn(2, 5, 7), torch.randint(7, (2, 5)), torch.randn(2, 5, 7)
+    results = [
+        torch.func.jvp(lambda logits, loss=loss: loss(logits, labels, 7), (logits,), (tangent,))
+        for loss in (causal_lm_loss, ForCausalLMLoss)
+    ]
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])
@@ -116,7 +126,7 @@ def test_logits_that_are_not_finite(number, monkeypatch):
     losses = {}
     for cpp in ("0", "1"):
         monkeypatch.setenv("NLQ_CPP", cpp)
-        losses[cpp] = loss_nlq.negative_log_likelihood(logits, torch.tensor([1, 1, 1]))[0]
+        losses[cpp] = loss_nlq.loss_and_gradient(logits, torch.tensor([1, 1, 1]), None)[0]
     torch.testing.assert_close(losses["1"], losses["0"], equal_nan=True)
 
 

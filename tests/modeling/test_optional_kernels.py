@@ -1,16 +1,15 @@
 """The kernels of flash-linear-attention and AdaSplash, which need CUDA: what they are given, and the formula."""
 
+import sys
 from types import SimpleNamespace
 
 import entmax
 import pytest
 import torch
 
-from modeling_nlq import (
-    backends_nlq,
-    linear_nlq,
-)
+from modeling_nlq import linear_nlq
 from modeling_nlq.cache_nlq import LinearState
+from modeling_nlq.kernels import optional
 from modeling_nlq.linear_nlq import LinearInputs, chunked_form, linear_attention
 
 
@@ -31,7 +30,8 @@ class TestKernels:
     @pytest.mark.parametrize("rotated", [False, True], ids=["", "rotary"])
     @pytest.mark.parametrize("decay", [None, "learned"])
     def test_what_flash_linear_attention_is_given(self, decay, rotated, monkeypatch):
-        monkeypatch.setattr(linear_nlq, "chunk_simple_gla", gated_linear_attention)
+        for name in ("fla", "fla.ops", "fla.ops.simple_gla"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(chunk_simple_gla=gated_linear_attention))
         query = torch.randn(2, 2, 3, 7, 4, dtype=torch.float64).exp().requires_grad_()
         key, value = (torch.randn(2, 2, 7, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
         is_valid = torch.ones(2, 7, dtype=torch.bool)
@@ -53,7 +53,7 @@ class TestKernels:
         leaves = [query, key, value] if decay is None else [query, key, value, logits]
         for before in (None, state):
             results = []
-            for form in (chunked_form, linear_nlq.kernel_form):
+            for form in (chunked_form, optional.kernel_form):
                 output, after = form(inputs, before)
                 total = output.square().sum() + sum(part.square().sum() for part in after)
                 results.append([output, *after, *torch.autograd.grad(total, leaves, retain_graph=True)])
@@ -62,7 +62,7 @@ class TestKernels:
 
     @pytest.mark.gpu
     def test_flash_linear_attention(self):
-        if linear_nlq.chunk_simple_gla is None:
+        if not optional.HAS_FLA:
             pytest.skip("flash-linear-attention is not installed")
         query, key, value = (torch.randn(2, 4, 200, 64, device="cuda") for _ in range(3))
         log_decay = linear_nlq.fixed_log_decay(4).float().cuda()
@@ -88,7 +88,8 @@ class TestKernels:
         model = make_model(attention_activation="entmax15", query_projection="linear", implementation="nlq", **sizes)
         tokens = torch.randint(13, (2, length))
         expected = model(tokens, use_cache=False).logits
-        monkeypatch.setattr(backends_nlq, "adasplash", SimpleNamespace(adasplash=adasplash))
+        monkeypatch.setattr(optional, "HAS_ADASPLASH", True)
+        monkeypatch.setitem(sys.modules, "adasplash", SimpleNamespace(adasplash=adasplash))
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         found = model(tokens, use_cache=False).logits
         monkeypatch.undo()

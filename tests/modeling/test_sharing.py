@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, activations_nlq
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
+from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent
@@ -334,26 +334,18 @@ def test_revisions_have_caches_of_their_own(tmp_path):
             assert torch.equal(static, either.generate(inputs, max_new_tokens=3, do_sample=False, use_cache=False))
 
 
-@pytest.mark.parametrize(
-    "implementation, file, ours, others",
-    [
-        ("nlq_tiled", "activations_nlq.py", "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"),
-        ("nlq_triton", "triton_activations_nlq.py", "return tl.maximum(scores, 0.0),", "return 2.0 * tl.maximum(scores, 0.0),"),
-    ],
-    ids=["nlq_tiled", "nlq_triton"],
-)
-def test_revisions_have_operators_of_their_own(implementation, file, ours, others, tmp_path, monkeypatch):
+def test_revisions_have_operators_of_their_own(tmp_path):
     """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
-    monkeypatch.setenv("NLQ_CPP", "0")  # the C++ code does not read the file that this test changes
-    options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": implementation}
+    ours, others = "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"
+    options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": "nlq_tiled"}
     model = NLQForCausalLM(tiny_config(**options)).eval()
     model.save_pretrained(tmp_path)
-    path = tmp_path / file
+    path = tmp_path / "activations_nlq.py"
     source = path.read_text()
     assert ours in source
     path.write_text(source.replace(ours, others))
     of_revision = get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(tmp_path))
-    other = of_revision.from_pretrained(tmp_path, attn_implementation=implementation).eval()
+    other = of_revision.from_pretrained(tmp_path, attn_implementation="nlq_tiled").eval()
     heads = {}
     for name, either in (("ours", model), ("other", other)):
         output = either.model.layers[0].self_attn.o_proj

@@ -46,25 +46,23 @@ from modeling_nlq.tiled_nlq import tiled_attention_forward
 class TestAgreement:
     """Outputs and all gradients of `nlq_tiled` and `eager` are those of the formulas."""
 
-    @pytest.mark.usefixtures("each_pass")
     @parametrize_grid(PRODUCT, allowed=has_sum)
-    def test_float32(self, activation, normalization, layout):
+    def test_float32(self, tiled, activation, normalization, layout):
         module, states = layer_for(layout, activation, normalization), layout.states()
         expected = expected_of(layout, activation, normalization, states)
-        tiled = run(tiled_attention_forward, layout, module, states)
+        actual = run(tiled, layout, module, states)
         eager = run(eager_attention_forward, layout, module, states)
-        assert all(tensor.dtype == torch.float32 for tensor in tiled)
-        check(tiled, expected, 1e-5)
+        assert all(tensor.dtype == torch.float32 for tensor in actual)
+        check(actual, expected, 1e-5)
         check(eager, expected, 1e-5)
-        check(tiled, eager, 1e-5)
+        check(actual, eager, 1e-5)
 
-    @pytest.mark.usefixtures("each_pass")
     @parametrize_grid({"dtype, activation, normalization": HALF_PRECISION, "layout": LAYOUTS}, strength=1)
-    def test_half_precision(self, dtype, activation, normalization, layout):
+    def test_half_precision(self, tiled, dtype, activation, normalization, layout):
         module, states = layer_for(layout, activation, normalization), layout.states(dtype)
-        tiled = run(tiled_attention_forward, layout, module, states)
+        actual = run(tiled, layout, module, states)
         eager = run(eager_attention_forward, layout, module, states)
-        check_rounding(tiled, eager, expected_of(layout, activation, normalization, states))
+        check_rounding(actual, eager, expected_of(layout, activation, normalization, states))
 
     @pytest.mark.parametrize("name", LIBRARY_ACTIVATIONS)
     def test_functions_of_transformers(self, name):
@@ -78,30 +76,28 @@ class TestAgreement:
             weights = torch.where(layout.visible, module.activation.function(scores), 0.0) / count
             check([tiled[0]], [(weights @ states[2].double()).transpose(1, 2)], 1e-5)
 
-    @pytest.mark.usefixtures("each_pass")
     @pytest.mark.parametrize("query_length, key_length", [(1, 2000), (2000, 1)], ids=["one_query", "one_key"])
-    def test_sums_over_many_tiles(self, query_length, key_length):
+    def test_sums_over_many_tiles(self, tiled, query_length, key_length):
         """They are taken in float32: in bfloat16, terms of one sign would soon be too small to change the sum."""
         lengths = (query_length, key_length, key_length)
         states = [torch.rand(1, 1, length, 4).to(torch.bfloat16).requires_grad_() for length in lengths]
         visible = torch.ones(1, 1, query_length, key_length).bool()
         for activation, normalization in (("softplus", "none"), ("relu", "length")):
-            output, _ = tiled_attention_forward(layer(activation, normalization), *states, visible, scaling=SCALING)
+            output, _ = tiled(layer(activation, normalization), *states, visible, scaling=SCALING)
             expected = reference(*states, visible, activation, normalization, SCALING)
             gradients = [torch.autograd.grad(tensor.sum(), states) for tensor in (output, expected)]
             for one, other in zip((output, *gradients[0]), (expected, *gradients[1]), strict=True):
                 assert error(one, other) <= 2 * 2**-7
 
 
-@pytest.mark.usefixtures("each_pass")
 class TestUsualTiles:
     """The same with tiles as large as they are in use."""
 
     @parametrize_grid({"activation, normalization": THREE, "layout": LONG_LAYOUTS}, strength=1)
-    def test_float32(self, activation, normalization, layout):
+    def test_float32(self, tiled, activation, normalization, layout):
         module, states = layer_for(layout, activation, normalization), layout.states(head_dim=8)
         check(
-            run(tiled_attention_forward, layout, module, states),
+            run(tiled, layout, module, states),
             expected_of(layout, activation, normalization, states),
             1e-5,
         )

@@ -12,9 +12,9 @@ import torch
 from support.grids import slow_except
 from support.paths import TESTS
 
-from modeling_nlq import triton_activations_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
-from modeling_nlq.triton_activations_nlq import TRITON_BODIES
+from modeling_nlq.kernels.triton import activations as triton_activations
+from modeling_nlq.kernels.triton.activations import TRITON_BODIES
 
 
 triton = pytest.importorskip("triton")
@@ -151,7 +151,7 @@ def test_every_function_is_compiled():
 
 def test_importable_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    specification = importlib.util.spec_from_file_location("modeling_nlq.without_triton", triton_activations_nlq.__file__)
+    specification = importlib.util.spec_from_file_location("modeling_nlq.without_triton", triton_activations.__file__)
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert set(module.TRITON_BODIES) == set(TRITON_BODIES)

@@ -17,12 +17,13 @@ from support.elementwise_backends import CPU
 from support.paths import REPOSITORY
 from support.triton_cases import DEVICE, MARKS, check_float32, interpreter_only
 
-from modeling_nlq import backends_nlq, triton_nlq
+from modeling_nlq import backends_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
-from modeling_nlq.backends_nlq import find_backend
-from modeling_nlq.triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
-from modeling_nlq.triton_kernels_nlq import forward_kernel
-from modeling_nlq.triton_nlq import DTYPES, LAST_TILES, TILES, Tiles, refusal, triton_attention_forward
+from modeling_nlq.backends_nlq import Needs, find_backend
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import DTYPES, LAST_TILES, TILES, Tiles, refusal, triton_attention_forward
+from modeling_nlq.kernels.triton.backward import key_value_gradient_kernel, query_gradient_kernel
+from modeling_nlq.kernels.triton.forward import forward_kernel
 
 
 triton = pytest.importorskip("triton")
@@ -36,7 +37,7 @@ class TestRefusals:
 
     @pytest.fixture(autouse=True)
     def large_gpu(self, monkeypatch):
-        monkeypatch.setattr(triton_nlq, "_capability", lambda index: (9, 0))
+        monkeypatch.setattr(triton_attention, "_capability", lambda index: (9, 0))
 
     @pytest.mark.parametrize("head_dim", [1, 40, 256])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -45,7 +46,7 @@ class TestRefusals:
         assert refusal(self.RELU, torch.device(device), dtype, head_dim) is None
 
     def test_takes_under_the_interpreter(self, monkeypatch):
-        monkeypatch.setattr(triton_nlq, "IS_INTERPRETED", True)
+        monkeypatch.setattr(triton_attention, "IS_INTERPRETED", True)
         for dtype in (*DTYPES, torch.float64):
             assert refusal(self.RELU, CPU, dtype, 64) is None
 
@@ -69,15 +70,15 @@ class TestRefusals:
         ids=["cpu", "meta", "xpu", "softmax", "head_dim", "float64", "int64"],
     )
     def test_reasons(self, monkeypatch, device, dtype, head_dim, activation, reason):
-        monkeypatch.setattr(triton_nlq, "IS_INTERPRETED", False)
+        monkeypatch.setattr(triton_attention, "IS_INTERPRETED", False)
         assert refusal(get_attention_activation(activation), torch.device(device), dtype, head_dim) == reason
 
     def test_without_triton(self, monkeypatch):
-        monkeypatch.setattr(triton_nlq, "triton", None)
+        monkeypatch.setattr(triton_attention, "triton", None)
         assert refusal(self.RELU, torch.device("cuda"), torch.float32, 64) == "needs the package triton: pip install triton"
 
     def test_old_gpus(self, monkeypatch):
-        monkeypatch.setattr(triton_nlq, "_capability", {None: (8, 0), 1: (7, 5)}.get)
+        monkeypatch.setattr(triton_attention, "_capability", {None: (8, 0), 1: (7, 5)}.get)
         assert refusal(self.RELU, torch.device("cuda"), torch.float16, 64) is None
         assert refusal(self.RELU, torch.device("cuda:1"), torch.float16, 64) == (
             "needs a GPU of compute capability 8.0 or more, not 7.5"
@@ -160,8 +161,8 @@ class TestTiles:
                 if arguments["TILE"] > 64:
                     raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
 
-        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
-        monkeypatch.setattr(triton_nlq, "_FITTING", {})
+        monkeypatch.setattr(triton_attention._KernelCall, "run", launch)
+        monkeypatch.setattr(triton_attention, "_FITTING", {})
         return found
 
     @staticmethod
@@ -184,7 +185,7 @@ class TestTiles:
         assert [launch[:4] for launch in launches] == expected[1:]
 
     def test_none_fits(self, monkeypatch, launches):
-        monkeypatch.setattr(triton_nlq, "LAST_TILES", Tiles(128, 64, 8, 3))
+        monkeypatch.setattr(triton_attention, "LAST_TILES", Tiles(128, 64, 8, 3))
         with pytest.raises(triton.runtime.OutOfResources, match="shared memory"):
             self.attend()
         assert len(launches) == len(TILES[forward_kernel][2]) + 1
@@ -213,7 +214,7 @@ class TestTiles:
         """Results are right where the first line of tiles does not fit. Here the kernels run."""
         for kernel in TILES:
             monkeypatch.setitem(TILES, kernel, {4: {128: Tiles(128, 128, 8, 9), 256: Tiles(8, 8, 4, 1)}})
-        run_kernel, failures = triton_nlq._KernelCall.run, []
+        run_kernel, failures = triton_attention._KernelCall.run, []
 
         def launch(problem, kernel, programs, options=None, **arguments):
             if options is not None and options["num_stages"] == 9:
@@ -221,8 +222,8 @@ class TestTiles:
                 raise triton.runtime.OutOfResources(300_000, 232_448, "shared memory")
             run_kernel(problem, kernel, programs, options, **arguments)
 
-        monkeypatch.setattr(triton_nlq._KernelCall, "run", launch)
-        monkeypatch.setattr(triton_nlq, "_FITTING", {})
+        monkeypatch.setattr(triton_attention._KernelCall, "run", launch)
+        monkeypatch.setattr(triton_attention, "_FITTING", {})
         check_float32("softplus", "sum", LAYOUTS["grouped_queries"])
         assert failures == [forward_kernel, query_gradient_kernel, key_value_gradient_kernel]
 
@@ -232,7 +233,7 @@ class TestAutomaticChoice:
 
     @pytest.mark.parametrize("name", [*ATTENTION_ACTIVATIONS, *LIBRARY_ACTIVATIONS])
     def test_is_another_backend(self, name):
-        assert find_backend("nlq", [0], get_attention_activation(name), None) != "nlq_triton"
+        assert find_backend("nlq", [0], Needs(get_attention_activation(name))) != "nlq_triton"
 
     @pytest.mark.parametrize(
         "implementation, function", [("nlq", "nlq_tiled"), ("nlq_triton", "nlq_triton"), ("eager", "eager")]

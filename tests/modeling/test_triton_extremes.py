@@ -18,10 +18,10 @@ from support.elementwise_backends import poisoned_memory, set_triton_tiles
 from support.grids import parametrize_grid
 from support.triton_cases import DEVICE, MARKS
 
-from modeling_nlq import triton_nlq
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import triton_attention_forward
 from modeling_nlq.masking_nlq import make_visibility
-from modeling_nlq.triton_nlq import triton_attention_forward
 
 
 pytestmark = MARKS
@@ -108,7 +108,7 @@ class TestNoNaN:
     def test_almost_no_weight(self, monkeypatch, activation, score, split):
         """A sum too small to divide by counts as 0, long before it rounds to 0."""
         if split:
-            monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
+            monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 1)
         assert get_attention_activation(activation).function(torch.tensor(score)) > 0
         states = [torch.full((1, 1, 6, 1), float(score)), torch.ones(1, 1, 6, 1), torch.randn(1, 1, 6, 1)]
         visible = torch.ones(1, 1, 6, 6).tril().bool()
@@ -136,7 +136,7 @@ class TestNoNaN:
     def test_sums_over_many_tiles(self, monkeypatch, activation, normalization, query_length, key_length):
         """They are taken in float32: in bfloat16, terms of one sign would soon be too small to change the sum."""
         set_triton_tiles(monkeypatch, 16, 16)
-        monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 10**9)
+        monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 10**9)
         states = [
             torch.rand(1, 1, length, 4).to(torch.bfloat16).requires_grad_() for length in (query_length, key_length, key_length)
         ]

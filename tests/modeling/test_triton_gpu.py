@@ -24,8 +24,8 @@ from support.triton_cases import DEVICE, MARKS, TOLERANCE
 
 from modeling_nlq import backends_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.kernels.triton.attention import DTYPES, triton_attention_forward
 from modeling_nlq.masking_nlq import make_visibility
-from modeling_nlq.triton_nlq import DTYPES, triton_attention_forward
 
 
 pytestmark = MARKS

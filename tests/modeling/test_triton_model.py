@@ -21,8 +21,8 @@ from support.triton_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import triton_nlq
-from modeling_nlq.triton_nlq import triton_attention_forward
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import triton_attention_forward
 
 
 pytestmark = MARKS
@@ -90,10 +90,10 @@ def test_precision_of_float32(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     try:
         torch.set_float32_matmul_precision("high")
-        assert triton_nlq._float32_precision() == "tf32"
+        assert triton_attention._float32_precision() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert triton_nlq._float32_precision() == "tf32x3"
+    assert triton_attention._float32_precision() == "tf32x3"
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 brought this setting")
@@ -103,13 +103,13 @@ def test_newer_setting_of_the_precision(monkeypatch):
     given = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert triton_nlq._float32_precision() == "tf32x3"
+        assert triton_attention._float32_precision() == "tf32x3"
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert triton_nlq._float32_precision() == "tf32"
+        assert triton_attention._float32_precision() == "tf32"
         torch.set_float32_matmul_precision("highest")
-        assert triton_nlq._float32_precision() == "tf32x3"
+        assert triton_attention._float32_precision() == "tf32x3"
         torch.set_float32_matmul_precision("high")
-        assert triton_nlq._float32_precision() == "tf32"
+        assert triton_attention._float32_precision() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = given
@@ -167,7 +167,7 @@ class TestModel:
     )
     def test_cached_decoding(self, monkeypatch, model_pair, padding, cache, split):
         if split:
-            monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
+            monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 1)
         model, eager = model_pair(attention_activation="softplus", position_embedding="learned")
         input_ids = torch.randint(13, (2, 9), device=DEVICE)
         mask = (mask_of("111111111", "000111111") if padding else torch.ones(2, 9).long()).to(DEVICE)

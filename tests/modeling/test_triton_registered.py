@@ -19,11 +19,13 @@ from support.elementwise_backends import TRITON, set_triton_tiles
 from support.triton_cases import DEVICE, MARKS, TOLERANCE, interpreter_only
 from torch import nn
 
-from modeling_nlq import activations_nlq, triton_nlq
+from modeling_nlq import activations_nlq
 from modeling_nlq.activations_nlq import get_attention_activation, register_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.triton_activations_nlq import triton_softplus
-from modeling_nlq.triton_nlq import triton_attention_forward
+from modeling_nlq.kernels.triton import activations as triton_activations
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.activations import register_triton_body, triton_softplus
+from modeling_nlq.kernels.triton.attention import triton_attention_forward
 
 
 triton = pytest.importorskip("triton")
@@ -61,17 +63,24 @@ class TestRegisteredActivations:
     @pytest.fixture(autouse=True)
     def nothing_is_registered(self, monkeypatch):
         monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
+        monkeypatch.setattr(triton_activations, "_REGISTERED", {})
 
     @pytest.mark.parametrize("normalization", ["length", "none"])
     @pytest.mark.parametrize("name", ["one_key_value_head", "packed"])
     def test_with_a_body(self, name, normalization):
-        register_attention_activation("mine", nn.functional.softsign, triton_body=softsign_body)
+        register_attention_activation("mine", nn.functional.softsign)
+        register_triton_body("mine", softsign_body)
         layout = LAYOUTS[name]
         module, states = layer_for(layout, "mine", normalization), layout.states()
         check(TRITON.run(layout, module, states), run_function(eager_attention_forward, layout, module, states), TOLERANCE)
 
+    def test_not_registered(self):
+        with pytest.raises(ValueError, match="name='relu' must be an activation of your own"):
+            register_triton_body("relu", softsign_body)
+
     def test_model(self, make_model):
-        register_attention_activation("mine", nn.functional.softsign, triton_body=softsign_body)
+        register_attention_activation("mine", nn.functional.softsign)
+        register_triton_body("mine", softsign_body)
         input_ids = torch.randint(13, (2, 9))
         models = [make_model(implementation=name, attention_activation="mine").to(DEVICE) for name in ("nlq_triton", "eager")]
         torch.testing.assert_close(*[model(input_ids.to(DEVICE)).logits for model in models], rtol=1e-4, atol=1e-5)
@@ -92,9 +101,10 @@ class TestRegisteredActivations:
         ids=["torch_function", "python_function", "name", "number"],
     )
     def test_not_a_triton_function(self, body):
+        register_attention_activation("mine", nn.functional.softsign)
         with pytest.raises(ValueError) as error:
-            register_attention_activation("mine", nn.functional.softsign, triton_body=body)
-        assert str(error.value) == f"triton_body={body!r} of 'mine' must be a function decorated with triton.jit"
+            register_triton_body("mine", body)
+        assert str(error.value) == f"body={body!r} of 'mine' must be a function decorated with triton.jit"
 
     @pytest.mark.parametrize(
         "function, body, what",
@@ -102,7 +112,8 @@ class TestRegisteredActivations:
         ids=["weights", "derivative"],
     )
     def test_another_function(self, function, body, what):
-        register_attention_activation("mine", function, triton_body=body)
+        register_attention_activation("mine", function)
+        register_triton_body("mine", body)
         with pytest.raises(ValueError, match=f"^triton_body of 'mine' computes other {what} than its function$"):
             triton_attention_forward(layer("mine"), *[torch.randn(1, 1, 3, 4, device=DEVICE) for _ in range(3)], None, SCALING)
 
@@ -121,8 +132,9 @@ class TestRegisteredActivations:
     )
     def test_hidden_tiles_are_skipped(self, monkeypatch, layout, pairs):
         set_triton_tiles(monkeypatch, 4, 4)
-        register_attention_activation("counted", nn.functional.softplus, triton_body=counted_body)
-        triton_nlq._check_body(get_attention_activation("counted"), DEVICE)  # which the first call does
+        register_attention_activation("counted", nn.functional.softplus)
+        register_triton_body("counted", counted_body)
+        triton_attention._check_body(get_attention_activation("counted"), counted_body, DEVICE)  # which the first call does
         COUNTED.clear()
         module, states = layer_for(layout, "counted"), layout.states()
         output, _ = triton_attention_forward(module, *states, layout.mask(), scaling=SCALING)
@@ -133,8 +145,9 @@ class TestRegisteredActivations:
     @interpreter_only
     def test_hidden_keys_are_skipped_in_parts(self, splits):
         """A static cache's empty places, though not those before the keys' own part."""
-        register_attention_activation("counted", nn.functional.softplus, triton_body=counted_body)
-        triton_nlq._check_body(get_attention_activation("counted"), DEVICE)  # which the first call does
+        register_attention_activation("counted", nn.functional.softplus)
+        register_triton_body("counted", counted_body)
+        triton_attention._check_body(get_attention_activation("counted"), counted_body, DEVICE)  # which the first call does
         COUNTED.clear()
         layout = chunk(2, 64, torch.tensor(21), batch=1, heads=2, key_value_heads=1)
         states = [tensor.detach() for tensor in layout.states()]

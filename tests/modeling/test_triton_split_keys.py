@@ -21,9 +21,9 @@ from support.elementwise_backends import TRITON
 from support.grids import slow_except
 from support.triton_cases import DEVICE, MARKS, TOLERANCE, apply, check_float32, check_half, interpreter_only
 
-from modeling_nlq import triton_nlq
-from modeling_nlq.triton_kernels_nlq import split_kernel
-from modeling_nlq.triton_nlq import triton_attention_forward
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import triton_attention_forward
+from modeling_nlq.kernels.triton.forward import split_kernel
 
 
 pytestmark = MARKS
@@ -78,14 +78,14 @@ class TestSplitKeys:
     @interpreter_only
     def test_there_are_several_parts(self, splits, monkeypatch):
         """A part is a multiple of SPLIT_STEP, and there are as many as the device has room for, or keys."""
-        found, function = [], triton_nlq._KernelCall.run_tiled
+        found, function = [], triton_attention._KernelCall.run_tiled
 
         def run_tiled(problem, kernel, programs, **arguments):
             if kernel is split_kernel:
                 found.append((arguments["keys_per_split"], arguments["splits"], programs(1)))
             function(problem, kernel, programs, **arguments)
 
-        monkeypatch.setattr(triton_nlq._KernelCall, "run_tiled", run_tiled)
+        monkeypatch.setattr(triton_attention._KernelCall, "run_tiled", run_tiled)
         for name in ("one_query", "two_groups", "batch", "padding"):
             layout = SPLIT_LAYOUTS[name]
             states = [tensor.detach() for tensor in layout.states()]
@@ -105,7 +105,7 @@ class TestSplitKeys:
     )
     def test_when_keys_are_split(self, monkeypatch, layout, options, is_split):
         calls = []
-        monkeypatch.setattr(triton_nlq, "_attend_in_parts", lambda problem, **results: calls.append(problem))
+        monkeypatch.setattr(triton_attention, "_attend_in_parts", lambda problem, **results: calls.append(problem))
         module = layer_for(layout, "relu", training=True)
         states = [tensor.detach().to(DEVICE) for tensor in layout.states()]
         triton_attention_forward(module, *states, TRITON.mask(layout.mask()), scaling=SCALING, **options)

@@ -21,8 +21,8 @@ from support.grids import slow_except
 from support.triton_cases import DEVICE, MARKS, TOLERANCE
 from torch import nn
 
-from modeling_nlq import triton_nlq
-from modeling_nlq.triton_nlq import triton_attention_forward
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.attention import triton_attention_forward
 
 
 pytestmark = MARKS
@@ -99,7 +99,7 @@ class TestStrides:
     def test_nothing_is_stored_elsewhere(self, monkeypatch, name, split):
         """Results lie inside larger buffers, whose other numbers stay."""
         if split:
-            monkeypatch.setattr(triton_nlq, "MIN_SPLIT_KEYS", 1)
+            monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 1)
         buffers = []
 
         def guarded(tensor):
@@ -107,10 +107,10 @@ class TestStrides:
             buffers.append(buffer)
             return buffer[256:-256].view(tensor.shape)
 
-        new_results, new_gradient = triton_nlq._new_results, triton_nlq._new_gradient
-        monkeypatch.setattr(triton_nlq, "_new_results", lambda *inputs: tuple(map(guarded, new_results(*inputs))))
+        new_results, new_gradient = triton_attention._new_results, triton_attention._new_gradient
+        monkeypatch.setattr(triton_attention, "_new_results", lambda *inputs: tuple(map(guarded, new_results(*inputs))))
         monkeypatch.setattr(
-            triton_nlq, "_new_gradient", lambda states: guarded(new_gradient(states).transpose(1, 2)).transpose(1, 2)
+            triton_attention, "_new_gradient", lambda states: guarded(new_gradient(states).transpose(1, 2)).transpose(1, 2)
         )
         layout = LAYOUTS[name]
         states = layout.states(torch.bfloat16)

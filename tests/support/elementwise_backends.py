@@ -11,13 +11,15 @@ import torch
 from packaging.version import Version
 from support.attention_cases import SCALING, results
 
-from modeling_nlq import tiled_cpp_nlq, tiled_nlq, triton_nlq
-from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq import tiled_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.backends_nlq import Inputs, Needs
+from modeling_nlq.kernels.cpu import build, operators
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
+from modeling_nlq.kernels.triton.attention import TILES, Tiles, triton_attention_forward
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.tiled_nlq import tiled_attention_forward
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
-from modeling_nlq.triton_nlq import TILES, Tiles, triton_attention_forward
 
 
 CPU = torch.device("cpu")
@@ -75,8 +77,26 @@ class Backend:
         return [tensor.cpu() for tensor in tensors]
 
 
+def allow_cpp(patch):
+    """Lets attention run in C++ here, and tells whether it does. On CPUs without AVX-512 its products are plain loops."""
+    patch.delenv("NLQ_CPP", raising=False)
+    if build.instructions() != "AVX512":
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DNLQ_PLAIN_PRODUCTS"))
+        patch.setattr(operators, "_multiplies", lambda is_half: operators.is_built("attention"))
+    return operators._multiplies(True)
+
+
+def cpp_or_tiled(module, query, *inputs, dropout=0.0, **options):
+    """Attention in C++ where there is code for it, else by `nlq_tiled`."""
+    needs = Needs(module.activation, inputs=Inputs(query.device, query.dtype, 2, query.shape[-1]))
+    is_right = operators.computes_attention(needs) and not dropout
+    function = operators.attention_forward if is_right else tiled_attention_forward
+    return function(module, query, *inputs, dropout=dropout, **options)
+
+
 EAGER = Backend("eager", eager_attention_forward)
 TILED = Backend("nlq_tiled", tiled_attention_forward)
+CPP = Backend("nlq_cpp", cpp_or_tiled)
 # The interpreter alone takes float64, in which the polynomials of the activations are good to 1e-8. Its `tl.dot` does so since
 # Triton 3.5
 HAS_FLOAT64 = IS_INTERPRETED and Version(version("triton")) >= Version("3.5")
@@ -110,19 +130,8 @@ def set_tiled_tiles(patch, large, small, many_heads):
     patch.setattr(tiled_nlq, "SMALL_TILE", small)
     patch.setattr(tiled_nlq, "MANY_HEADS", many_heads)
     tile = (large + 1) // 2 * 2  # of an even number of queries or keys
-    patch.setattr(tiled_cpp_nlq, "FORWARD_TILES", (tile, tile + 2))
-    patch.setattr(tiled_cpp_nlq, "BACKWARD_TILES", (tile + 2, tile))
-
-
-NO_CPP = "needs a CPU with AVX-512 and a C++ compiler"
-
-
-def has_cpp():
-    """Whether the C++ code of `nlq_tiled` can be compiled and run here."""
-    states = torch.empty(1, 1, 2, 2, dtype=torch.bfloat16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("NLQ_CPP", raising=False)
-        return tiled_cpp_nlq.runs_in_cpp(states, states, states, get_attention_activation("relu"), 0.0)
+    patch.setattr(operators, "FORWARD_TILES", (tile, tile + 2))
+    patch.setattr(operators, "BACKWARD_TILES", (tile + 2, tile))
 
 
 def set_triton_tiles(patch, tile, step, least=16):
@@ -130,4 +139,4 @@ def set_triton_tiles(patch, tile, step, least=16):
     if IS_INTERPRETED:
         for kernel in TILES:
             patch.setitem(TILES, kernel, {size: {256: Tiles(tile, step, 1, 1)} for size in (2, 4)})
-        patch.setattr(triton_nlq, "MIN_TILE", least)
+        patch.setattr(triton_attention, "MIN_TILE", least)

@@ -23,9 +23,9 @@ from support.attention_cases import (
 from support.attention_cases import run as run_function
 from support.elementwise_backends import TRITON, ignore_overflow, poisoned_memory
 
-from modeling_nlq import triton_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.triton_activations_nlq import IS_INTERPRETED
+from modeling_nlq.kernels.triton import attention as triton_attention
+from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
 
 
 DEVICE, TOLERANCE, TOLERANCE_64 = TRITON.device, TRITON.tolerance, TRITON.least_tolerance
@@ -74,5 +74,5 @@ def apply(states, count, query_index=None, key_is_valid=None, first_key=None, vi
     states = TRITON.place(states)
     masks = [None if mask is None else mask.to(DEVICE) for mask in (query_index, key_is_valid, first_key, visible)]
     with poisoned_memory(DEVICE):
-        output, *_ = triton_nlq.operators.function.apply(*states, count.to(DEVICE), *masks, None, *options, SCALING, 0.0)
+        output, *_ = triton_attention.operators.function.apply(*states, count.to(DEVICE), *masks, None, *options, SCALING, 0.0)
         return [tensor.cpu() for tensor in results(output, states)]

@@ -9,9 +9,9 @@ import sys
 import triton
 import triton.language as tl
 
-from modeling_nlq import triton_gradients_nlq, triton_kernels_nlq
-from modeling_nlq.triton_activations_nlq import triton_sigmoid
-from modeling_nlq.triton_nlq import LAST_TILES, TILES
+from modeling_nlq.kernels.triton import backward, forward
+from modeling_nlq.kernels.triton.activations import triton_sigmoid
+from modeling_nlq.kernels.triton.attention import LAST_TILES, TILES
 
 
 def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, one_head=False, **options):
@@ -30,7 +30,7 @@ def compiled(kernel, state, head_dim, capability, normalization="sum", line=0, o
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    file = triton_gradients_nlq if "gradient" in kernel else triton_kernels_nlq
+    file = backward if "gradient" in kernel else forward
     function, size = getattr(file, kernel), 2 if state == "bf16" else 4
     width = max(16, 1 << (head_dim - 1).bit_length())
     tiles = [*(tiles for most, tiles in TILES[function][size].items() if width <= most), LAST_TILES][line]

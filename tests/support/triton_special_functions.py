@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from modeling_nlq.triton_activations_nlq import TRITON_BODIES
+from modeling_nlq.kernels.triton.activations import TRITON_BODIES
 
 
 @triton.jit

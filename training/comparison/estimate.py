@@ -2,9 +2,12 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import io
+import itertools
 import math
+import statistics
 import tempfile
 import time
 import warnings
@@ -19,10 +22,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
-from ..run.data import Blocks, save_blocks
-from ..run.documents import python_files
-from ..run.recipe import emulated_bf16, resolve_recipe
-from ..run.tokenization import train_byte_pair_encoding
+from ..run.data import Blocks, save_blocks, train_byte_pair_encoding
+from ..run.documents import files_by_split, load_documents
+from ..run.recipe import Recipe, emulated_bf16, resolve_recipe
 from ..run.trainer import train_recipe
 from ..storage import open_folder
 from ..text import duration, first_line
@@ -116,20 +118,35 @@ def _with_range(seconds: np.ndarray) -> str:
 
 
 def _evaluated_tokens(variant: Variant) -> float | None:
-    """About how many tokens a run evaluates, by the size of its text; `None` for a dataset that is no file and not built in."""
+    """About how many tokens a run evaluates, by the size of its text; `None` if that is not known, as on the Hub."""
     resolved = resolve_recipe(variant.content, {"output_dir": "unused"})
     recipe, arguments = resolved.recipe, resolved.training_arguments
-    if recipe.dataset in BUILT_IN_CORPORA:
-        size = sum(path.stat().st_size for path in python_files(recipe.dataset))
-    elif Path(recipe.dataset).is_file():
-        size = Path(recipe.dataset).stat().st_size
-    else:
+    files = files_by_split(recipe)
+    if "train" not in files:
         return None
+    sizes = {split: sum(path.stat().st_size for path in paths) for split, paths in files.items()}
+    most = math.inf
+    if recipe.max_validation_documents is not None:
+        most = recipe.max_validation_documents * _document_size(recipe, files["train"])
+    validation, test = (
+        min(most, sizes.get(split, fraction * sizes["train"]))
+        for split, fraction in (("validation", recipe.validation_fraction), ("test", recipe.test_fraction))
+    )
     passes = 1
     if arguments.eval_strategy == "steps":
         interval = arguments.eval_steps if arguments.eval_steps >= 1 else arguments.eval_steps * variant.steps
         passes = math.ceil(variant.steps / interval)
-    return size / _BYTES_PER_TOKEN * (passes * recipe.validation_fraction + recipe.test_fraction)
+    return (passes * validation + test) / _BYTES_PER_TOKEN
+
+
+def _document_size(recipe: Recipe, files: list[Path]) -> float:
+    """The mean size of a document in bytes: of all in a built-in corpus, else of the first 100 in the first file."""
+    if recipe.dataset in BUILT_IN_CORPORA:  # a document is a file
+        return sum(path.stat().st_size for path in files) / len(files)
+    first = dataclasses.replace(recipe, dataset=str(files[0]), streaming=True)
+    rows = itertools.islice(load_documents(first)["train"], 100)
+    sizes = [len(row[recipe.text_column].encode()) for row in rows]
+    return statistics.fmean(sizes or [files[0].stat().st_size])
 
 
 def machine_warning(plan: Comparison | Ladder) -> str | None:

@@ -14,6 +14,7 @@ from ..run.ray_jobs import (
     connected_to_ray,
     default_cpus,
     order_for_ray,
+    require_ray,
     share_batch,
 )
 from ..run.shared_files import share_data, share_model
@@ -44,6 +45,7 @@ class RayEngine:
     max_retries: int = 3
 
     def __post_init__(self):
+        require_ray()
         if self.max_retries < 0:
             raise ValueError(f"max_retries={self.max_retries} must be at least 0")
         _ = self.resources

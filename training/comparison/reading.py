@@ -15,7 +15,6 @@ from transformers import TrainingArguments, get_scheduler
 
 from ...configuration import find, names
 from ..files import check_keys, read_section, read_yaml
-from ..models import load_config
 from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, override_words, resolve_recipe, without_private
 from ..run.task_items import check_held_out
@@ -351,13 +350,12 @@ def _read_model(
         content[section] = {**shared[section], **own}
     try:
         resolved = resolve_recipe(content, None, source)
-        recipe, arguments = resolved.recipe, resolved.training_arguments
-        config = load_config(recipe.model, content["switches"])
         if match is not None and budget is not None:
-            width = matching_intermediate_size(config, budget, match, recipe.block_size)
+            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.block_size)
             content["switches"]["intermediate_size"] = width
-            config = load_config(recipe.model, content["switches"])
-        check_recipe(resolved, config)
+            resolved = resolve_recipe(content, None, source)
+        recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
+        check_recipe(resolved)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
     for name in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
@@ -387,7 +385,7 @@ def _read_model(
     if tokens_per_step < 1:
         raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
     _check_schedule(source, arguments)
-    size = measure(config, recipe.block_size, prepare=recipe.choose_trained)
+    size = measure(config, recipe.block_size, prepare=resolved.choose_trained)
     steps, width = arguments.max_steps, getattr(config, "intermediate_size", None)
     all_fields = json.loads(config.to_json_string(use_diff=False))
     return Variant(content, rates, size, width, steps, steps * tokens_per_step, recipe.tokenizer, entry, all_fields)

@@ -19,7 +19,7 @@ def run_folder(folder: Path, run: Run) -> Path:
 
 
 class FinishedRuns:
-    """The metrics of the finished runs in the folder of a comparison. Those of a run are read once.
+    """The finished runs in the folder of a comparison. The metrics of a run are read once, and a step of a search is made once.
 
     Attributes:
         folder: the folder of the comparison, or an address (see `storage`).
@@ -28,6 +28,7 @@ class FinishedRuns:
     def __init__(self, folder: Path):
         self.folder = folder
         self._metrics: dict[Run, dict[str, Any]] = {}
+        self._losses: dict[tuple, dict[float, float]] = {}  # of each search, as far as it is
 
     def metrics(self, run: Run) -> dict[str, Any] | None:
         """The metrics of a run; `None` if it is not finished."""
@@ -47,12 +48,13 @@ class FinishedRuns:
         return [self._tune(comparison, model, seed) for seed in comparison.seeds] if comparison.has_choice(model) else []
 
     def _tune(self, comparison: Comparison, model: str, seed: int) -> "Tuning":
-        """Goes through the search of a seed as it went, with the losses of the finished runs."""
-        rates, losses = comparison.variants[model].rates_of(seed), {}
+        """Goes on with the search of a seed from where it was when last asked for, with the losses of the finished runs."""
+        rates = comparison.variants[model].rates_of(seed)
+        losses = self._losses.setdefault((model, rates, seed), {})
         while next_rates := rates.next(losses):
             runs = [Run(model, rate, seed) for rate in next_rates]
             if ready := [run for run in runs if self.metrics(run) is None]:
-                return Tuning(seed, losses, ready)
+                return Tuning(seed, dict(losses), ready)
             for run in runs:
                 found = self.metrics(run)
                 losses[run.learning_rate] = math.inf if found["diverged"] else found["eval_loss"]
@@ -89,6 +91,7 @@ class FinishedRuns:
         runs += [
             Run(model, rate, tuning.seed)
             for tuning in self.tunings(comparison, model)
+            if tuning.ready
             for rate in comparison.variants[model].rates_of(tuning.seed).next(tuning.losses)
         ]
         return sum(self.metrics(run) is not None for run in runs)

@@ -33,7 +33,7 @@ from ..files import (
 )
 from ..models import read_conversion
 from ..parameters import shapes_of, size_of
-from ..run.tokenization import check_vocabulary
+from ..run.data import check_vocabulary
 from ..run.trained_on import read_trained_on
 from ..text import first_line, one_line
 from .families import FAMILIES

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--cpus-per-worker", "--cpus_per_worker", type=int, help="with --engine ray; by default 1")
     command.add_argument("--gpus-per-worker", "--gpus_per_worker", type=float, help="with --engine ray; by default 0")
     _add_max_retries(command)
-    command.set_defaults(run=_train, module="run.trainer")
+    command.set_defaults(run=_train, module="engines")
 
     command = _add_listing_parser(
         commands,
@@ -225,8 +225,8 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
 
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
+    from modeling_nlq.training.engines import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
-    from modeling_nlq.training.run.trainer import train_with
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
@@ -360,19 +360,10 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     print("\n".join(align(rows)))
 
 
-def _switches(texts: list[str]) -> dict:
-    from modeling_nlq.training.run.recipe import parse_switch
-
-    switches = [parse_switch(text) for text in texts]
-    names = [name for name, _ in switches]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--set {', '.join(twice)} is given twice")
-    return dict(switches)
-
-
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.conversion.renaming import LossyConversion
+    from modeling_nlq.training.run.recipe import read_switches
 
     try:
         done = convert(
@@ -380,7 +371,7 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
             arguments.target,
             to=arguments.to,
             upcycle=arguments.upcycle,
-            switches=_switches(arguments.set or []),
+            switches=read_switches(arguments.set or []),
             tokenizer=arguments.tokenizer,
             allow_lossy=arguments.allow_lossy,
             overwrite=arguments.overwrite,

@@ -161,6 +161,21 @@ def local_fingerprint(recipe: Recipe) -> str | None:
     return _fingerprint(content, recipe)
 
 
+def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:
+    """The files of a built-in or local dataset by split, found by their names; none are known of a dataset of the Hub.
+
+    Raises:
+        ValueError: if the folder holds other files with text, or files that belong to no split.
+    """
+    path = Path(recipe.dataset)
+    if recipe.dataset in BUILT_IN_CORPORA:
+        return {"train": python_files(recipe.dataset)}
+    if not path.is_dir():
+        return {"train": [path]} if path.is_file() else {}
+    found = _find_files(recipe, path.resolve()) or {}
+    return {split: list(map(Path, files)) for split, files in found.items()}
+
+
 def has_own_splits(recipe: Recipe) -> bool:
     """Tells whether the files of a local dataset make splits, so that none is cut from the training documents."""
     try:

@@ -16,7 +16,7 @@ from ..text import check_number
 from .data import BlockCollator, make_blocks
 from .documents import load_documents, local_fingerprint
 from .recipe import Recipe
-from .trained_on import held_out_by, is_dataset_of, is_split_otherwise, read_trained_on, recipe_of
+from .trained_on import find_place, held_out_by, is_split_otherwise, read_trained_on, recipe_of
 
 
 logger = logging.get_logger(__name__)
@@ -96,7 +96,7 @@ def evaluate(
     """Evaluates a saved model on text that it was not trained on.
 
     If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
-    is evaluated whole, whatever the model was trained on.
+    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
@@ -138,7 +138,8 @@ def evaluate(
     else:
         given["dataset"] = str(dataset)
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
-    own = [record for record in trained_on if is_dataset_of(record, given["dataset"])]
+    places = [find_place(record, given["dataset"]) for record in trained_on]
+    own = [{**record, "dataset": place} for record, place in zip(trained_on, places) if place is not None]
     held_out = min(map(held_out_by, own), default=1.0)
     if validation_fraction is not None and validation_fraction > held_out + 1e-9:
         raise ValueError(
@@ -156,7 +157,9 @@ def evaluate(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "
             "without --dataset, only what was held out is"
         )
-    if own and not is_whole:
+    if own and is_whole:
+        defaults |= {name: own[-1][name] for name in ("text_column", "block_size", "packing")}
+    elif own:
         share = min(own[-1]["validation_fraction"], held_out)
         defaults = {**own[-1], "validation_fraction": share, "test_fraction": 0.0}
     recipe = recipe_of(defaults, model=name, tokenizer=name, **given)

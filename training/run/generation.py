@@ -3,6 +3,8 @@
 import torch
 from transformers import set_seed
 
+from modeling_nlq import kernelize
+
 from ..models import limits_length, load_model
 from ..text import check_number
 
@@ -30,7 +32,7 @@ def generate_text(
     for option, value in (("temperature", temperature), ("top_k", top_k), ("seed", seed)):
         check_number(option, value, 0)
     loaded, tokenizer = load_model(model)
-    loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    kernelize(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval())
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)

@@ -30,8 +30,8 @@ try:
     import ray
     from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError as error:
-    raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]") from error
+except ImportError:
+    ray = None  # `require_ray` says so
 
 
 _SECONDS_TO_ANSWER = 5.0
@@ -46,6 +46,12 @@ _LOST_CONNECTION = (
     "DistBackendError",
     "DistNetworkError",
 )
+
+
+def require_ray() -> None:
+    """Raises `ImportError` if Ray is not installed."""
+    if ray is None:
+        raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]")
 
 
 @dataclass(frozen=True)

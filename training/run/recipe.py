@@ -1,8 +1,8 @@
 """Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
 
 import dataclasses
+import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,9 +19,10 @@ from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
 from ..files import YamlLoader, check_keys, read_section, read_yaml
-from ..models import added_parameters, is_saved_model, limits_length, load_config
+from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import is_address, open_folder
+from ..text import check_number
 from .lora import add_lora, make_lora_config
 
 
@@ -32,6 +33,17 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
+# The least and the most of fields of `TrainingArguments` that Trainer takes with any value
+_RANGES = {
+    "per_device_train_batch_size": (1,),
+    "per_device_eval_batch_size": (1,),
+    "gradient_accumulation_steps": (1,),
+    "eval_steps": (0,),
+    "logging_steps": (0,),
+    "save_steps": (0,),
+    "max_grad_norm": (0,),
+    "label_smoothing_factor": (0, 1),
+}
 
 
 @dataclass
@@ -147,22 +159,6 @@ class Recipe:
         size = self.tokenizer.removeprefix("bpe:")
         return int(size) if size != self.tokenizer and size.isdecimal() else None
 
-    def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Freezes what the recipe does not train, and adds the LoRA that it does.
-
-        Args:
-            model: it is changed in place, and may be on the meta device.
-
-        Returns:
-            The model to train.
-
-        Raises:
-            ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
-        """
-        if self.trainable == "new":
-            freeze_all_but(model, added_parameters(self.model))
-        return model if self.lora is None else add_lora(model, self.lora)
-
 
 @dataclass
 class ResolvedRecipe:
@@ -179,6 +175,32 @@ class ResolvedRecipe:
     switches: dict[str, Any]
     training_arguments: TrainingArguments
     given: dict[str, Any]
+
+    @functools.cached_property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config` does."""
+        return load_config(self.recipe.model, self.switches)
+
+    @functools.cached_property
+    def conversion(self) -> dict[str, Any] | None:
+        """The record of the conversion that made the saved model, read once; `None` if there is none."""
+        return read_conversion(self.recipe.model) if is_saved_model(self.recipe.model) else None
+
+    def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Freezes what the recipe does not train, and adds the LoRA that it does.
+
+        Args:
+            model: it is changed in place, and may be on the meta device.
+
+        Returns:
+            The model to train.
+
+        Raises:
+            ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
+        """
+        if self.recipe.trainable == "new":
+            freeze_all_but(model, added_parameters(self.recipe.model, self.conversion))
+        return model if self.recipe.lora is None else add_lora(model, self.recipe.lora)
 
 
 class _RecipeParser(HfArgumentParser):
@@ -208,7 +230,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         The fields that were given; those of `--set` are a mapping under `"switches"`.
 
     Raises:
-        ValueError: for an unknown field, or a value that cannot be read.
+        ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
     """
     fields = _field_names(Recipe) | _field_names(TrainingArguments)
     parser = _make_parser()
@@ -221,16 +243,25 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if arguments.set:
-        overrides["switches"] = dict(map(parse_switch, arguments.set))
+        overrides["switches"] = read_switches(arguments.set)
     return overrides
 
 
-def parse_switch(text: str) -> tuple[str, Any]:
-    """Splits `switch=value` into name and value; the value is read as YAML."""
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise ValueError(f"--set {text!r} must have the form switch=value")
-    return name, None if value == "None" else yaml.load(value, Loader=YamlLoader)
+def read_switches(texts: list[str]) -> dict[str, Any]:
+    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML.
+
+    Raises:
+        ValueError: for a text of another form, or a switch that is given twice.
+    """
+    switches = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"--set {text!r} must have the form switch=value")
+        if name in switches:
+            raise ValueError(f"--set {name} is given twice")
+        switches[name] = None if value == "None" else yaml.load(value, Loader=YamlLoader)
+    return switches
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
@@ -337,13 +368,13 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
     return "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: false"
 
 
-def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
+def check_recipe(resolved: ResolvedRecipe) -> None:
     """Finds every conflict between settings before anything heavy starts.
 
     Raises:
-        ValueError: naming all of them.
+        ValueError: naming all of them, or because there is no such model.
     """
-    recipe, arguments = resolved.recipe, resolved.training_arguments
+    recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
     conflicts = []
     if limits_length(config) and recipe.block_size > config.max_position_embeddings:
         conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
@@ -355,7 +386,7 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
         conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
     has_switches = bool(resolved.switches) and is_saved_model(recipe.model)
-    if has_switches and (changed := _parameters_changed_by(resolved.switches, recipe.model)):
+    if has_switches and (changed := _parameter_changed_by_switches(resolved)):
         conflicts.append(
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} ({changed}); "
             "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
@@ -382,13 +413,12 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
             f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
             "set one of them above 0"
         )
-    counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    conflicts += [f"{name}={value} must be at least 1" for name in counts if (value := getattr(arguments, name)) < 1]
-    conflicts += [
-        f"{name}={value} must be a finite number"
-        for name, value in vars(arguments).items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
+    for name, value in vars(arguments).items():
+        if isinstance(value, int | float):
+            try:
+                check_number(name, value, *_RANGES.get(name, ()))
+            except ValueError as error:
+                conflicts.append(str(error))
     if arguments.restore_callback_states_from_checkpoint:
         conflicts.append(
             "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
@@ -403,24 +433,24 @@ def check_recipe(resolved: ResolvedRecipe, config: PreTrainedConfig) -> None:
     strategies = ("eval_strategy", "logging_strategy", "save_strategy") if recipe.streaming else ()
     if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
         conflicts.append(f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no")
-    conflicts += _conflicts_of_trained(recipe)
+    conflicts += _conflicts_of_trained(resolved)
     if conflicts:
         raise ValueError("; ".join(conflicts))
 
 
-def _parameters_changed_by(switches: dict[str, Any], model: str) -> str | None:
-    """Names a parameter of a saved model that would be missing, new, or of another shape with other switches."""
-    before, after = (shapes_of(load_config(model, given)) for given in ({}, switches))
+def _parameter_changed_by_switches(resolved: ResolvedRecipe) -> str | None:
+    """Names a parameter of the saved model that would be missing, new, or of another shape with the switches of the recipe."""
+    before, after = map(shapes_of, (load_config(resolved.recipe.model), resolved.config))
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     return changed[0] if changed else None
 
 
-def _conflicts_of_trained(recipe: Recipe) -> list[str]:
+def _conflicts_of_trained(resolved: ResolvedRecipe) -> list[str]:
     """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
-    conflicts = []
+    recipe, conflicts = resolved.recipe, []
     try:
         if recipe.trainable == "new":
-            added_parameters(recipe.model)
+            added_parameters(recipe.model, resolved.conversion)
         if recipe.lora is not None:
             make_lora_config(recipe.lora)
     except ValueError as error:
@@ -444,8 +474,9 @@ def _activations_without_package(config: PreTrainedConfig) -> list[str]:
     return sorted(name for name in names if name in ATTENTION_ACTIVATIONS and ATTENTION_ACTIVATIONS[name].kind == "simplex")
 
 
-def unused_rows(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+def unused_rows(resolved: ResolvedRecipe) -> str | None:
     """Says how many token embeddings the tokenizer will never use, if it is smaller than the model's vocabulary."""
+    recipe, config = resolved.recipe, resolved.config
     size = recipe.new_vocabulary_size
     if size is None or size >= config.vocab_size:
         return None

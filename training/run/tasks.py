@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from modeling_nlq import kernelize
 from modeling_nlq.activations_nlq import did_you_mean
 
 from ...configuration import find, names
@@ -67,7 +68,7 @@ def evaluate_tasks(
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     with _without_warnings():
         manager, specs, single = _load_tasks(tasks, str(model))
-        wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
+        wrapped = HFLM(pretrained=kernelize(loaded), tokenizer=tokenizer, batch_size=batch_size)
     options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
     counts = results["n-samples"]

@@ -51,24 +51,36 @@ def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[s
     return [*before, {**record, "fingerprint": fingerprint}]
 
 
-def is_dataset_of(record: Mapping[str, Any], dataset: str) -> bool:
-    """Tells whether a record is of a dataset: of the same name, place or content, or of a folder around it or a file in it.
+def find_place(record: Mapping[str, Any], dataset: str) -> str | None:
+    """Finds the place of a record's dataset, if it is the given one, a folder around it or a file in it.
+
+    It is recognised by its name, its place or its content; a folder that was moved or copied, around a file, by its content if
+    it kept its own name.
 
     Args:
         record: one of `read_trained_on`.
         dataset: as in a recipe.
+
+    Returns:
+        The dataset of the record, as in a recipe; `None` if it is another one.
     """
     before = record["dataset"]
     if before == dataset:
-        return True
+        return before
     if dataset in BUILT_IN_CORPORA or not Path(dataset).exists():
-        return False
+        return None
+    here = Path(dataset).resolve()
     if before not in BUILT_IN_CORPORA and Path(before).exists():
-        there, here = Path(before).resolve(), Path(dataset).resolve()
+        there = Path(before).resolve()
         if there == here or there in here.parents or here in there.parents:
-            return True
+            return before
+    around = [folder for folder in here.parents if folder.name == Path(before).name]
+    return next((str(place) for place in (Path(dataset), *around) if _has_content(record, place)), None)
+
+
+def _has_content(record: Mapping[str, Any], place: Path) -> bool:
     try:
-        fingerprint = local_fingerprint(recipe_of(record, dataset=dataset))
+        fingerprint = local_fingerprint(recipe_of(record, dataset=str(place)))
     except ValueError:  # it has no such configuration, or cannot be read that way
         return False
     return fingerprint is not None and fingerprint == record["fingerprint"]
@@ -78,7 +90,7 @@ def is_split_otherwise(record: Mapping[str, Any], dataset: str) -> bool:
     """Tells whether a file and a folder with splits of its own overlap, so that no share tells what was trained on.
 
     Args:
-        record: one of `read_trained_on`, which is of this dataset.
+        record: one of `read_trained_on`, which is of this dataset, with the place that `find_place` found.
         dataset: as in a recipe.
     """
     there, here = Path(record["dataset"]).resolve(), Path(dataset).resolve()

@@ -1,5 +1,6 @@
-"""`nlq train`: trains a recipe into a run folder, with all that is needed to load, judge and share the model."""
+"""Trains a recipe into a run folder, with all that is needed to load, judge and share the model."""
 
+import copy
 import functools
 import itertools
 import json
@@ -45,25 +46,31 @@ from ..files import (
     write_yaml,
     written_whole,
 )
-from ..models import is_saved_model, load_config, read_conversion
+from ..models import is_saved_model
 from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
 from .checkpoints import checkpoint_to_resume
-from .data import BlockCollator, Blocks, check_restart, prepare_data, unigram_perplexity
+from .data import (
+    BlockCollator,
+    Blocks,
+    check_restart,
+    check_vocabulary,
+    prepare_data,
+    unigram_perplexity,
+    vocabulary_size,
+)
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .recipe import (
     ResolvedRecipe,
     check_recipe,
     emulated_bf16,
-    load_recipe,
     public_recipe,
     unused_rows,
 )
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .stability import StabilityCallback
-from .tokenization import check_vocabulary, vocabulary_size
 from .trained_on import record_run
 
 
@@ -75,51 +82,6 @@ _SHARES_OF_A_BATCH = ("gradient_accumulation_steps", "per_device_train_batch_siz
 
 # Blocks of the validation split on which attention is recorded while training
 _STABILITY_BLOCKS = 2
-
-
-def train(
-    recipe: str | Path,
-    *,
-    engine: str = "local",
-    workers: int | None = None,
-    cpus_per_worker: int | None = None,
-    gpus_per_worker: float | None = None,
-    max_retries: int | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
-    """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
-
-    Args:
-        recipe: name of a shipped recipe, or a YAML file.
-        engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
-        workers, cpus_per_worker, gpus_per_worker, max_retries: of the engine `ray`, see `train_on_ray`.
-        overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
-            `switches`, a mapping of model switches.
-
-    Returns:
-        The metrics that `metrics.json` in the run folder holds.
-
-    Raises:
-        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder that holds
-            another run.
-        ChildProcessError: if the run failed on the engine `ray`.
-    """
-    options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    return train_with(engine, load_recipe(recipe, overrides), max_retries=max_retries, **options)
-
-
-def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:
-    """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
-    given = {option: value for option, value in options.items() if value is not None}
-    if engine == "ray":
-        from .on_ray import train_on_ray
-
-        return train_on_ray(resolved, **given)
-    if engine != "local":
-        raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
-    if given:
-        raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    return train_recipe(resolved)
 
 
 def train_recipe(
@@ -147,18 +109,17 @@ def train_recipe(
         raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
     folder = Path(arguments.output_dir)
     is_main_process = arguments.process_index == 0
-    config = load_config(recipe.model, resolved.switches)
-    check_recipe(resolved, config)
+    check_recipe(resolved)
     with arguments.main_process_first(local=False):
         _claim_run_folder(folder, resolved.given, arguments.world_size, is_main_process)
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return read_json(folder / METRICS_FILE)
     if is_main_process:
-        for warning in filter(None, (unused_rows(recipe, config), emulated_bf16(vars(arguments)))):
+        for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
             logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(config, recipe.block_size, recipe.attn_implementation, recipe.choose_trained)
+    size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)
@@ -252,7 +213,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         trainer.add_callback(callback)
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
         logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
-    conversion = read_conversion(recipe.model) if recipe.trainable == "new" else None
+    conversion = resolved.conversion if recipe.trainable == "new" else None
     return _Run(resolved, trainer, record, blocks, fingerprint, size, conversion)
 
 
@@ -265,7 +226,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
     recipe = resolved.recipe
-    config = load_config(recipe.model, resolved.switches)
+    config = copy.deepcopy(resolved.config)
     check_vocabulary(tokenizer, recipe.tokenizer, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -283,7 +244,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
             f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    return recipe.choose_trained(_name_loss(model))
+    return resolved.choose_trained(_name_loss(model))
 
 
 def _name_loss(model: PreTrainedModel) -> PreTrainedModel:

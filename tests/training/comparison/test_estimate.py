@@ -130,6 +130,27 @@ class TestOutput:
         once, often = minutes(), minutes(eval_strategy="steps", eval_steps=34)
         assert often - once == pytest.approx(2 * (once - 1102 / 60) * 0.1 / 0.12, abs=2)
 
+    def test_text_that_is_evaluated(self, make_file, recipe_file, corpus, tmp_path):
+        """By the size of files, also of a folder with splits, and of so many documents as are held out at most."""
+        path = tmp_path / "folder" / "train.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(corpus.read_bytes())
+        folder = str(path.parent)
+
+        def size(**fields) -> float:
+            recipe = {**read_yaml(recipe_file), "test_fraction": 0.02, **fields}
+            variant = load_comparison(make_file(recipe=recipe, training=TRAINING)).variants["base"]
+            return estimate._evaluated_tokens(variant) * 2.249
+
+        whole = corpus.stat().st_size
+        assert size() == size(dataset=folder) == pytest.approx(0.12 * whole, rel=1e-3)
+        documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+        mean = sum(map(len, documents)) / len(documents)
+        assert size(dataset=folder, max_validation_documents=1) == pytest.approx(2 * mean, rel=0.5)
+        assert size(max_validation_documents=1000) == size()
+        path.with_name("validation.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n")
+        assert size(dataset=folder) == pytest.approx(5014 + 0.02 * whole, rel=1e-2)
+
     def test_dataset_of_the_hub(self, make_file, recipe_file, steps):
         """Nothing is downloaded for a plan."""
         steps(11.0)

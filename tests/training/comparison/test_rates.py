@@ -12,6 +12,7 @@ from support.planted import PlantedEngine
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.results import FinishedRuns
 
 
 def bowl(best: float, depth: float = 0.1):
@@ -89,6 +90,16 @@ class TestChoice:
             assert model["edges"] == {}
         assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
         assert results["statistics"]["effects"]["twin"]["p"] is not None
+
+    def test_a_search_is_gone_through_once(self, make_file, tmp_path, monkeypatch):
+        comparison = load_comparison(make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1]))
+        engine = PlantedEngine(lambda comparison, run: bowl(4e-2)(run.learning_rate))
+        run_comparison(comparison, tmp_path / "results", engine)
+        finished = FinishedRuns(tmp_path / "results")
+        before = finished.tunings(comparison, "twin")
+        monkeypatch.setattr(finished, "metrics", lambda run: pytest.fail(f"read {run.name} again"))
+        assert finished.tunings(comparison, "twin") == before
+        assert [run.learning_rate for run in finished.reported(comparison, "twin")] == [4e-2, 4e-2]
 
     def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
         def results(name, rates):

@@ -3,17 +3,17 @@
 import json
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.planted import PlantedEngine
 
+from modeling_nlq.training import train
 from modeling_nlq.training.comparison.comparing import compare, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.status import describe_status
-from modeling_nlq.training.run.trainer import train
+from modeling_nlq.training.run import ray_jobs
 from nlq import main
 
 
@@ -96,17 +96,13 @@ class TestEngines:
         ],
     )
     def test_comparison(self, make_file, tmp_path, monkeypatch, capsys, options, message):
-        monkeypatch.setitem(sys.modules, "ray", None)
-        for name in ("run.ray_jobs", "run.on_ray", "comparison.on_ray"):
-            monkeypatch.delitem(sys.modules, f"modeling_nlq.training.{name}", raising=False)
+        monkeypatch.setattr(ray_jobs, "ray", None)
         assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
         assert capsys.readouterr().err == f"nlq: error: {message}\n"
         assert not (tmp_path / "results").exists()
 
     def test_training(self, recipe_file, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "ray", None)
-        monkeypatch.delitem(sys.modules, "modeling_nlq.training.run.ray_jobs", raising=False)
-        monkeypatch.delitem(sys.modules, "modeling_nlq.training.run.on_ray", raising=False)
+        monkeypatch.setattr(ray_jobs, "ray", None)
         folder = tmp_path / "run"
         for options, message in (
             ({"workers": 2}, "workers: only the engine 'ray' has that"),

@@ -11,8 +11,8 @@ from support.runs import PowerCut, interrupt, logged_losses
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
+from modeling_nlq.training import train
 from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
-from modeling_nlq.training.run.trainer import train
 from nlq import main
 
 

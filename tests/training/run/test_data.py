@@ -10,10 +10,9 @@ from support.corpora import RIGHT, byte_tokenizer, write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, LlamaConfig, OPTConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, unigram_perplexity
+from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, make_tokenizer, unigram_perplexity
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.tokenization import make_tokenizer
 from nlq import main
 
 

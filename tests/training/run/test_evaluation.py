@@ -12,12 +12,12 @@ from support.corpora import write_documents
 from transformers import EvalPrediction
 from transformers.utils import logging
 
+from modeling_nlq.training import train
 from modeling_nlq.training.run import evaluation
 from modeling_nlq.training.run.documents import local_fingerprint
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.trained_on import read_trained_on, record_run
-from modeling_nlq.training.run.trainer import train
 from nlq import main
 
 
@@ -91,6 +91,25 @@ class TestOwnDataset:
         with pytest.raises(ValueError, match=r"but for a share of 0.007"):
             evaluation.evaluate(model, dataset="fold/text.jsonl", validation_fraction=0.01)
         assert evaluation.evaluate(model, dataset="other", validation_fraction=0.01).validation_fraction == 0.01
+
+    def test_a_file_of_a_folder_that_was_moved(self, folders):
+        Path("elsewhere").mkdir()
+        shutil.move("fold", "elsewhere")
+        with pytest.raises(ValueError, match=r"but for a share of 0.007"):
+            evaluation.evaluate("run", dataset="elsewhere/fold/text.jsonl", validation_fraction=0.01)
+        write_documents(Path("elsewhere/fold/text.jsonl"), ["other"])
+        recipe = evaluation.evaluate("run", dataset="elsewhere/fold/text.jsonl", validation_fraction=0.01)
+        assert recipe.validation_fraction == 0.01
+
+    def test_a_file_is_read_as_the_run_read_it(self, own, monkeypatch):
+        monkeypatch.chdir(own.parent)
+        Path("body.jsonl").write_text('{"body": "x = 1"}\n')
+        given = {"model": "tiny-linear", "dataset": "body.jsonl", "text_column": "body", "block_size": 32}
+        given |= {"packing": "documents"}
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, None)}))
+        recipe = evaluation.evaluate(own, dataset="body.jsonl")
+        assert (recipe.text_column, recipe.packing, recipe.block_size) == ("body", "documents", 32)
+        assert evaluation.evaluate(own, dataset="body.jsonl", packing="stream").packing == "stream"
 
     @pytest.mark.parametrize("trained, evaluated", [("split", "split/train.jsonl"), ("split/validation.jsonl", "split")])
     def test_a_folder_with_splits_and_a_file_of_it(self, trained, evaluated, own, monkeypatch):

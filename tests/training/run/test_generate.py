@@ -7,7 +7,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM, NLQForSequenceClassification
-from modeling_nlq.training.run.trainer import train
+from modeling_nlq.training import train
 from nlq import main
 
 

@@ -14,9 +14,9 @@ from support.paths import REPOSITORY
 from support.runs import logged_losses
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
-from modeling_nlq.training.run.trainer import train
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"

@@ -65,9 +65,8 @@ class TestBeforeData:
 
 
 def test_small_tokenizer_wastes_rows():
-    config = models.load_config("tiny-linear")
-    assert unused_rows(load_recipe("demo").recipe, config) is None
-    message = unused_rows(load_recipe("demo", {"tokenizer": "bpe:1024"}).recipe, config)
+    assert unused_rows(load_recipe("demo")) is None
+    message = unused_rows(load_recipe("demo", {"tokenizer": "bpe:1024"}))
     assert "'bpe:1024' uses 1,024 of the model's vocab_size=8,192" in message and "--set vocab_size=1024" in message
 
 

@@ -12,14 +12,15 @@ from support.runs import interrupt, logged_losses
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training import train
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.run.recipe import Recipe, load_recipe
-from modeling_nlq.training.run.trainer import train, train_recipe
+from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
+from modeling_nlq.training.run.trainer import train_recipe
 from nlq import main
 
 
@@ -265,8 +266,8 @@ def test_cost(upcycled):
     """A frozen matrix has no gradient of its own, which is a third of its operations."""
     config = load_config(str(upcycled))
     new = json.loads((upcycled / "conversion.json").read_text())["added"]
-    recipe = Recipe(str(upcycled), trainable="new")
-    whole, part = measure(config), measure(config, prepare=recipe.choose_trained)
+    resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
+    whole, part = measure(config), measure(config, prepare=resolved.choose_trained)
     state = load_file(upcycled / "model.safetensors")
     frozen = sum(value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name)
     assert whole.flops_per_token - part.flops_per_token == 2 * frozen
@@ -290,7 +291,8 @@ def comparison_file(tune, tmp_path):
 
 def test_plan_of_a_comparison(comparison_file, upcycled):
     header, whole, new, *_ = load_comparison(comparison_file).describe()
-    size = measure(load_config(str(upcycled)), 64, prepare=Recipe(str(upcycled), trainable="new").choose_trained)
+    resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
+    size = measure(resolved.config, 64, prepare=resolved.choose_trained)
     assert header.split()[:3] == ["model", "parameters", "trained"]
     assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole

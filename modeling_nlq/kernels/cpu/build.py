@@ -1,11 +1,10 @@
-"""C++ code for the CPU, compiled once per machine.
+"""Compiles the C++ operators of this folder, once per machine.
 
-It is optional and for Linux. It replaces PyTorch code that computes the same, and where it cannot be compiled, that code stays.
-Compiling needs a C++ compiler and takes seconds at the first use. The libraries are kept in `TORCH_EXTENSIONS_DIR`, by default
-`~/.cache/torch_extensions`. The environment variable `NLQ_CPP=0` turns all of them off.
+They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled, that code
+stays. Compiling needs a C++ compiler and takes some ten seconds at the first use of each operator. The libraries are kept in
+`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`. The environment variable `NLQ_CPP=0` turns all of them off.
 """
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -17,11 +16,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.autograd import forward_ad
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
+
+FOLDER = Path(__file__).parent
 
 # Instructions by what PyTorch itself uses here. Not those of the compiler's machine, because several may share the folder
 _TARGETS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
@@ -29,6 +29,7 @@ _TARGETS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2":
 _FLAGS = (
     *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    "-Wno-psabi",  # a note about vectors of 64 bytes, which stay within a file
 )
 _has_warned = False
 
@@ -44,19 +45,23 @@ def is_enabled() -> bool:
 
 
 @functools.cache
-def load_library(name: str, source: str) -> ctypes.CDLL | None:
-    """Compiles C++ code, unless that was done before, and loads it; `None`, with a warning, if it cannot be compiled.
+def load(name: str, namespace: str) -> bool:
+    """Compiles the file `name.cpp`, unless that was done before, and loads it, which registers its operators.
 
     Args:
-        name: a word for the name of the file.
-        source: C++ code with `extern "C"` functions. It may include PyTorch's headers.
+        name: name of the file.
+        namespace: namespace of the operators.
+
+    Returns:
+        False, with a warning, if it cannot be compiled.
     """
     try:
-        return ctypes.CDLL(str(_build(name, source)))
+        torch.ops.load_library(str(_build(name, namespace)))
     # `Path.home` raises `RuntimeError`, and `shlex.split` `ValueError`
     except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         _warn(error)
-        return None
+        return False
+    return True
 
 
 def _warn(error: Exception) -> None:
@@ -73,7 +78,7 @@ def _warn(error: Exception) -> None:
         )
 
 
-def _build(name: str, source: str) -> Path:
+def _build(name: str, namespace: str) -> Path:
     """Compiles a library, unless that was done before.
 
     Raises:
@@ -83,34 +88,23 @@ def _build(name: str, source: str) -> Path:
         subprocess.CalledProcessError: if the compiler fails.
     """
     compiler, torch_folder = os.environ.get("CXX") or "g++", Path(torch.__file__).parent
-    flags = (*_FLAGS, *_TARGETS.get(instructions(), ()))
+    flags = (*_FLAGS, *_TARGETS.get(instructions(), ()), f"-DNLQ_NAMESPACE={namespace}")
+    sources = [FOLDER / f"{name}.cpp", *sorted(FOLDER.glob("*.h"))]
     # What tells builds apart, also those of other machines that share the folder
-    parts = (source, flags, compiler, torch.__version__, str(torch_folder), platform.machine())
+    contents = [source.read_bytes() for source in sources]
+    parts = (contents, flags, compiler, torch.__version__, str(torch_folder), platform.machine())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     library = folder / f"nlq_{name}_{key}.so"
     if not library.exists():
-        logger.info(f"Compiling {library}, which takes seconds")
+        logger.warning(f"NLQ compiles its C++ code for {name.replace('_', ' ')} once, which takes some ten seconds: {library}")
         folder.mkdir(parents=True, exist_ok=True)
         # Processes that compile at the same time each write a file of their own; the last one to finish stays
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            file, result = Path(scratch, "source.cpp"), Path(scratch, "library.so")
-            file.write_text(source)
-            libraries = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
-            command = [*shlex.split(compiler), *flags, str(file), "-o", str(result), *libraries]
+            result = Path(scratch, "library.so")
+            headers = [f"-I{torch_folder / 'include' / place}" for place in ("", "torch/csrc/api/include")]
+            libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
+            command = [*shlex.split(compiler), *flags, str(sources[0]), "-o", str(result), *headers, *libraries]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             result.replace(library)
     return library
-
-
-def is_plain_call(*tensors: torch.Tensor) -> bool:
-    """True if C++ code may read these tensors: nothing traces or transforms their operators, and they are in CPU memory."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    for tensor in tensors:
-        # Other classes of tensors, such as `DTensor` and `FakeTensor`, have no memory of their own here
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.is_neg():
-            return False
-    # Modes, such as that of `make_fx` and those that count or quantise, see operators only
-    has_modes = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    return not has_modes and torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .activations_nlq import AttentionActivation
+from ...activations_nlq import AttentionActivation, is_registered
 
 
 try:
@@ -280,6 +280,28 @@ TRITON_BODIES = {
 }
 
 
+# The users' own
+_REGISTERED: dict[str, Callable] = {}
+
+
+def register_triton_body(name: str, body: Callable) -> None:
+    """Lets `nlq_triton` compute an activation that was added by `register_attention_activation`.
+
+    Args:
+        name: the name of the activation.
+        body: a function decorated with `triton.jit` that maps a tile of scores in float32 to the pair `phi(scores)`,
+            `phi'(scores)`. The first call on each device compares it with the activation's function.
+
+    Raises:
+        ValueError: if no such activation was registered, or the body is not such a function.
+    """
+    if not is_registered(name):
+        raise ValueError(f"name={name!r} must be an activation of your own; call register_attention_activation first")
+    if not hasattr(body, "arg_names"):
+        raise ValueError(f"body={body!r} of {name!r} must be a function decorated with triton.jit")
+    _REGISTERED[name] = body
+
+
 def triton_body(activation: AttentionActivation) -> Callable | None:
     """Returns the Triton function of an activation, the user's own or the one in the table above; `None` if there is none."""
-    return activation.triton_body or TRITON_BODIES.get(activation.name)
+    return _REGISTERED.get(activation.name) or TRITON_BODIES.get(activation.name)

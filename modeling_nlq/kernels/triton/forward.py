@@ -31,7 +31,7 @@ keeps the part of the output that rounding removes.
 
 import functools
 
-from .triton_activations_nlq import INTERPRETED, jit, tl, triton
+from .activations import INTERPRETED, jit, tl, triton
 
 
 # Numbers that change from call to call; specialising a kernel on them would not make it faster

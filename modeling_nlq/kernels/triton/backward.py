@@ -1,7 +1,7 @@
-"""The Triton kernels of the backward pass of `nlq_triton`; `triton_kernels_nlq` explains the mathematics and the flags."""
+"""The Triton kernels of the backward pass of `nlq_triton`; `forward` explains the mathematics and the flags."""
 
-from .triton_activations_nlq import jit, tl
-from .triton_kernels_nlq import (
+from .activations import jit, tl
+from .forward import (
     dropout_factors,
     find_bounds,
     find_visible,

@@ -1,6 +1,6 @@
 """`nlq_triton`: attention for every elementwise activation by fused Triton kernels, forward and backward, on CUDA.
 
-The kernels are in `triton_kernels_nlq`, the activations' bodies in `triton_activations_nlq`. This file checks the arguments,
+The kernels are in `forward`, the activations' bodies in `activations`. This file checks the arguments,
 launches the kernels, and makes PyTorch operators of both passes. With the environment variable TRITON_INTERPRET=1 set before
 the first import, Triton's interpreter runs the same kernels on the CPU, slowly, for tests.
 """
@@ -10,18 +10,19 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .activations_nlq import AttentionActivation, get_attention_activation, is_registered
-from .attention_nlq import keep_from_overflow, zero_limit
-from .masking_nlq import Visibility
-from .operators_nlq import AttentionOperators, in_autocast_precision
-from .triton_activations_nlq import IS_INTERPRETED, tl, triton, triton_body
-from .triton_gradients_nlq import key_value_gradient_kernel, query_gradient_kernel
-from .triton_kernels_nlq import body_kernel, combine_kernel, forward_kernel, split_kernel, valid_range_kernel
+from ...activations_nlq import AttentionActivation, get_attention_activation, is_registered
+from ...attention_nlq import keep_from_overflow, zero_limit
+from ...masking_nlq import Visibility
+from ...operators_nlq import AttentionOperators, in_autocast_precision, operator_namespace
+from .activations import IS_INTERPRETED, tl, triton, triton_body
+from .backward import key_value_gradient_kernel, query_gradient_kernel
+from .forward import body_kernel, combine_kernel, forward_kernel, split_kernel, valid_range_kernel
 
 
 MAX_HEAD_DIM = 256
@@ -149,7 +150,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @functools.cache
-def _check_body(activation: AttentionActivation, device: torch.device) -> None:
+def _check_body(activation: AttentionActivation, body: Callable, device: torch.device) -> None:
     """Compares the Triton body of a user's activation with its function, once on each device.
 
     Raises:
@@ -159,7 +160,7 @@ def _check_body(activation: AttentionActivation, device: torch.device) -> None:
     scores = (torch.rand(256, generator=generator) - 0.5) * 20.123
     weights, derivatives = torch.empty_like(scores, device=device), torch.empty_like(scores, device=device)
     with _on(device):
-        body_kernel[(1,)](scores.to(device), weights, derivatives, BODY=triton_body(activation), SIZE=len(scores))
+        body_kernel[(1,)](scores.to(device), weights, derivatives, BODY=body, SIZE=len(scores))
     expected = replace(activation, derivative=None).weights_and_gradient(scores.double(), torch.ones(256).double())
     for what, one, other in zip(("weights", "derivative"), (weights, derivatives), expected):
         if not torch.allclose(one.cpu().double(), other, rtol=1e-3, atol=1e-5):
@@ -205,7 +206,7 @@ class _KernelCall:
         self.sum_dtype = torch.promote_types(query.dtype, torch.float32)
         row = get_attention_activation(activation)
         if is_registered(activation):
-            _check_body(row, query.device)
+            _check_body(row, triton_body(row), query.device)
         # Kernels do not broadcast, so tensors that broadcast are expanded here
         query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
         per_head = (self.batch, self.heads, self.query_length)
@@ -406,12 +407,14 @@ def _triton_attention_backward(
     return tuple(gradients.values())
 
 
+_FOLDER = Path(__file__).parent
 operators = AttentionOperators(
     "triton_attention",
     _triton_attention,
     _triton_attention_backward,
     new_results=_new_results,
     new_gradient=_new_gradient,
+    namespace=operator_namespace([*_FOLDER.glob("*.py"), *_FOLDER.parents[1].glob("*_nlq.py")]),
 )
 
 

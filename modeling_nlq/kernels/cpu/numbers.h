@@ -1,30 +1,9 @@
-"""The elementwise attention activations in C++, and the functions that they and the other C++ code are made of.
+// Numbers in float32 and bfloat16, and functions of them without branches, which the compiler vectorises.
+//
+// A comparison with NaN is false, and what is not a number must stay so. The polynomials are those of `triton/activations.py`,
+// which gives their intervals and errors.
+#pragma once
 
-They are scalar code without branches, which the compiler vectorises. A comparison with NaN is false, and what is not a
-number must stay so. The polynomials are those of `triton_activations_nlq.py`, which gives their intervals and errors.
-"""
-
-# Statements that compute `weight = phi(score)` and `slope = phi'(score)`, in float32. If a caller ignores one of the two, the
-# compiler removes its computation.
-CPP_BODIES = {
-    "identity": "weight = score; slope = 1;",
-    "relu": "weight = score < 0 ? 0 : score; slope = score > 0 ? 1 : 0;",
-    "relu_squared": "float positive = score < 0 ? 0 : score; weight = positive * positive; slope = 2 * positive;",
-    "sigmoid": "weight = sigmoid(score); slope = weight - weight * weight;",
-    "softplus": """
-        float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
-        weight = positive + x * log1p_ratio(x);
-        slope = (score < 0 ? x : 1) / (1 + x);""",
-    "squared": "weight = score * score; slope = 2 * score;",
-    # By x = exp(-2 |s|), and near 0, where 1 - x cancels, by a polynomial in s^2
-    "tanh": """
-        float x = exp_negative(-2 * std::fabs(score)), reciprocal = 1 / (1 + x), square = score * score;
-        float far = std::copysign((1 - x) * reciprocal, score);
-        weight = square < 0.25f ? score * tanh_ratio(square) : far;
-        slope = 4 * x * reciprocal * reciprocal;""",
-}
-
-FUNCTIONS = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -96,13 +75,3 @@ inline float tanh_ratio(float square) {
 }
 
 }  // namespace
-"""
-
-
-def activation_types(bodies: dict[str, str]) -> str:
-    """Returns C++ code with a type `Phi_<name>` for each activation, whose function `both` sets a weight and a slope."""
-    types = (
-        f"struct Phi_{name} {{\n  static inline void both(float score, float& weight, float& slope) {{ {body} }}\n}};"
-        for name, body in bodies.items()
-    )
-    return "\n".join((FUNCTIONS, *types))

@@ -1,80 +1,75 @@
-"""The passes of `nlq_tiled` in C++, for CPUs with AVX-512. One pass over a tile of scores does what takes PyTorch several.
+// The passes of attention in memory linear in the length, for the elementwise activations and softmax. One pass over a tile of
+// scores does what takes PyTorch several.
+//
+// The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch and need AVX-512; they use AMX where the
+// CPU has it.
+//
+// Softmax is computed as FlashAttention does (Dao et al. 2022, arXiv 2205.14135). Forward keeps the largest score of each row so
+// far, and scales its sums when a larger one comes. In backward the weights are `exp(s - l)`, where `l` is the logarithm of the
+// row's sum of exponentials.
+//
+// Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
+// is `(key, query)`, so that weights and gradients can be multiplied as they are.
 
-The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch (`ATen/native/CPUBlas.h`) and use AMX
-where the CPU has it.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
+#include <torch/library.h>
 
-It also computes softmax, as FlashAttention does (Dao et al. 2022, arXiv 2205.14135). Forward keeps the largest score of each
-row so far, and scales its sums when a larger one comes. In backward the weights are `exp(s - l)`, where `l` is the logarithm of
-the row's sum of exponentials.
-
-Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
-is `(key, query)`, so that weights and gradients can be multiplied as they are.
-"""
-
-import ctypes
-import functools
-import math
-
-import torch
-
-from .activations_nlq import AttentionActivation
-from .attention_nlq import zero_limit
-from .cpp_activations_nlq import CPP_BODIES, activation_types
-from .cpp_nlq import instructions, is_enabled, load_library
-
-
-# Queries and keys of a tile of forward and of backward, multiples of `STEP`
-FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
-STEP = 64
-
-# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
-LARGEST_SUM = 2.0**96
-
-# Softmax's exponential is that of the distance to the largest score
-BODIES = {**CPP_BODIES, "softmax": "weight = slope = exp_negative(score);"}
-
-# The arguments of a pass. Tensors have the axes batch, heads, length and, if there is one, head_dim, whose stride is 1.
-SIZES = (
-    *("threads", "batch", "heads", "key_value_heads", "queries", "keys", "width", "query_tile", "key_tile", "activation"),
-    # first_query: index of the first query among the keys, if the mask is causal
-    *("is_causal", "first_query", "is_sum", "is_softmax"),
-)
-FLOATS = ("scaling", "zero_limit", "largest_sum")
-TENSORS = (
-    *("query", "key", "value", "bias", "key_is_valid", "first_key", "visible"),
-    # For softmax, `inverse_normalizer` is the logarithm of the sum of exponentials
-    *("output", "remainder", "inverse_normalizer"),
-    *("gradient", "query_gradient", "key_gradient", "value_gradient"),
-)
-
-_PASSES = r"""
 #include <algorithm>
+#include <array>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "activations.h"
 
 namespace {
 
 using Index = int64_t;
-constexpr Index STEP = STEP_SIZE;
+// Tiles begin and end at multiples of it
+constexpr Index STEP = 64;
+// Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
+constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
 typedef uint32_t __attribute__((may_alias)) Pair;
 
-struct Tensor {
-  char* data;
-  Index strides[4];
+// A tensor with the axes batch, heads, length and, if there is one, head_dim, whose stride is 1
+struct States {
+  char* data = nullptr;
+  Index strides[4] = {};
+
+  States() = default;
+  explicit States(const at::Tensor& tensor) : data(static_cast<char*>(tensor.data_ptr())) {
+    for (Index axis = 0; axis < tensor.dim(); axis++) strides[axis] = tensor.stride(axis);
+  }
+};
+
+struct Phi_softmax {  // its score is the distance to the largest one
+  static inline void both(float score, float& weight, float& slope) { weight = slope = exp_negative(score); }
 };
 
 struct Call {
-  Index SIZES;
-  double FLOATS;
-  Tensor TENSORS;
+  Index threads, batch, heads, key_value_heads, queries, keys, width, query_tile, key_tile;
+  Index activation;   // its row of `ROWS`
+  bool is_causal;
+  Index first_query;  // the index of the first query among the keys, if the mask is causal
+  bool is_sum, is_softmax;
+  double scaling, largest_sum;
+  States query, key, value, bias, key_is_valid, first_key, visible;
+  // For softmax, `inverse_normalizer` is the logarithm of the sum of exponentials
+  States output, remainder, inverse_normalizer;
+  States gradient, query_gradient, key_gradient, value_gradient;
 };
 
 template <class T>
-T* at(const Tensor& tensor, Index batch, Index head, Index place = 0) {
+T* at(const States& tensor, Index batch, Index head, Index place = 0) {
   return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
 }
 
@@ -97,6 +92,22 @@ class Buffer {
 };
 
 // C (+)= A B. In bfloat16, B holds pairs of rows: (k / 2, n, 2)
+#ifdef NLQ_PLAIN_PRODUCTS  // for tests on CPUs without AVX-512
+float element(const float* b, Index row_b, Index row, Index column) { return b[row * row_b + column]; }
+float element(const Half* b, Index row_b, Index row, Index column) {
+  return load(b + (row / 2 * row_b + column) * 2 + row % 2);
+}
+template <class T>
+void multiply(Index m, Index n, Index k, const T* a, Index row_a, const T* b, Index row_b, float* c, Index row_c, bool add) {
+  for (Index i = 0; i < m; i++)
+    for (Index j = 0; j < n; j++) {
+      float sum = add ? c[i * row_c + j] : 0;
+      for (Index place = 0; place < k; place++) sum += load(a + i * row_a + place) * element(b, row_b, place, j);
+      c[i * row_c + j] = sum;
+    }
+}
+void release(bool) {}
+#else
 void multiply(
     Index m, Index n, Index k, const float* a, Index row_a, const float* b, Index row_b, float* c, Index row_c, bool add) {
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, a, b, c, false);
@@ -106,6 +117,8 @@ void multiply(
   using Number = const at::BFloat16*;
   at::native::cpublas::brgemm(m, n, k, row_a, row_b, row_c, add, Number(a), Number(b), c, true);
 }
+void release(bool is_half) { at::native::cpublas::brgemm_release(is_half); }
+#endif
 
 template <class T>
 void store_all(T* place, const float* numbers, Index size, float factor) {
@@ -199,11 +212,16 @@ void differentiate(
 
 template <class T>
 struct Rows {
+  std::string_view name;
   float (*weigh)(const float*, T*, Columns, Index, float, float);
   void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
 };
 template <class T>
-const Rows<T> ROWS[] = {ROWS_OF_ACTIVATIONS};
+const Rows<T> ROWS[] = {
+#define ROW(name) {#name, weigh<Phi_##name, T>, differentiate<Phi_##name, T>},
+    FOR_EACH_ACTIVATION(ROW) ROW(softmax)
+#undef ROW
+};
 
 // (rows, columns) -> (columns, row_out), with 0 after the rows
 template <class T>
@@ -378,7 +396,7 @@ void forward(const Call& call) {
       for (Index i = 0; i < queries; i++) {
         const float total = totals.data[i];
         // A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
-        if (call.is_sum) inverse[i] = total < float(call.zero_limit) ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
+        if (call.is_sum) inverse[i] = total < ZERO_LIMIT ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
         const float scale = inverse[i];
         if (call.is_softmax) inverse[i] = scale == 0 ? INFINITY : biases.data[i] + std::log(total);
         T* output = at<T>(call.output, batch, head, query + i);
@@ -389,7 +407,7 @@ void forward(const Call& call) {
         }
       }
     }
-    at::native::cpublas::brgemm_release(is_half);
+    release(is_half);
   }
 }
 
@@ -504,7 +522,7 @@ void backward(const Call& call) {
         store_all(at<T>(call.query_gradient, batch, head, query), scores.data, queries * width, call.scaling);
       }
     }
-    at::native::cpublas::brgemm_release(is_half);
+    release(is_half);
 
 #pragma omp for schedule(static)
     for (Index unit = 0; unit < (group > 1 ? call.batch * call.key_value_heads : 0); unit++) {
@@ -521,15 +539,96 @@ void backward(const Call& call) {
   }
 }
 
-}  // namespace
+using Optional = std::optional<at::Tensor>;
 
-extern "C" {
+// The tensor with rows in one piece
+at::Tensor with_rows(const at::Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
 
-void nlq_forward(const Call* call, bool is_half) { is_half ? forward<Half>(*call) : forward<float>(*call); }
-void nlq_backward(const Call* call, bool is_half) { is_half ? backward<Half>(*call) : backward<float>(*call); }
+// The arguments that both passes share. `kept` holds tensors that live as long as the call
+struct Arguments {
+  Call call{};
+  std::vector<at::Tensor> kept;
+
+  States keep(const at::Tensor& tensor) { return States(kept.emplace_back(tensor)); }
+
+  Arguments(
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& query_index,
+      const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
+      std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+    call.threads = at::get_num_threads();
+    call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
+    call.key_value_heads = key.size(1), call.keys = key.size(2);
+    call.query_tile = std::min(query_tile, (call.queries + STEP - 1) / STEP * STEP);
+    call.key_tile = std::min(key_tile, (call.keys + STEP - 1) / STEP * STEP);
+    const auto rows = std::begin(ROWS<float>), end = std::end(ROWS<float>);
+    call.activation = std::find_if(rows, end, [&](const auto& row) { return row.name == activation; }) - rows;
+    TORCH_CHECK(call.activation < end - rows, "activation=", activation, " has no C++ code");
+    call.is_causal = query_index.has_value();
+    call.first_query = call.is_causal && call.queries ? query_index->data_ptr<Index>()[0] : 0;
+    call.is_sum = normalization == "sum", call.is_softmax = activation == "softmax";
+    call.scaling = scaling;
+    call.query = keep(with_rows(query)), call.key = keep(with_rows(key)), call.value = keep(with_rows(value));
+    if (key_is_valid) call.key_is_valid = keep(key_is_valid->contiguous().expand({call.batch, call.keys}));
+    if (first_key) call.first_key = keep(first_key->to(at::kLong).contiguous().expand({call.batch, call.queries}));
+    if (visible) call.visible = keep(with_rows(*visible).expand({call.batch, call.heads, call.queries, call.keys}));
+  }
+};
+
+bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; }
+
+// The output (batch, query, heads, head_dim); the remainder that rounding removes from it, of the same shape, or (0) where
+// backward needs none; and what backward needs of the normaliser, (batch, heads, query). `bias` is subtracted from the scores, and
+// `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
+    const Optional& inverse_count, const Optional& query_index, const Optional& key_is_valid, const Optional& first_key,
+    const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, double largest_sum,
+    Index query_tile, Index key_tile) {
+  Arguments arguments(
+      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+  Call& call = arguments.call;
+  const std::array<Index, 3> rows = {call.batch, call.heads, call.queries};
+  const at::Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
+  const bool has_remainder = call.is_sum && is_half(query);
+  const at::Tensor remainder = query.new_empty(has_remainder ? output.sizes() : at::IntArrayRef({0}));
+  const at::Tensor normalizer = query.new_ones(rows, at::kFloat);
+  if (inverse_count) normalizer.copy_(*inverse_count);
+  const at::Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
+  call.bias = arguments.keep(subtracted.contiguous().expand(rows));
+  call.largest_sum = largest_sum;
+  call.output = arguments.keep(output.transpose(1, 2));
+  if (has_remainder) call.remainder = arguments.keep(remainder.transpose(1, 2));
+  call.inverse_normalizer = States(normalizer);
+  is_half(query) ? forward<Half>(call) : forward<float>(call);
+  return {output, remainder, normalizer};
+}
+
+// The gradients of query, key and value, given that of the output and the results of `attention`
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& output, const at::Tensor& remainder, const at::Tensor& normalizer, const Optional& bias,
+    const Optional& query_index, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
+    std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+  Arguments arguments(
+      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+  Call& call = arguments.call;
+  const at::Tensor results[] = {
+      query.new_empty(query.sizes()), key.new_empty(key.sizes()), value.new_empty(value.sizes())};
+  const at::Tensor row_numbers = normalizer.contiguous();
+  call.inverse_normalizer = arguments.keep(row_numbers);
+  at::Tensor subtracted = row_numbers;
+  if (!call.is_softmax) subtracted = bias ? bias->to(at::kFloat) : row_numbers.new_zeros({1, 1, call.queries});
+  call.bias = arguments.keep(subtracted.contiguous().expand({call.batch, call.heads, call.queries}));
+  call.output = arguments.keep(with_rows(output).transpose(1, 2));
+  if (remainder.numel()) call.remainder = arguments.keep(with_rows(remainder).transpose(1, 2));
+  call.gradient = arguments.keep(with_rows(gradient).to(query.scalar_type()).transpose(1, 2));
+  call.query_gradient = States(results[0]), call.key_gradient = States(results[1]), call.value_gradient = States(results[2]);
+  is_half(query) ? backward<Half>(call) : backward<float>(call);
+  return {results[0], results[1], results[2]};
+}
 
 // Whether the CPU has kernels that multiply small matrices: 2 3 = 6
-bool nlq_can_multiply(bool is_half) {
+bool can_multiply(bool is_half) {
   try {
     float result[64] = {};
     if (is_half) {
@@ -539,195 +638,28 @@ bool nlq_can_multiply(bool is_half) {
       const float two[] = {2}, three[] = {3};
       multiply(1, 1, 1, two, 1, three, 1, result, 1, false);
     }
-    at::native::cpublas::brgemm_release(is_half);
+    release(is_half);
     return result[0] == 6;
   } catch (...) {
     return false;
   }
 }
 
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  library.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? query_index, "
+      "Tensor? key_is_valid, Tensor? first_key, Tensor? visible, str activation, str normalization, float scaling, "
+      "float largest_sum, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
+      tags);
+  library.def(
+      "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor remainder, "
+      "Tensor normalizer, Tensor? bias, Tensor? query_index, Tensor? key_is_valid, Tensor? first_key, Tensor? visible, "
+      "str activation, str normalization, float scaling, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
+      tags);
+  library.def("can_multiply(bool is_half) -> bool", can_multiply);
+  library.impl("attention", c10::DispatchKey::CPU, TORCH_FN(attention));
+  library.impl("attention_backward", c10::DispatchKey::CPU, TORCH_FN(attention_backward));
 }
-"""
-
-
-_DECLARATIONS = {
-    "STEP_SIZE": str(STEP),
-    "Index SIZES": f"Index {', '.join(SIZES)}",
-    "double FLOATS": f"double {', '.join(FLOATS)}",
-    "Tensor TENSORS": f"Tensor {', '.join(TENSORS)}",
-    "ROWS_OF_ACTIVATIONS": ", ".join(f"{{weigh<Phi_{name}, T>, differentiate<Phi_{name}, T>}}" for name in BODIES),
-}
-_SOURCE = functools.reduce(
-    lambda text, place: text.replace(*place),
-    _DECLARATIONS.items(),
-    "#include <ATen/native/CPUBlas.h>\n" + activation_types(BODIES) + _PASSES,
-)
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
-
-    def __init__(self, tensor: torch.Tensor | None):
-        if tensor is not None:
-            super().__init__(tensor.data_ptr(), (*tensor.stride(), 0, 0)[:4])
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in SIZES),
-        *((name, ctypes.c_double) for name in FLOATS),
-        *((name, _Tensor) for name in TENSORS),
-    ]
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_library("tiled", _SOURCE)
-    if library is not None:
-        library.nlq_can_multiply.restype = ctypes.c_bool
-    return library
-
-
-@functools.cache
-def _can_multiply(dtype: torch.dtype) -> bool:
-    library = _library()
-    return library is not None and library.nlq_can_multiply(ctypes.c_bool(dtype == torch.bfloat16))
-
-
-def has_kernels(dtype: torch.dtype, head_dim: int) -> bool:
-    """Tells whether the C++ code computes with numbers of this type, in heads of this size. The first time, it compiles it."""
-    return (
-        (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0))  # bfloat16 is multiplied in pairs
-        and is_enabled()
-        and instructions() == "AVX512"
-        and _can_multiply(dtype)
-    )
-
-
-def runs_in_cpp(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, activation: AttentionActivation, dropout: float
-) -> bool:
-    """Tells whether the C++ code computes this call.
-
-    Args:
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        activation: a row of the table.
-        dropout: probability of dropping a weight.
-    """
-    return (
-        activation.name in BODIES
-        and dropout == 0.0
-        and query.dtype == key.dtype == value.dtype
-        and key.shape == value.shape
-        and query.numel() > 0
-        and key.numel() > 0
-        and query.is_cpu
-        and has_kernels(query.dtype, query.shape[-1])
-    )
-
-
-def _with_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor with rows in one piece."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _run(
-    function: str,
-    tiles: tuple[int, int],
-    activation: AttentionActivation,
-    normalization: str,
-    scaling: float,
-    visible_count: torch.Tensor,
-    masks: tuple[torch.Tensor | None, ...],
-    **tensors: torch.Tensor,
-) -> None:
-    query_index, key_is_valid, first_key, visible = masks
-    query, key = tensors["query"], tensors["key"]
-    (batch, heads, queries, width), (key_value_heads, keys) = query.shape, key.shape[1:3]
-    if "bias" not in tensors:
-        has_bias = activation.subtract_log_count and normalization == "none"
-        bias = visible_count.clamp(min=1).float().log() if has_bias else query.new_zeros(1, 1, queries, dtype=torch.float32)
-        tensors["bias"] = bias.contiguous().expand(batch, heads, queries)
-    if key_is_valid is not None:
-        tensors["key_is_valid"] = key_is_valid.contiguous().expand(batch, keys)
-    if first_key is not None:
-        tensors["first_key"] = first_key.long().contiguous().expand(batch, queries)
-    if visible is not None:
-        tensors["visible"] = _with_rows(visible).expand(batch, heads, queries, keys)
-    query_tile, key_tile = (min(tile, (length + STEP - 1) // STEP * STEP) for tile, length in zip(tiles, (queries, keys)))
-    call = _Call(
-        threads=torch.get_num_threads(),
-        batch=batch,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        queries=queries,
-        keys=keys,
-        width=width,
-        query_tile=query_tile,
-        key_tile=key_tile,
-        activation=list(BODIES).index(activation.name),
-        is_causal=query_index is not None,
-        first_query=0 if query_index is None else int(query_index[0]),
-        is_sum=normalization == "sum",
-        is_softmax=activation.name == "softmax",
-        scaling=scaling,
-        zero_limit=zero_limit(torch.float32),
-        largest_sum=LARGEST_SUM if activation.is_homogeneous else math.inf,
-        **{name: _Tensor(tensor) for name, tensor in tensors.items()},
-    )
-    getattr(_library(), function)(ctypes.byref(call), ctypes.c_bool(query.dtype == torch.bfloat16))
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    remainder: torch.Tensor,
-    inverse_normalizer: torch.Tensor,
-    visible_count: torch.Tensor,
-    masks: tuple[torch.Tensor | None, ...],
-    activation: AttentionActivation,
-    normalization: str,
-    scaling: float,
-) -> None:
-    """Writes the results of `_tiled_attention` of `tiled_nlq` into `output`, `remainder` and `inverse_normalizer`."""
-    if normalization == "length":
-        inverse_normalizer.copy_(1.0 / visible_count.clamp(min=1).float())
-    elif normalization == "none":
-        inverse_normalizer.fill_(1.0)
-    results = {"output": output.transpose(1, 2), "inverse_normalizer": inverse_normalizer}
-    if remainder.numel():
-        results["remainder"] = remainder.transpose(1, 2)
-    states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
-    options = (activation, normalization, scaling, visible_count, masks)
-    _run("nlq_forward", FORWARD_TILES, *options, **states, **results)
-
-
-def attend_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    remainder: torch.Tensor,
-    inverse_normalizer: torch.Tensor,
-    visible_count: torch.Tensor,
-    masks: tuple[torch.Tensor | None, ...],
-    activation: AttentionActivation,
-    normalization: str,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the results of `_tiled_attention_backward` of `tiled_nlq`."""
-    results = {"output": _with_rows(output).transpose(1, 2), "inverse_normalizer": inverse_normalizer.contiguous()}
-    if remainder.numel():
-        results["remainder"] = _with_rows(remainder).transpose(1, 2)
-    states = {"query": _with_rows(query), "key": _with_rows(key), "value": _with_rows(value)}
-    gradients = {f"{name}_gradient": tensor.new_empty(tensor.shape) for name, tensor in states.items()}
-    states["gradient"] = _with_rows(gradient).to(query.dtype).transpose(1, 2)
-    if activation.name == "softmax":
-        states["bias"] = results["inverse_normalizer"]
-    options = (activation, normalization, scaling, visible_count, masks)
-    _run("nlq_backward", BACKWARD_TILES, *options, **states, **results, **gradients)
-    return tuple(gradients.values())

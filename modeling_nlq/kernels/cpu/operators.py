@@ -1,0 +1,284 @@
+"""The C++ operators of this folder as rows of the tables of backends and operations, and what each can compute."""
+
+import functools
+import math
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from ...activations_nlq import get_attention_activation
+from ...backends_nlq import AttentionBackend, Needs
+from ...masking_nlq import Visibility, read_visible
+from ...operators_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
+from ...tiled_nlq import LARGEST_SUM, attend_in_scale
+from .build import FOLDER, instructions, is_enabled, load
+
+
+ACTIVATIONS = ("identity", "relu", "relu_squared", "sigmoid", "softplus", "squared", "tanh")
+# Queries and keys of a tile of forward and of backward, multiples of 64
+FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
+NAMESPACE = operator_namespace([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])
+operators = getattr(torch.ops, NAMESPACE)
+
+
+# A compiled graph takes the answers as constants: whatever is built is built before the operator enters a graph
+@torch.compiler.assume_constant_result
+def is_built(name: str) -> bool:
+    """Tells whether the operators of a file can be used here. The first time, it compiles them."""
+    return is_enabled() and _load(name)
+
+
+@functools.cache
+def _load(name: str) -> bool:
+    if not load(name, NAMESPACE):
+        return False
+    for operator, fake in FAKES[name].items():
+        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
+    for operator, count in FLOPS[name].items():
+        register_flop_formula(getattr(operators, operator))(count)
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _multiplies(is_half: bool) -> bool:
+    """Tells whether the CPU has the kernels for small matrices that attention uses."""
+    return instructions() == "AVX512" and is_built("attention") and operators.can_multiply(is_half)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inverse_count = 1.0 / visible_count.clamp(min=1).float() if normalization == "length" else None
+    masks = (query_index, key_is_valid, first_key, visible)
+    largest_sum = LARGEST_SUM if get_attention_activation(activation).is_homogeneous else math.inf
+    return operators.attention(
+        *(query, key, value, _bias(visible_count, activation, normalization), inverse_count, *masks),
+        *(activation, normalization, scaling, largest_sum, *FORWARD_TILES),
+    )
+
+
+def _attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    remainder: torch.Tensor,
+    normalizer: torch.Tensor,
+    visible_count: torch.Tensor,
+    query_index: torch.Tensor | None,
+    key_is_valid: torch.Tensor | None,
+    first_key: torch.Tensor | None,
+    visible: torch.Tensor | None,
+    seed: None,
+    activation: str,
+    normalization: str,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks = (query_index, key_is_valid, first_key, visible)
+    bias = _bias(visible_count, activation, normalization)
+    results = (output, remainder, normalizer)
+    return operators.attention_backward(
+        *(gradient, query, key, value, *results, bias, *masks, activation, normalization, scaling, *BACKWARD_TILES)
+    )
+
+
+def _bias(visible_count: torch.Tensor, activation: str, normalization: str) -> torch.Tensor | None:
+    has_bias = get_attention_activation(activation).subtract_log_count and normalization == "none"
+    return visible_count.clamp(min=1).float().log() if has_bias else None
+
+
+attention = DifferentiableAttention(_attention, _attention_backward)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
+
+    Raises:
+        ValueError: for what there is no such code for.
+    """
+    query, key, value = in_autocast_precision(query, key, value)
+    states = (query, key, value)
+    is_uniform = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    if not is_uniform or not all(tensor.device.type == "cpu" for tensor in states) or not _takes(query.dtype, query.shape[-1]):
+        raise ValueError(
+            f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of an even "
+            "size, on a CPU with AVX-512 where a C++ compiler is installed; use 'nlq', 'nlq_tiled' or 'sdpa'"
+        )
+    if module.activation.name == "softmax":
+        return attention.attend(module, *states, attention_mask, scaling, dropout), None
+    return attend_in_scale(attention.attend, module, *states, attention_mask, scaling, dropout), None
+
+
+def _takes(dtype: torch.dtype, head_dim: int) -> bool:
+    # bfloat16 is multiplied in pairs
+    return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(dtype == torch.bfloat16)
+
+
+def computes_attention(needs: Needs) -> bool:
+    """Tells whether `attention_forward` computes a layer, and a call of it if the call's inputs are known."""
+    if needs.activation.name not in (*ACTIVATIONS, "softmax") or needs.sink is not None:
+        return False
+    inputs = needs.inputs
+    # PyTorch's own kernels are as fast for a single query
+    return inputs is None or (inputs.device.type == "cpu" and inputs.queries > 1 and _takes(inputs.dtype, inputs.head_dim))
+
+
+BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
+
+
+def computes_one_query(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+) -> bool:
+    """Tells whether `one_query` computes this. Compiled models fuse PyTorch's operators instead."""
+    if module.activation.name not in ACTIVATIONS or torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if any(states.dtype != torch.float32 or states.device.type != "cpu" for states in (query, key, value)):
+        return False
+    return key.shape == value.shape and query.shape[-1] == key.shape[-1] and key.numel() > 0 and is_built("one_query")
+
+
+def one_query(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the scores."""
+    activation, normalization = module.activation, module.normalization
+    visible, count = read_visible(attention_mask, query, key)
+    if not isinstance(count, torch.Tensor):
+        count = None if count == key.shape[2] else torch.tensor([[[count]]])
+    has_bias = activation.subtract_log_count and normalization == "none"
+    options = (activation.name, normalization, has_bias, activation.is_homogeneous, scaling)
+    return operators.one_query(query, key, value, visible, count, *options)
+
+
+def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
+    """Tells whether `loss` computes this."""
+    is_right = logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu" and logits.numel() > 0
+    return is_right and is_built("loss")
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what `loss_in_slices` computes, from the same arguments."""
+    return operators.loss(logits, targets, weights)
+
+
+MOST_ROWS = 8
+
+
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear`, with a faster product for up to `MOST_ROWS` rows in float32 on the CPU, without gradients."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` -> `(..., out_features)`."""
+        if torch.is_grad_enabled() or not 0 < input.numel() <= MOST_ROWS * self.in_features or not self._is_plain(input):
+            return super().forward(input)
+        return operators.linear(input, self.weight, self.bias)
+
+    def _is_plain(self, input: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
+            return False
+        # Quantised weights are of other classes, sparse ones have another layout, and DeepSpeed keeps weights elsewhere
+        weight = self.weight
+        is_plain = type(weight) is nn.Parameter and weight.layout == torch.strided and input.shape[-1:] == weight.shape[1:]
+        tensors = (input, weight) if self.bias is None else (input, weight, self.bias)
+        is_plain = is_plain and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+        return is_plain and is_enabled()
+
+
+def kernelize(model: nn.Module) -> nn.Module:
+    """Makes a model on the CPU decode faster: its linear layers multiply a few rows by C++ code, with all threads.
+
+    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, and for layers that
+    are quantised or adapted, nothing changes. `nlq generate` and `nlq evaluate` call this.
+
+    Args:
+        model: any module; its `nn.Linear` layers become `FewRowsLinear` in place.
+
+    Returns:
+        The model.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    if any(layer.weight.device.type == "cpu" for layer in layers) and is_built("linear"):
+        for layer in layers:
+            layer.__class__ = FewRowsLinear
+    return model
+
+
+def _new_attention(query, key, value, bias, inverse_count, query_index, key_is_valid, first_key, visible, *options):
+    batch, heads, queries, head_dim = query.shape
+    normalization = options[1]
+    output = query.new_empty(batch, queries, heads, head_dim)
+    has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
+    remainder = torch.empty_like(output) if has_remainder else output.new_empty(0)
+    return output, remainder, query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+def _new_gradients(gradient, query, key, value, *others):
+    return tuple(states.new_empty(states.shape) for states in (query, key, value))
+
+
+def _new_loss(logits, targets, weights):
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return losses, logits.new_empty(0 if weights is None else logits.shape)
+
+
+# By file and operator: what it returns, empty
+FAKES = {
+    "attention": {"attention": _new_attention, "attention_backward": _new_gradients},
+    "one_query": {"one_query": lambda query, *others: query.new_empty(*query.shape[:1], 1, *query.shape[1::2])},
+    "loss": {"loss": _new_loss},
+    "linear": {"linear": lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0])},
+}
+
+
+def _attention_flops(query_shape, key_shape, *others, out_shape=None, **kwargs) -> int:
+    batch, heads, queries, head_dim = query_shape
+    return 4 * batch * heads * queries * key_shape[2] * head_dim
+
+
+def _backward_flops(gradient_shape, *shapes, **kwargs) -> int:
+    return 5 * _attention_flops(*shapes) // 2  # the scores and two products for each of the two forward products
+
+
+# The same: its floating-point operations, without the gain from what a mask hides, as PyTorch counts its own attention
+FLOPS = {
+    "attention": {"attention": _attention_flops, "attention_backward": _backward_flops},
+    "one_query": {"one_query": _attention_flops},
+    "loss": {},
+    "linear": {"linear": lambda x_shape, w_shape, *others, **kwargs: 2 * math.prod(x_shape) * w_shape[0]},
+}

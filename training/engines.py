@@ -1,0 +1,126 @@
+"""`nlq train`: one training run, in this process or on a cluster. The engines for many runs are in `comparison/`."""
+
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from .files import RECIPE_FILE, is_taken
+from .run.lease import alone_at
+from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
+from .run.shared_files import share_data, share_model
+from .run.trainer import train_recipe
+from .storage import check_writable, open_folder
+from .text import bar_options
+
+
+def train(
+    recipe: str | Path,
+    *,
+    engine: str = "local",
+    workers: int | None = None,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: float | None = None,
+    max_retries: int | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
+
+    Args:
+        recipe: name of a shipped recipe, or a YAML file.
+        engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
+        workers, cpus_per_worker, gpus_per_worker, max_retries: of the engine `ray`, see `train_on_ray`.
+        overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
+            `switches`, a mapping of model switches.
+
+    Returns:
+        The metrics that `metrics.json` in the run folder holds.
+
+    Raises:
+        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder that holds
+            another run.
+        ChildProcessError: if the run failed on the engine `ray`.
+    """
+    options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
+    return train_with(engine, load_recipe(recipe, overrides), max_retries=max_retries, **options)
+
+
+def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:
+    """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
+    given = {option: value for option, value in options.items() if value is not None}
+    if engine == "ray":
+        return train_on_ray(resolved, **given)
+    if engine != "local":
+        raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
+    if given:
+        raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
+    return train_recipe(resolved)
+
+
+def train_on_ray(
+    resolved: ResolvedRecipe,
+    workers: int = 1,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: float = 0,
+    max_retries: int = 3,
+) -> dict[str, Any]:
+    """Trains a recipe on the cluster that Ray finds, at the same global batch size for any number of workers.
+
+    Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the log.
+
+    Args:
+        resolved: the recipe; its `output_dir` is a folder that all nodes share, or an address such as `s3://bucket/run`.
+        workers: processes that train together.
+        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
+            in this process if there is one worker and no GPU.
+        gpus_per_worker: 0, 1, or a fraction for a single worker.
+        max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
+
+    Returns:
+        The content of `metrics.json` in the run folder.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder that cannot
+            be written or holds something else.
+        ChildProcessError: if the run failed.
+    """
+    from .run import ray_jobs  # it imports Ray, which takes seconds
+
+    ray_jobs.require_ray()
+    arguments = resolved.training_arguments
+    if cpus_per_worker is None:
+        cpus_per_worker = ray_jobs.default_cpus(workers, gpus_per_worker) if workers == 1 else 1
+    resources = ray_jobs.Resources(cpus_per_worker * workers, gpus_per_worker * workers, workers)
+    if max_retries < 0:
+        raise ValueError(f"max_retries={max_retries} must be at least 0")
+    if arguments.resume_from_checkpoint is not None:
+        raise ValueError(
+            "resume_from_checkpoint: the engine 'ray' goes on from the run's own checkpoints; use the engine 'local'"
+        )
+    check_recipe(resolved)
+    ray_jobs.share_batch(resolved.given, workers)
+    folder = open_folder(arguments.output_dir)
+    if not isinstance(folder, Path) and is_taken(folder) and not (folder / RECIPE_FILE).is_file():
+        raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
+    folder = folder.absolute() if isinstance(folder, Path) else folder
+    beside = {name: folder.with_name(f"{folder.name}.{name}") for name in ("data", "model", "at-work.json")}
+    check_writable(beside["data"])
+    steps = max(arguments.max_steps, 0)
+    with ray_jobs.connected_to_ray():
+        resources.check()
+        with alone_at(beside["at-work.json"]):
+            data, _ = share_data(resolved.recipe, beside["data"])
+            model = share_model(resolved.recipe.model, beside["model"])
+            names = {name: value for name in TRACKERS if (value := getattr(arguments, name, None)) is not None}
+            given = {**resolved.given, "training": {**resolved.given["training"], **names}}
+            order = ray_jobs.order_for_ray(folder.name, given, folder, data, resources, model=model, keeps_checkpoints=True)
+            with (
+                tqdm(total=steps or None, unit="step", **bar_options()) as progress,
+                ray_jobs.RayJobs(resources, max_retries, progress, steps) as jobs,
+            ):
+                jobs.submit(order)
+                results = [metrics for _, metrics in jobs.finished()]
+    if jobs.failures:
+        raise ChildProcessError(jobs.failures[0])
+    return results[0]
