@@ -9,7 +9,6 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
-from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.comparison.report import describe, verdicts
@@ -208,19 +207,6 @@ class TestRuns:
                 assert {seed: sorted(rates) for seed, rates in tried.items()} == {seed: expected[seed] for seed in tried}
         again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
-
-    def test_a_ladder_whose_seeds_shared_a_start_goes_on(self, ladder_file, tmp_path, monkeypatch):
-        """As older versions began it: no run is made twice."""
-        best = {0: 1e-2, 1: 4e-2, 2: 4e-2}
-        engine = PlantedEngine(lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / best[run.seed])))
-        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), seeds=[0, 1, 2])
-        with monkeypatch.context() as patch:
-            patch.setattr(ladder, "chosen_rates", lambda *_: dict.fromkeys(("base", "twin"), dict.fromkeys(range(3), 4e-2)))
-            run_comparison(load_comparison(file), tmp_path, engine)
-        before = len(engine.made)
-        results = run_comparison(load_comparison(file), tmp_path, engine)
-        assert sorted(engine.made) == sorted(set(engine.made)) and len(engine.made) == before
-        assert [run["learning_rate"] for run in results["scales"]["middle"]["models"]["twin"]["runs"]] == [1e-2, 4e-2, 4e-2]
 
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
         """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
