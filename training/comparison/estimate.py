@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import io
 import itertools
+import logging
 import math
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ import datasets
 import numpy as np
 import torch
 from transformers import TrainerCallback
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from ..files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
 from ..run.data import Blocks, save_blocks, train_byte_pair_encoding
@@ -251,23 +252,23 @@ def try_run(comparison: Comparison, threads: int | None = None) -> Trial:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
     datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
+        logging.disable(logging.NOTSET)
+        enable_progress_bar()
         datasets.enable_progress_bars()
 
 
 def _try(variant: Variant, folder: Path) -> Trial:
     content = copy.deepcopy(variant.content)
     content["training"].update(_ARGUMENTS)
+    content["record_stability"] = False  # which a run does so seldom that it takes hardly any time
     resolved = resolve_recipe(content, {"output_dir": str(folder / "run")})
     recipe, arguments = resolved.recipe, resolved.training_arguments
     if arguments.device.type == "cpu":
