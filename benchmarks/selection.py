@@ -49,7 +49,7 @@ import scipy
 from scipy import optimize, special, stats
 
 import modeling_nlq
-from modeling_nlq.training.comparison.statistics import CLEAR_RATE_GAP, analyse, noise_ratio, rate_gap
+from modeling_nlq.training.comparison.statistics import analyse, noise_ratio
 
 
 ALPHA = 0.05
@@ -230,8 +230,7 @@ def compare_choices(
 
     Returns:
         by way to choose: `wrong`, the share of comparisons with a wrong verdict; `runs` of each model; `deviation` of the mean
-        difference, in standard deviations of a run. Of the sweep also `warned` and `unwarned`: comparisons with a gap below
-        `CLEAR_RATE_GAP`, and comparisons with a wrong verdict and no such warning.
+        difference, in standard deviations of a run.
     """
     rates = np.broadcast_to(rates, (models + 1, rates.shape[-1]))[..., None]
     count = rates.shape[1]
@@ -268,10 +267,6 @@ def compare_choices(
             tried = sweep[..., :runs].mean(axis=3, keepdims=True)
             chosen = tried.argmin(axis=2, keepdims=True)
             found[f"sweep {runs}"] = judge(at(test, chosen)[:, :, 0], count * runs + seeds)
-            if runs == 1:
-                warned = (gaps(tried[..., 0], at(validation, chosen)[:, :, 0]) < CLEAR_RATE_GAP).any(axis=1)
-                wrong = found["sweep 1"]["wrong"]
-                found["sweep 1"].update(warned=warned, unwarned=wrong & ~warned)
         best = sweep[..., :1].argsort(axis=2)[:, :, :2]
         better = at(validation, best).argmin(axis=2, keepdims=True)
         found["two best"] = judge(at(at(test, best), better)[:, :, 0], count + 2 * seeds)
@@ -330,17 +325,11 @@ def compare_starts(
     return found
 
 
-def gaps(sweep: np.ndarray, reported: np.ndarray) -> np.ndarray:
-    """`rate_gap` of each model, from losses `(..., rate)` and `(..., seed)`."""
-    best = np.sort(sweep, axis=-1)
-    return (best[..., 1] - best[..., 0]) / reported.std(axis=-1, ddof=1)
-
-
 def gate(repetitions: int = 40) -> None:
     """Checks the formulas against the package before any table is printed.
 
     Raises:
-        SystemExit: if a verdict or a gap differs.
+        SystemExit: if a verdict or a warning differs.
     """
     for seeds, models in PLANS:
         losses = np.random.default_rng(seeds).standard_normal((repetitions, models + 1, seeds))
@@ -354,8 +343,6 @@ def gate(repetitions: int = 40) -> None:
             verdicts = [effect.verdict in ("better", "worse") for effect in analysis.effects.values()]
             if verdicts != rejected[index].tolist():
                 raise SystemExit(f"correctness gate: verdicts differ (seeds {seeds}, models {models}); no tables")
-            if not np.isclose(gaps(losses[index, 0], losses[index, 1]), rate_gap(comparison[0], comparison[1])):
-                raise SystemExit("correctness gate: gaps of rates differ; no tables")
 
 
 def percent(share: float) -> str:
@@ -480,9 +467,8 @@ def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: floa
     rows = []
     for name, values in found.items():
         cells = [f"{percent(of['wrong'])} ({of['runs']:.0f}; {of['deviation']:.2f})" for of in values.values()]
-        sweep = values["sweep 1"]
-        rows.append([name, *cells, percent(sweep["warned"]), percent(sweep["unwarned"])])
-    show(["rates", *values, "sweep 1 warned", "wrong, no warning"], rows)
+        rows.append([name, *cells])
+    show(["rates", *values], rows)
     cells = [f"{percent(of['wrong'])} ({of['runs']:.1f}; {of['deviation']:.2f})" for of in searched.values()]
     show(["g", *(f"{gap:g}" for gap in searched)], [["search", *cells]])
 

@@ -25,8 +25,7 @@ from modeling_nlq.training.comparison.trend import Scale, Trend, analyse_trend
 
 
 FLOPS = np.logspace(15, 17.25, 4)
-NEXT = 10 * FLOPS[-1]
-VERDICTS = ("grows", "shrinks", "holds", "cannot tell")
+VERDICTS = ("grows", "shrinks", "cannot tell")
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 
 
@@ -170,8 +169,7 @@ def show_multipliers(repetitions: int) -> None:
         for seeds in (3, 5):
             for name, noise in (noises if multiplier == 1 else noises | unlike).items():
                 of = steep_loss if "no law" in name else loss
-                improvement = with_multiplier(multiplier, of)
-                trends = simulate(improvement, seeds, noise, 1, repetitions, of)
+                trends = simulate(with_multiplier(multiplier, of), seeds, noise, 1, repetitions, of)
                 models = [trend.models["1"] for trend in trends]
                 at_scales = covered(trends, multiplier)
                 ends = [list(model.steps.values())[-1].multiplier_interval for model in models]
@@ -179,15 +177,9 @@ def show_multipliers(repetitions: int) -> None:
                 slopes = [model.multiplier_slope_interval for model in models if model.multiplier_slope_interval]
                 row = [f"{multiplier:g}", str(seeds), name, f"{at_scales.min():.1%}", f"{at_scales[-1]:.1%}"]
                 row += [f"{low:.2f} to {high:.2f}", f"{np.mean([holds(slope, 0.0) for slope in slopes]):.1%}"]
-                further = [
-                    holds(model.extrapolation.improvement_interval, improvement(NEXT))
-                    for model in models
-                    if model.extrapolation
-                ]
-                row += [f"{np.mean(further):.1%}" if further else "", f"{wrong(trends):.1%}"]
-                rows.append([*row, f"{np.mean([trend.law is None for trend in trends]):.1%}"])
+                rows.append([*row, f"{wrong(trends):.1%}", f"{np.mean([trend.law is None for trend in trends]):.1%}"])
     header = ["M", "seeds", "noise", "interval of M holds, worst scale", "top scale", "median interval, top scale"]
-    show("Multiplier", [*header, "slope of log10 M holds", "extrapolation holds", "grows or shrinks", "law refused"], rows)
+    show("Multiplier", [*header, "slope of log10 M holds", "grows or shrinks", "law refused"], rows)
 
 
 def show_errors(repetitions: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 from huggingface_hub import get_token
-from PIL import Image, UnidentifiedImageError
 from safetensors import safe_open
 
 
@@ -24,7 +23,7 @@ _VOCABULARY = (
     "special_tokens",
     "vocab",
 )
-_VOCABULARY_FILES = ("added_tokens.json", "merges.txt", "vocab.json", "vocab.txt")
+_VOCABULARY_FILES = ("added_tokens.json", "merges.txt", "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")
 # Fields that a model or its tokenizer computes with, which must stay as they are
 _FIXED = (
     "chat_template",
@@ -172,9 +171,6 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
         with safe_open(content, framework="pt") as file:
             yield from _fields(file.metadata() or {}, "metadata")
         return
-    if suffix == ".png":
-        yield from _fields(_image_texts(content), "metadata")
-        return
     data = content.read_bytes() if isinstance(content, Path) else content
     text = data.decode("utf-8", errors="replace")
     if name in _VOCABULARY_FILES:
@@ -186,9 +182,6 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
             raise ValueError(f"{name} is damaged: {error}") from error
     elif suffix == ".yaml":
         yield from _fields(yaml.safe_load(text))
-    elif suffix == ".model":
-        yield None, text, True
-        yield from _fields(_sentencepiece_texts(data))
     else:
         yield None, text, False
 
@@ -223,29 +216,3 @@ def _leaves(value: Any) -> Iterator[str]:
 
 def _is_vocabulary(key: Any) -> bool:
     return key in _VOCABULARY or str(key).endswith("_token")
-
-
-def _image_texts(path: Path | bytes) -> dict[str, str]:
-    """The texts in the metadata of a PNG."""
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return {
-                str(key): value.decode("latin-1") if isinstance(value, bytes) else str(value)
-                for key, value in image.info.items()
-            }
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is no image that can be read: {error}") from error
-
-
-def _sentencepiece_texts(data: bytes) -> dict[str, Any]:
-    """The texts about its training in a SentencePiece model; its pieces are a vocabulary."""
-    from google.protobuf.message import DecodeError
-    from transformers.convert_slow_tokenizer import import_protobuf
-
-    model = import_protobuf().ModelProto()
-    try:
-        model.ParseFromString(data)
-    except DecodeError:  # the file has another format, a list of tokens
-        return {}
-    return {"trainer_spec": {"input": list(model.trainer_spec.input), "model_prefix": model.trainer_spec.model_prefix}}

@@ -91,7 +91,6 @@ def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
             "base": {"learning_rates": [5e-3, 1e-2]},
             "squared": {"switches": {"attention_activation": "squared"}},
         },
-        rate_choice="sweep",
         seeds=[0],
     )
     folder = tmp_path_factory.mktemp("local") / "results"

@@ -1,7 +1,6 @@
 """Repositories of the local Hub: files, commits, branches and uploads, as Git and LFS keep them."""
 
 import hashlib
-import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -83,7 +82,6 @@ class Repo:
     private: bool
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, Commit] = field(default_factory=dict)
-    tags: dict[str, Commit] = field(default_factory=dict)
     lfs: dict[str, bytes] = field(default_factory=dict)  # all that was uploaded, by sha256, committed or not
 
     @property
@@ -91,8 +89,7 @@ class Repo:
         return self.id.split("/")[0]
 
     def revision(self, name: str) -> Commit:
-        name = re.sub("^refs/(heads|tags)/", "", name)
-        for known in (self.branches, self.tags, self.commits):
+        for known in (self.branches, self.commits):
             if name in known:
                 return known[name]
         raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
@@ -113,12 +110,11 @@ class Repo:
 
 @dataclass
 class Upload:
-    """Where one announced LFS object goes, and the parts of it that have come."""
+    """Where one announced LFS object goes."""
 
     repo: Repo
     oid: str
     size: int
-    parts: dict[str, bytes] = field(default_factory=dict)
 
     def finish(self, data: bytes) -> None:
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.oid:

@@ -14,7 +14,6 @@ client must not send its token there. Models only: no datasets, no Spaces, no pu
 
 import base64
 import contextlib
-import hashlib
 import json
 import re
 import secrets
@@ -31,7 +30,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import yaml
-from support.hub_repository import Blob, Commit, HubError, Repo, Upload
+from support.hub_repository import Blob, HubError, Repo, Upload
 
 
 LOOPBACK = "127.0.0.1,localhost"
@@ -107,20 +106,6 @@ def card_errors(card: dict) -> list[str]:
     return errors
 
 
-def content_reply(request: Request, data: bytes, headers: dict[str, str]) -> Reply:
-    """Answers with content, or with the range of it that was asked for."""
-    headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", **headers}
-    asked = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
-    if not asked or not any(asked.groups()):
-        return Reply(200, data, headers)
-    first, last = asked.groups()
-    start = int(first) if first else max(len(data) - int(last), 0)
-    end = min(int(last) + 1, len(data)) if first and last else len(data)
-    if start >= end:
-        raise HubError(416, "Requested range not satisfiable", headers={"Content-Range": f"bytes */{len(data)}"})
-    return Reply(206, data[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})
-
-
 # Method, path, who may ask, and the `HubServer` method that answers
 ROUTES: list[tuple[str, re.Pattern, str, Callable]] = []
 
@@ -142,12 +127,10 @@ class HubServer:
 
     Args:
         tokens: User name by token. May be changed while the server runs.
-        lfs_threshold: Larger files are LFS files whatever their name, in bytes.
-        part_size: LFS objects larger than this are uploaded in parts of this size, in bytes; None: always whole.
     """
 
-    def __init__(self, tokens: dict[str, str], lfs_threshold: int = 10_000_000, part_size: int | None = None):
-        self.tokens, self.lfs_threshold, self.part_size = tokens, lfs_threshold, part_size
+    def __init__(self, tokens: dict[str, str]):
+        self.tokens = tokens
         self.requests: list[tuple[str, str, bool]] = []  # method, path without query, whether a token came with it
         self.unknown: list[tuple[str, str]] = []  # method and path of requests that no endpoint answers
         self.errors: list[BaseException] = []  # faults of this server; `close` raises the first
@@ -261,12 +244,7 @@ class HubServer:
         """The client asks for it on its own account, once in each new home, to describe its surroundings."""
         return {"standardEnvVars": [], "harnesses": {}}
 
-    # Users and repositories
-
-    @route("GET", "/api/whoami-v2", access="user")
-    def _whoami(self, request: Request) -> dict:
-        token = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        return {"type": "user", "id": request.user, "name": request.user, "fullname": request.user, "orgs": [], "auth": token}
+    # Repositories
 
     @route("POST", "/api/repos/create", access="user")
     def _create_repo(self, request: Request) -> Reply:
@@ -286,13 +264,6 @@ class HubServer:
         files = {".gitattributes": Blob(GIT_ATTRIBUTES.encode())}
         self._repos[repo_id].commit("main", files, "initial commit", "", owner)
         return Reply.json(url)
-
-    @route("DELETE", "/api/repos/delete", access="user")
-    def _delete_repo(self, request: Request) -> dict:
-        asked = request.json()
-        repo_id = f"{asked.get('organization') or request.user}/{asked['name']}"
-        del self._repos[self._permitted_repo(repo_id, request.user, "write").id]
-        return {}
 
     # Listings
 
@@ -315,39 +286,11 @@ class HubServer:
             raise HubError(404, f"{path} does not exist on {rev}", "EntryNotFound")
         return entries
 
-    @route("POST", "/api/models/{repo}/paths-info/{rev}")
-    def _paths_info(self, request: Request, repo: Repo, rev: str) -> list[dict]:
-        paths = parse_qs(request.body.decode()).get("paths", [])
-        return [entry for entry in repo.revision(rev).entries() if entry["path"] in paths]
-
-    @route("GET", "/api/models/{repo}/refs")
-    def _refs(self, request: Request, repo: Repo) -> dict:
-        def listed(refs: dict[str, Commit], kind: str) -> list[dict]:
-            return [{"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": at.oid} for name, at in refs.items()]
-
-        return {"branches": listed(repo.branches, "heads"), "tags": listed(repo.tags, "tags"), "converts": []}
-
-    @route("GET", "/api/models/{repo}/commits/{rev}")
-    def _commits(self, request: Request, repo: Repo, rev: str) -> list[dict]:
-        def listed(commit: Commit) -> dict:
-            authors = [{"user": commit.author}]
-            return {"id": commit.oid, "title": commit.title, "message": commit.message, "date": commit.date, "authors": authors}
-
-        return [listed(commit) for commit in repo.history(rev)]
-
     @route("POST", "/api/models/{repo}/branch/{rev}", access="write")
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
         if rev in repo.branches:
             raise HubError(409, f"Reference already exists: refs/heads/{rev}")
         repo.branches[rev] = repo.revision(request.json().get("startingPoint") or "main")
-        return {}
-
-    @route("POST", "/api/models/{repo}/tag/{rev}", access="write")
-    def _create_tag(self, request: Request, repo: Repo, rev: str) -> dict:
-        name = request.json()["tag"]
-        if name in repo.tags:
-            raise HubError(409, f"Tag reference exists already: {name}")
-        repo.tags[name] = repo.revision(rev)
         return {}
 
     # Uploading
@@ -368,7 +311,7 @@ class HubServer:
     def _preupload(self, request: Request, repo: Repo, rev: str) -> dict:
         commit, answers = repo.revision(rev), []
         for file in request.json()["files"]:
-            is_lfs = file["size"] > self.lfs_threshold or any(fnmatch(file["path"], pattern) for pattern in LFS_PATTERNS)
+            is_lfs = any(fnmatch(file["path"], pattern) for pattern in LFS_PATTERNS)
             answer = {"path": file["path"], "uploadMode": "lfs" if is_lfs else "regular", "shouldIgnore": False}
             if file["path"] in commit.files:  # tells the client that it need not upload the same again
                 answer["oid"] = commit.files[file["path"]].etag
@@ -377,8 +320,8 @@ class HubServer:
 
     @route("POST", r"/{repo}\.git/info/lfs/objects/batch", access="write")
     def _lfs_batch(self, request: Request, repo: Repo) -> dict:
-        asked, objects = request.json(), []
-        for wanted in asked["objects"]:
+        objects = []
+        for wanted in request.json()["objects"]:
             oid, size = wanted["oid"], wanted["size"]
             objects.append({"oid": oid, "size": size})
             if oid in repo.lfs:  # no action: there is nothing to do
@@ -386,49 +329,15 @@ class HubServer:
             ticket = secrets.token_hex(16)
             self._uploads[ticket] = Upload(repo, oid, size)
             upload = {"href": f"{self.storage}/upload/{repo.id}/{ticket}"}
-            if self.part_size and size > self.part_size and "multipart" in asked["transfers"]:
-                numbers = range(1, -(-size // self.part_size) + 1)
-                parts = {f"{number:05}": f"{upload['href']}/{number}" for number in numbers}
-                upload = {
-                    "href": f"{self.endpoint}/api/complete-multipart/{repo.id}/{ticket}",
-                    "header": {"chunk_size": str(self.part_size), **parts},
-                }
-            verify = {"href": f"{self.endpoint}/{repo.id}.git/info/lfs/objects/verify"}
-            objects[-1]["actions"] = {"upload": upload, "verify": verify}
-        in_parts = any("header" in each.get("actions", {}).get("upload", {}) for each in objects)
-        return {"transfer": "multipart" if in_parts else "basic", "objects": objects, "hash_algo": "sha256"}
+            objects[-1]["actions"] = {"upload": upload}
+        return {"transfer": "basic", "objects": objects, "hash_algo": "sha256"}
 
-    @route("PUT", "/upload/[^/]+/[^/]+/{ticket}(/(?P<part>[0-9]+))?", access="anyone")
-    def _upload(self, request: Request, ticket: str, part: str) -> Reply:
-        upload = self._upload_of(ticket)
-        if part:
-            upload.parts[part] = request.body
-        else:
-            upload.finish(request.body)
-        return Reply(200, headers=entity_tag(hashlib.md5(request.body).hexdigest()))
-
-    @route("POST", "/api/complete-multipart/[^/]+/[^/]+/{ticket}", access="anyone")
-    def _complete_multipart(self, request: Request, ticket: str) -> dict:
-        upload, data = self._upload_of(ticket), b""
-        for part in request.json()["parts"]:
-            piece = upload.parts.get(str(part["partNumber"]), b"")
-            if part["etag"].strip('"') != hashlib.md5(piece).hexdigest():
-                raise HubError(400, f"Part {part['partNumber']} is not the one that was uploaded")
-            data += piece
-        upload.finish(data)
-        return {"success": True}
-
-    def _upload_of(self, ticket: str) -> Upload:
+    @route("PUT", "/upload/[^/]+/[^/]+/{ticket}", access="anyone")
+    def _upload(self, request: Request, ticket: str) -> Reply:
         if ticket not in self._uploads:
             raise HubError(403, "This upload link is not valid")
-        return self._uploads[ticket]
-
-    @route("POST", r"/{repo}\.git/info/lfs/objects/verify", access="write")
-    def _lfs_verify(self, request: Request, repo: Repo) -> dict:
-        wanted = request.json()
-        if len(repo.lfs.get(wanted["oid"], b"")) != wanted["size"]:
-            raise HubError(404, f"LFS object {wanted['oid']} was not uploaded")
-        return {}
+        self._uploads[ticket].finish(request.body)
+        return Reply(200)
 
     @route("POST", "/api/models/{repo}/commit/{rev}", access="write")
     def _commit(self, request: Request, repo: Repo, rev: str) -> dict:
@@ -461,21 +370,15 @@ class HubServer:
         if not path.strip("/") or path.startswith("/") or {"..", ".", ".git"} & set(path.split("/")):
             raise HubError(400, f"Invalid path {path!r}")
         if key == "file":
-            data = base64.b64decode(value["content"])
-            if len(data) > self.lfs_threshold:
-                raise HubError(400, f"{path} is too large for a regular file and must be uploaded by LFS")
-            files[path] = Blob(data)
+            files[path] = Blob(base64.b64decode(value["content"]))
         elif key == "lfsFile":
             if value["oid"] not in repo.lfs:
                 raise HubError(400, f"{path} names the LFS object {value['oid']}, which was not uploaded")
             files[path] = Blob(repo.lfs[value["oid"]], is_lfs=True)
-        elif key in ("deletedFile", "deletedFolder"):
-            prefix = path.rstrip("/") + "/"
-            gone = [name for name in files if (name == path if key == "deletedFile" else name.startswith(prefix))]
-            if not gone:
+        elif key == "deletedFile":
+            if path not in files:
                 raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-            for name in gone:
-                del files[name]
+            del files[path]
         else:
             raise HubError(400, f"Unknown operation {key!r}")
 
@@ -490,7 +393,7 @@ class HubServer:
         blob = commit.files[path]
         headers |= entity_tag(blob.oid)
         if not blob.is_lfs:
-            return content_reply(request, blob.data, headers)
+            return Reply(200, blob.data, headers)
         ticket = secrets.token_hex(16)
         self._downloads[ticket] = blob
         headers |= {"X-Linked-Etag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.data))}
@@ -501,7 +404,7 @@ class HubServer:
         if ticket not in self._downloads:
             raise HubError(403, "This download link is not valid")
         blob = self._downloads[ticket]
-        return content_reply(request, blob.data, entity_tag(blob.etag))
+        return Reply(200, blob.data, entity_tag(blob.etag))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,6 @@ import math
 import torch
 
 
-QUERY_MODES = ("original", "residual", "identity", "residual_gelu")
 EPS = 1e-5
 
 # What the paper's code takes for an argument that a checkpoint does not hold. The scale is that of heads of 64, always.

@@ -5,10 +5,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from modeling_nlq.training.comparison.budgets import trunk_checkpoint
 from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
-from modeling_nlq.training.run.checkpoints import kept_checkpoint
 
 
 class Interrupted(Exception):
@@ -20,11 +18,10 @@ class PlantedEngine:
 
     Attributes:
         made: the names of the runs, in order, each with its comparison's name.
-        begun: those of them that began with a checkpoint of their trunk.
     """
 
     def __init__(self, loss: Callable[[Comparison, Run], float | None], most_runs: int | None = None):
-        self.loss, self.most_runs, self.made, self.begun = loss, most_runs, [], []
+        self.loss, self.most_runs, self.made = loss, most_runs, []
 
     def connected(self, comparisons, folder):
         return nullcontext()
@@ -37,14 +34,12 @@ class PlantedEngine:
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
         while True:
-            ready, _, left = next_runs(comparison, finished)
-            if not left:
+            ready, _ = next_runs(comparison, finished)
+            if not ready:
                 return
             for run in ready:
                 if len(self.made) == self.most_runs:
                     raise Interrupted
-                if trunk_checkpoint(comparison, run, folder) is not None:
-                    self.begun.append(f"{comparison.name}: {run.name}")
                 self._make(comparison, run, run_folder(folder, run))
                 self.made.append(f"{comparison.name}: {run.name}")
 
@@ -71,7 +66,5 @@ class PlantedEngine:
             "parameters": variant.size.total,
             **{f"{split}_tokens": 1000 for split in ("train", "validation", "test")},
         }
-        for place in (folder, *(kept_checkpoint(folder, step) for step in variant.keep)):
-            place.mkdir(exist_ok=True)
-            (place / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": []}))
         (folder / "metrics.json").write_text(json.dumps(metrics))

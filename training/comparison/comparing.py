@@ -22,14 +22,12 @@ from ..files import (
     written_whole,
 )
 from ..models import config_differences, weights_fingerprint
-from ..run.checkpoints import KEPT
 from ..run.recipe import public_recipe
 from ..storage import open_folder, remove_folder
 from .downstream import read_scores, score_runs
-from .ladder import gather_ladder, in_turn, scale_folder
-from .ladder_report import write_ladder_report
+from .ladder import gather_ladder, in_turn
 from .local import LocalEngine
-from .plan import Comparison, Ladder, default_folder
+from .plan import Comparison, Ladder, default_folder, scales_of
 from .reading import load_comparison, outline
 from .report import write_report
 from .results import FinishedRuns, gather, unsettled_models
@@ -123,13 +121,12 @@ def compare(
 def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
     results = run_comparison(comparison, folder, engine)
-    write = write_ladder_report if isinstance(comparison, Ladder) else write_report
     if is_main_process():
         if isinstance(folder, Path):
-            write(results, folder)
+            write_report(results, folder)
         else:
             with written_whole(folder) as unfinished:
-                write(results, unfinished)
+                write_report(results, unfinished)
     return results
 
 
@@ -141,8 +138,7 @@ def is_main_process() -> bool:
 def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the results without a report.
 
-    The scales of a ladder are made one after another, the smallest first, and a trunk before its smaller budgets (see
-    `in_turn`).
+    The scales of a ladder are made one after another, the smallest first (see `in_turn`).
 
     Args:
         comparison: the runs to make.
@@ -150,26 +146,19 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
         engine: by default `LocalEngine()`.
 
     Raises:
-        ValueError: if the folder holds another comparison or something else, or is an address and a scale has smaller budgets;
-            nothing in it is touched.
+        ValueError: if the folder holds another comparison or something else; nothing in it is touched.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
-    is_ladder = isinstance(comparison, Ladder)
-    scales = _scales_of(comparison)
-    if not isinstance(folder, Path) and (trunks := {scale.trunk for scale in scales.values() if scale.trunk is not None}):
-        raise ValueError(
-            f"{folder} is no folder: the checkpoints with which budgets of scale {min(trunks)!r} begin need one; choose a "
-            "folder that all nodes share, or remove budgets"
-        )
+    scales = scales_of(comparison)
     gathered = {}
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, scales)
-            for name, scale, finished in in_turn(comparison, folder) if is_ladder else [("", comparison, FinishedRuns(folder))]:
+            for name, scale, finished in in_turn(comparison, folder):
                 data, fingerprint = engine.prepare_data(scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
                 engine.make_runs(scale, finished.folder, data, finished)
@@ -180,10 +169,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
                 gathered[name] = {**gather(scale, finished), "added_seeds": _added_seeds(folder).get(name, [])}
                 unsettled = unsettled_models(gathered[name]["models"])
                 gathered[name]["tasks"] = read_scores(scale, finished.folder, finished, unsettled)
-                if scale.trunk is not None and gathered.keys() >= {*comparison.budgets_of(scale.trunk)}:
-                    for checkpoint in scale_folder(folder, scale.trunk).glob(f"runs/*/*/{KEPT}*"):
-                        remove_folder(checkpoint)  # each run that begins with one is finished
-            results = gather_ladder(comparison, gathered) if is_ladder else gathered[""]
+            results = gather_ladder(comparison, gathered) if isinstance(comparison, Ladder) else gathered[""]
             text = json.dumps(results, allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
@@ -222,16 +208,12 @@ def _without_seeds(given: dict[str, Any]) -> dict[str, Any]:
 
 def _new_seeds(before: dict[str, Any], comparison: Comparison | Ladder) -> dict[str, list[int]] | None:
     """The seeds that a comparison adds to the one in a folder, by scale; `None` if it lacks one of those there."""
-    scales, new = _scales_of(outline(before)), {}
-    for name, scale in _scales_of(comparison).items():
+    scales, new = scales_of(outline(before)), {}
+    for name, scale in scales_of(comparison).items():
         if not set(scales[name].seeds) <= set(scale.seeds):
             return None
         new[name] = [seed for seed in scale.seeds if seed not in scales[name].seeds]
     return new if any(new.values()) else None
-
-
-def _scales_of(comparison: Comparison | Ladder) -> dict[str, Comparison]:
-    return comparison.scales if isinstance(comparison, Ladder) else {"": comparison}
 
 
 def _added_seeds(folder: Path) -> dict[str, list[int]]:

@@ -1,63 +1,57 @@
 """What a plan takes on the machine at hand, by a short trial, and the smallest difference that it can find."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import itertools
+import logging
 import math
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback
-from transformers.utils import logging
+from transformers import TrainerCallback
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from ..files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
-from ..models import is_saved_model, load_config
-from ..run.data import BlockCollator
+from ..run.data import Blocks, save_blocks, train_byte_pair_encoding
 from ..run.documents import files_by_split, load_documents
 from ..run.recipe import Recipe, emulated_bf16, resolve_recipe
+from ..run.trainer import train_recipe
 from ..storage import open_folder
 from ..text import duration, first_line
 from .local import environment_of_one_run
-from .plan import Comparison, Ladder, Variant
+from .plan import Comparison, Ladder, Variant, scales_of
 from .statistics import smallest_difference
+from .tables import scales_in
 
 
 # A trial ends after so many seconds, but not before so many steps, unless it is slow
-_SECONDS, _STEPS, _SLOW_SECONDS = 2.0, 3, 10.0
+_SECONDS, _STEPS, _SLOW_SECONDS = 2.0, 4, 10.0
+# The range of the time is that of these steps of a trial, without the slowest and the fastest
+_QUANTILES = (0.1, 0.5, 0.9)
 # The largest batch of a trial on a CPU, in tokens and in floating-point operations. There a larger batch is hardly faster
 _CPU_TOKENS, _CPU_FLOPS = 8192, 1e12
-# A forward pass has a third of the FLOPs of a training step
-_EVALUATION = 1 / 3
 # Of Python code with 8,192 tokens: in docs/results, 4.24 nats a token are 2.72 bits a byte
 _BYTES_PER_TOKEN = 4.24 / math.log(2) / 2.72
-# What a run takes beside its steps: data from the cache, model, weights, figure and card; on two cores (AMD EPYC)
-_SECONDS_PER_RUN = 2.0
-# The training arguments in which a trial differs from its run
+# The training arguments in which a trial differs from its run. A batch is that of a device, not of an optimizer step
 _ARGUMENTS = {
     "gradient_accumulation_steps": 1,
-    "auto_find_batch_size": False,
     "torch_compile": False,
     "torch_compile_backend": None,
     "torch_compile_mode": None,
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "logging_strategy": "no",
-    "logging_first_step": False,
     "log_level": "passive",
     "report_to": "none",
     "disable_tqdm": True,
-    "dataloader_num_workers": 0,
-    "dataloader_prefetch_factor": None,
-    "dataloader_persistent_workers": False,
 }
 _POWER = 0.8
 
@@ -67,7 +61,7 @@ def describe_estimate(
 ) -> Iterator[str]:
     """How long a plan takes on this machine, and the smallest difference that it finds, line by line.
 
-    The trial of a scale takes a few seconds, or one step of the baseline if that takes longer. One that fails gives a warning.
+    The trial of a scale takes some seconds, or one step of the baseline if that takes longer. One that fails gives a warning.
 
     Args:
         plan: the comparison.
@@ -78,37 +72,36 @@ def describe_estimate(
         yield f"warning: {warning}"
     # The server of the runs imports what this process has imported, and so does the command
     start = 2 * time.process_time()
-    scales, totals, is_evaluated = _scales(plan), [], True
+    scales, totals, is_evaluated = scales_of(plan), [], True
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
         base = comparison.variants[comparison.baseline]
         try:
-            seconds = seconds_per_token(comparison, threads)
+            trial = try_run(comparison, threads)
         except Exception as error:  # whatever the machine or a package lacks; the rest of the plan holds
             yield f"warning: time on this machine{where} unknown, the trial failed: {type(error).__name__}: {first_line(error)}"
             continue
         evaluated = _evaluated_tokens(base)
         is_evaluated = is_evaluated and evaluated is not None
-        runs = {
-            model: _seconds_of_run(variant, base, seconds, evaluated or 0.0) for model, variant in comparison.variants.items()
-        }
+        runs = {model: trial.seconds_of_run(variant, base, evaluated or 0.0) for model, variant in comparison.variants.items()}
         totals.append(sum(comparison.runs_of(model) * each for model, each in runs.items()))
         total = totals[-1] + (start if len(scales) == 1 else 0.0)
         is_open = any(variant.rates.is_search for variant in comparison.variants.values())
         yield (
-            f"time on this machine{where}: about {duration(runs[comparison.baseline])} a run of "
-            f"{comparison.baseline}, {duration(total)} in all{', more if a search goes on' * is_open}"
+            f"time on this machine{where}: about {duration(runs[comparison.baseline][1])} a run of "
+            f"{comparison.baseline}, {_with_range(total)} in all{', more if a search goes on' * is_open}"
             + (", one run at a time" if len(scales) == 1 else "")
         )
     if len(totals) == len(scales) > 1:
-        yield f"time on this machine, all scales: about {duration(start + sum(totals))}, one run at a time"
+        yield f"time on this machine, all scales: about {_with_range(start + sum(totals))}, one run at a time"
     if totals:
         is_compiled = any(
             base.content["training"].get("torch_compile") for base in (item.variants[item.baseline] for item in scales.values())
         )
         yield (
-            "times are those of a few training steps of the baseline, and of the other models by their FLOPs, with start-up "
+            "times are those of a short run of the baseline, and of the other models by their FLOPs, with start-up "
             + ("and evaluation by the size of the text" if is_evaluated else "but without evaluation, for the text is not here")
+            + "; the range is that of the steps of this run"
             + f"; the preparation of data is not included{'; the runs are compiled, and the trial is not' * is_compiled}"
         )
     for name, comparison in scales.items():
@@ -119,17 +112,10 @@ def describe_estimate(
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
 
 
-def _seconds_of_run(variant: Variant, base: Variant, seconds: float, evaluated: float) -> float:
-    """What a run takes.
-
-    Args:
-        variant: its model.
-        base: the baseline.
-        seconds: what a token takes that the baseline is trained on.
-        evaluated: the tokens that the run evaluates.
-    """
-    share = variant.size.flops_per_token / base.size.flops_per_token
-    return _SECONDS_PER_RUN + seconds * share * (variant.trained_tokens + _EVALUATION * evaluated)
+def _with_range(seconds: np.ndarray) -> str:
+    """A duration with its range, from its `_QUANTILES`; those that read the same are said once."""
+    low, middle, high = map(duration, seconds)
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _evaluated_tokens(variant: Variant) -> float | None:
@@ -166,7 +152,7 @@ def _document_size(recipe: Recipe, files: list[Path]) -> float:
 
 def machine_warning(plan: Comparison | Ladder) -> str | None:
     """A warning if a model is to be trained in bfloat16 on a CPU that emulates it."""
-    variants = (variant for comparison in _scales(plan).values() for variant in comparison.variants.values())
+    variants = (variant for comparison in scales_of(plan).values() for variant in comparison.variants.values())
     return next(filter(None, (emulated_bf16(variant.content["training"]) for variant in variants)), None)
 
 
@@ -192,7 +178,7 @@ def read_noise_floors(given: str, plan: Comparison | Ladder) -> dict[str, float]
         ValueError: if it is neither, or a noise floor is not above 0.
     """
     try:
-        percents = dict.fromkeys(_scales(plan), float(given))
+        percents = dict.fromkeys(scales_of(plan), float(given))
     except ValueError:
         percents = _measured(given, plan)
     for percent in percents.values():
@@ -208,26 +194,47 @@ def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
         raise ValueError(f"--noise-floor={given} must be a number above 0, in percent, or the results of a comparison")
     results = read_json(file)
     try:
-        found = results.get("scales") or {"": results}  # from the smallest to the largest
-        floors = {name: scale["statistics"]["noise_floor_percent"] for name, scale in found.items()}
+        floors = {name: scale["statistics"]["noise_floor_percent"] for name, scale in scales_in(results).items()}
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"--noise-floor={given}: {file} holds no results of a comparison") from None
     largest = list(floors)[-1]
-    return {name: floors.get(name, floors[largest]) for name in _scales(plan)}
-
-
-def _scales(plan: Comparison | Ladder) -> dict[str, Comparison]:
-    return plan.scales if isinstance(plan, Ladder) else {"": plan}
+    return {name: floors.get(name, floors[largest]) for name in scales_of(plan)}
 
 
 # The trial
 
 
-def seconds_per_token(comparison: Comparison, threads: int | None = None) -> float:
-    """Trains the baseline for a few steps on random tokens, as its runs would, and returns the seconds a token takes.
+@dataclass(frozen=True)
+class Trial:
+    """What a short run of the baseline took.
 
-    Nothing is evaluated, logged or saved, and nothing is compiled. The batch is that of a device, not of an optimizer step, and
-    on a CPU it has at most 8,192 tokens.
+    Attributes:
+        step: seconds of a token that is trained on, at each of `_QUANTILES`.
+        evaluation: seconds of a token that is evaluated.
+        others: seconds of all else: model, weights, figure and card.
+    """
+
+    step: np.ndarray
+    evaluation: float
+    others: float
+
+    def seconds_of_run(self, variant: Variant, base: Variant, evaluated: float) -> np.ndarray:
+        """What a run takes, at each of `_QUANTILES`.
+
+        Args:
+            variant: its model.
+            base: the baseline.
+            evaluated: the tokens that the run evaluates.
+        """
+        share = variant.size.flops_per_token / base.size.flops_per_token
+        return self.others + share * (self.step * variant.tokens + self.evaluation * evaluated)
+
+
+def try_run(comparison: Comparison, threads: int | None = None) -> Trial:
+    """Makes a run of the baseline as the comparison would, on random tokens, and ends it after a few steps.
+
+    It is evaluated and saved, into a folder that is removed. Nothing is compiled. The batch is that of a device, not of an
+    optimizer step, and on a CPU it has at most 8,192 tokens.
 
     Args:
         comparison: at one scale.
@@ -237,76 +244,95 @@ def seconds_per_token(comparison: Comparison, threads: int | None = None) -> flo
     try:
         with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
             torch.set_num_threads(threads or before)
-            return _try(comparison.variants[comparison.baseline], folder)
+            return _try(comparison.variants[comparison.baseline], Path(folder))
     finally:
         torch.set_num_threads(before)
         gc.collect()  # the next trial may need the accelerator's memory
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(verbosity)
+        logging.disable(logging.NOTSET)
+        enable_progress_bar()
+        datasets.enable_progress_bars()
 
 
-def _try(variant: Variant, folder: str) -> float:
+def _try(variant: Variant, folder: Path) -> Trial:
     content = copy.deepcopy(variant.content)
     content["training"].update(_ARGUMENTS)
-    resolved = resolve_recipe(content, {"output_dir": folder})
+    content["record_stability"] = False  # which a run does so seldom that it takes hardly any time
+    resolved = resolve_recipe(content, {"output_dir": str(folder / "run")})
     recipe, arguments = resolved.recipe, resolved.training_arguments
     if arguments.device.type == "cpu":
-        most = int(min(_CPU_TOKENS, _CPU_FLOPS / variant.size.flops_per_token)) // recipe.block_size
-        arguments.per_device_train_batch_size = max(1, min(arguments.per_device_train_batch_size, most))
+        most = max(1, int(min(_CPU_TOKENS, _CPU_FLOPS / variant.size.flops_per_token)) // recipe.block_size)
+        arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
+        arguments.per_device_eval_batch_size = min(arguments.per_device_eval_batch_size, most)
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # as a run has; Trainer would spread the batch over all of them
-    config = load_config(recipe.model, resolved.switches)
-    # New weights do as well as saved ones, which a run loads in float32
-    dtype = {"dtype": torch.float32} if is_saved_model(recipe.model) else {}
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation, **dtype)
     batch_size = arguments.train_batch_size
-    tokens = torch.randint(config.vocab_size, (batch_size, recipe.block_size))
+    _save_random_blocks(folder / "data", recipe.block_size, 100 * batch_size, arguments.eval_batch_size)
     stopwatch = _Stopwatch()
-    trainer = Trainer(
-        model=resolved.choose_trained(model),
-        args=arguments,
-        train_dataset=[{"input_ids": row} for row in tokens.numpy()] * 256,
-        data_collator=BlockCollator(end_of_text=0, restart=recipe.packing == "documents"),
-        callbacks=[stopwatch],
+    began = time.perf_counter()
+    metrics = train_recipe(resolved, folder / "data", [stopwatch])
+    others = time.perf_counter() - began - sum(stopwatch.steps) - sum(stopwatch.evaluations)
+    evaluated = len(stopwatch.evaluations) * metrics["validation_tokens"]
+    return Trial(
+        np.quantile(stopwatch.steps[1:] or stopwatch.steps, _QUANTILES) / (batch_size * recipe.block_size),
+        sum(stopwatch.evaluations) / evaluated if evaluated else 0.0,
+        others,
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return stopwatch.seconds / (batch_size * recipe.block_size)
+
+
+def _save_random_blocks(folder: Path, block_size: int, train: int, held_out: int) -> None:
+    """Saves a tokenizer and random blocks where a run looks for those that are prepared.
+
+    Args:
+        folder: of the data.
+        block_size: in tokens.
+        train: number of blocks to train on.
+        held_out: number of blocks of the validation and of the test split.
+    """
+    tokenizer, random = train_byte_pair_encoding(iter(()), 0), np.random.default_rng(0)
+    tokenizer.save_pretrained(folder)
+    blocks = {}
+    for split, count in (("train", train), ("validation", held_out), ("test", held_out)):
+        tokens = random.integers(len(tokenizer), size=(count, block_size), dtype=np.int32)
+        blocks[split] = Blocks(datasets.Dataset.from_dict({"input_ids": tokens}), count * block_size, 1.0)
+    save_blocks(blocks, None, folder)
 
 
 class _Stopwatch(TrainerCallback):
-    """Stops a trial when it is long enough.
+    """Stops a trial when it is long enough. The first step warms up.
 
     Attributes:
-        seconds: of a step, on average. The first step warms up, and counts only if there is no other.
+        steps: seconds of each step, with its data.
+        evaluations: seconds of each evaluation.
     """
 
-    seconds = math.nan
+    def __init__(self):
+        self.steps, self.evaluations = [], []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began = _now(args)
+        self._last = _now(args)
 
     def on_step_end(self, args, state, control, **kwargs):
-        step = state.global_step
-        if step == 1:
-            self._warm = _now(args)
-            self.seconds = self._warm - self._began
-        elapsed = time.perf_counter() - self._began
-        is_long = elapsed > _SLOW_SECONDS or (step >= _STEPS and elapsed > _SECONDS)
-        if is_long or step >= state.max_steps:
+        self.steps.append(_now(args) - self._last)
+        self._last += self.steps[-1]
+        elapsed = sum(self.steps)
+        if elapsed > _SLOW_SECONDS or (state.global_step >= _STEPS and elapsed > _SECONDS):
             control.should_training_stop = True
-            if step > 1:
-                self.seconds = (_now(args) - self._warm) / (step - 1)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.evaluations += [value for name, value in metrics.items() if name.endswith("_runtime")]
+        self._last = _now(args)  # the next step begins after it
 
 
 def _now(args) -> float:

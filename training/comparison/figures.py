@@ -135,10 +135,10 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
 def draw_stability(results: dict[str, Any]) -> Figure | None:
     """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
 
-    Runs that diverged are dotted, one by one; of a model that diverged at every learning rate, these are the runs of its sweep.
+    Runs that diverged are dotted, one by one.
     """
     models, styles = results["models"], model_styles(results)
-    runs = {name: [*model["runs"], *([] if model["runs"] else model["tried"])] for name, model in models.items()}
+    runs = {name: model["runs"] for name, model in models.items()}
     curves = {
         quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
         for quantity in _QUANTITIES
@@ -303,8 +303,6 @@ def add_legend(
         model, notes = results["models"][name], ["baseline"] if name == results["baseline"] else []
         if diverged := sum(run["diverged"] for run in model["runs"]):
             notes.append(f"{diverged} of {len(model['runs'])} diverged")
-        elif not model["runs"]:
-            notes.append("diverged at every rate")
         if spikes and spikes[name]:
             notes.append(f"{spikes[name]} loss spike{'s' * (spikes[name] != 1)}")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))

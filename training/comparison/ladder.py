@@ -6,56 +6,45 @@ from pathlib import Path
 from typing import Any
 
 from ..traces import without_folders
-from .budgets import with_rates_of_trunk
-from .plan import Comparison, Ladder, with_starts
+from .plan import Comparison, Ladder, scales_of, with_starts
 from .results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
 from .trend import Scale, analyse_trend
 
 
 def scale_folder(folder: Path, name: str) -> Path:
-    """The folder of a scale in that of its ladder: like that of a comparison."""
-    return folder / "scales" / name
+    """The folder of a scale in that of its comparison, which is the same if there is only one, without a name."""
+    return folder / "scales" / name if name else folder
 
 
-def in_turn(ladder: Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
-    """Goes through the scales in the order in which they are made.
+def in_turn(plan: Comparison | Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
+    """Goes through the scales in the order in which they are made, the smallest first.
 
     The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that it chose
-    at the last scale that it has, and a smaller budget has those that its trunk tried. One start for all seeds would be an
-    accident of the scale before that they share, and their choices would not be independent.
+    at the last scale that it has. One start for all seeds would be an accident of the scale before that they share, and their
+    choices would not be independent.
 
     Yields:
         Name, comparison and finished runs of a scale. The runs may be made before the next scale is asked for.
     """
     starts: dict[str, dict[int, float]] = {}
-    trunks = {}
-    for name in ladder.in_order_of_making():
-        scale, finished = ladder.scales[name], FinishedRuns(scale_folder(folder, name))
-        if scale.trunk is None:
-            scale = with_starts(scale, starts)
-            trunks[name] = (scale, finished)
-        else:
-            scale = with_rates_of_trunk(scale, *trunks[scale.trunk])
+    for name, planned in scales_of(plan).items():
+        scale, finished = with_starts(planned, starts), FinishedRuns(scale_folder(folder, name))
         yield name, scale, finished
-        if scale.trunk is None:
-            for model, rates in chosen_rates(scale, finished).items():
-                starts[model] = {**starts.get(model, {}), **rates}
+        for model, rates in chosen_rates(scale, finished).items():
+            starts[model] = {**starts.get(model, {}), **rates}
 
 
 def gather_ladder(ladder: Ladder, gathered: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Gathers the content of a ladder's `results.json` from the results of its scales.
 
-    * `scales`: by name, from the smallest to the largest, the results as `gather` returns them, and the `trunk` with whose
-      runs those of the scale begin (`None` if they begin at the start).
+    * `scales`: by name, from the smallest to the largest, the results as `gather` returns them.
     * `trend`: the result of `analyse_trend` for the test losses.
     """
-    gathered = {name: {**gathered[name], "trunk": scale.trunk} for name, scale in ladder.scales.items()}
     scales = [
         Scale(
             name,
             flops_of_runs(results),
-            losses_by_seed(results["models"], results["seeds"]),
-            results["trunk"],
+            losses_by_seed(results["models"]),
             unsettled_models(results["models"]),
         )
         for name, results in gathered.items()

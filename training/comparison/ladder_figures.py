@@ -5,7 +5,7 @@ content has `name`, `baseline`, `scales` (by name, the content of a comparison's
 Compute is in FLOPs of a run. Intervals are those of the trend.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from .tables import losses_by_rate
 
 
 _GREY = "#555555"
-_BEYOND = {"facecolor": "#EEEEEE", "edgecolor": "none", "zorder": -1}
 
 
 def draw_losses(ladder: dict[str, Any]) -> Figure | None:
@@ -34,13 +33,10 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     others = []
     for name, found in trend["laws"].items():
         flops, values, low, high = (np.array(column, dtype=float) for column in zip(*found["curve"]))
-        largest = max(_flops(ladder, scale, name) for scale in found["residuals"])
-        is_near, is_far = flops <= largest * (1 + 1e-9), flops >= largest * (1 - 1e-9)
         colour = styles[name]["color"]
         axes.fill_between(flops, low, high, **{**NOISE, "color": colour, "alpha": 0.12})
         line = {"color": colour, "linewidth": 1.2 if name == ladder["baseline"] else 0.8, "zorder": 1}
-        axes.plot(flops[is_near], values[is_near], **line)
-        axes.plot(flops[is_far], values[is_far], linestyle="--", **line)
+        axes.plot(flops, values, **line)
     if law:
         line = {"color": BASELINE["color"], "linewidth": 1.2}
         formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
@@ -57,8 +53,6 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
         if points:
             axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.6})
     _scale_compute(axes, ladder)
-    if trend["laws"]:
-        _mark_extrapolation(axes, [_flops(ladder, scale, name) for scale in trend["flops"] for name in styles])
     axes.grid(alpha=0.25)
     axes.set_ylabel("test loss (nats per token)")
     axes.set_title(f"{ladder['name']}: loss over compute, every seed", parse_math=False)
@@ -68,39 +62,33 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
 
 def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
     """How much more compute the baseline would need, over compute. An arrow stands for one beyond the reach of the curve."""
-    trend, styles = ladder["trend"], _ladder_styles(ladder)
-    steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
-    if not any(step["multiplier"] is not None for found in steps.values() for step in found):
+    styles = _ladder_styles(ladder)
+    known = [step for step in _all_steps(ladder) if step["multiplier"] is not None]
+    if not known:
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(1.0, color=BASELINE["color"], linewidth=1, zorder=1)
-    known = [step for found in steps.values() for step in found if step["multiplier"] is not None]
     ends = [end for step in known for end in (step["multiplier"], *(step["multiplier_interval"] or ())) if end is not None]
     axes.set_yscale("log")
     axes.set_ylim(min(*ends, 0.9) / 1.08, max(*ends, 1.1) * 1.08)
     bottom, top = axes.get_ylim()
     is_any_open = False
-    for name, places in _dodge_models(ladder, list(steps)).items():
-        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
-        line = [(place, step["multiplier"]) for place, step in zip(places, steps[name]) if step["multiplier"] is not None]
-        if line:
-            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
-        for place, step in zip(places, steps[name]):
-            value, interval = step["multiplier"], step["multiplier_interval"]
-            if value is not None:
-                low, high = interval or (value, value)
-                reach = [[value - (low or bottom)], [(high or top) - value]]
-                axes.errorbar(place, value, yerr=reach, capsize=3 if None not in (low, high) else 0, **style)
-                arrows = [0.965] * (high is None) + [0.035] * (low is None)
-            elif step["note"] == "beyond":
-                arrows = [0.965 if step["difference"] > 0 else 0.035]
-            else:
-                continue
-            is_any_open |= bool(arrows)
-            for end in arrows:
-                sign = r"$\uparrow$" if end > 0.5 else r"$\downarrow$"
-                axes.plot(place, end, color=style["color"], marker=sign, markersize=14, transform=axes.get_xaxis_transform())
+    for place, step, style in _draw_lines(axes, ladder, "multiplier"):
+        value, interval = step["multiplier"], step["multiplier_interval"]
+        if value is not None:
+            low, high = interval or (value, value)
+            reach = [[value - (low or bottom)], [(high or top) - value]]
+            axes.errorbar(place, value, yerr=reach, capsize=3 if None not in (low, high) else 0, **style)
+            arrows = [0.965] * (high is None) + [0.035] * (low is None)
+        elif step["note"] == "beyond":
+            arrows = [0.965 if step["difference"] > 0 else 0.035]
+        else:
+            continue
+        is_any_open |= bool(arrows)
+        for end in arrows:
+            sign = r"$\uparrow$" if end > 0.5 else r"$\downarrow$"
+            axes.plot(place, end, color=style["color"], marker=sign, markersize=14, transform=axes.get_xaxis_transform())
     _scale_compute(axes, ladder)
     digits = (1, 2, 5) if top / bottom > 10 else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
     axes.yaxis.set_major_locator(LogLocator(10, subs=digits))
@@ -117,10 +105,9 @@ def draw_multipliers(ladder: dict[str, Any]) -> Figure | None:
 
 
 def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
-    """Improvement of the test loss over compute, and its extrapolation, which is hollow and dashed."""
+    """Improvement of the test loss over compute."""
     trend, styles = ladder["trend"], _ladder_styles(ladder)
-    steps = {name: list(model["steps"].values()) for name, model in trend["models"].items()}
-    if not any(step["improvement"] is not None for found in steps.values() for step in found):
+    if all(step["improvement"] is None for step in _all_steps(ladder)):
         return None
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
@@ -132,28 +119,15 @@ def draw_improvements(ladder: dict[str, Any]) -> Figure | None:
         axes.fill_between(places, -floor, floor, **NOISE)
         values += [*floor, *-floor]
     is_any_open = False
-    dodged = _dodge_models(ladder, list(steps))
-    for name, places in dodged.items():
-        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
-        line = [(place, step["improvement"]) for place, step in zip(places, steps[name]) if step["improvement"] is not None]
-        if line:
-            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
-        for place, step in zip(places, steps[name]):
-            if step["improvement"] is not None:
-                cross = {"marker": "X", "markerfacecolor": "white"} if step["improvement_interval"] is None else {}
-                values += _add_interval(axes, place, step["improvement"], step["improvement_interval"], {**style, **cross})
-                is_any_open |= bool(cross)
-        if further := trend["models"][name]["extrapolation"]:
-            place = further["flops"] * places[-1] / _flops(ladder, list(trend["flops"])[-1], name)
-            dashed = {**style, "linestyle": "--", "linewidth": 1, "marker": None, "alpha": 0.5}
-            top = list(trend["flops"].values())[-1]
-            start = further["improvement"] - trend["models"][name]["slope"] * np.log10(further["flops"] / top)
-            axes.plot([places[-1], place], [start, further["improvement"]], **dashed)
-            hollow = {**style, "markerfacecolor": "white", "linewidth": 1, "alpha": 0.7}
-            values += _add_interval(axes, place, further["improvement"], further["improvement_interval"], hollow)
+    for place, step, style in _draw_lines(axes, ladder, "improvement"):
+        if step["improvement"] is not None:
+            cross = {"marker": "X", "markerfacecolor": "white"} if step["improvement_interval"] is None else {}
+            low, high = step["improvement_interval"] or (step["improvement"], step["improvement"])
+            reach = [[step["improvement"] - low], [high - step["improvement"]]]
+            axes.errorbar(place, step["improvement"], yerr=reach, capsize=0 if cross else 3, **{**style, **cross})
+            values += [low, high]
+            is_any_open |= bool(cross)
     _scale_compute(axes, ladder)
-    if any(model["extrapolation"] for model in trend["models"].values()):
-        _mark_extrapolation(axes, [place for found in dodged.values() for place in found])
     scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{ladder['name']}: improvement over {ladder['baseline']}; up is better", parse_math=False)
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="X", markerfacecolor="white", label="no interval")
@@ -169,8 +143,8 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     of the rates that most seeds tried. Every reported run is visible; high losses of other runs are cut off.
     """
     styles, names = _ladder_styles(ladder), list(ladder["trend"]["flops"])
-    sweeps = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
-    panels = [scale for scale in names if any(len(found) > 1 for found in sweeps[scale].values())]
+    tried_at = {scale: {name: losses_by_rate(ladder["scales"][scale], name) for name in styles} for scale in names}
+    panels = [scale for scale in names if any(len(found) > 1 for found in tried_at[scale].values())]
     if not panels:
         return None
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
@@ -179,7 +153,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, scale in zip(grid, panels):
         means, losses, crosses = [], [], []
-        for name, found in sweeps[scale].items():
+        for name, found in tried_at[scale].items():
             rates = sorted(found)
             finished = {rate: [loss for loss in found[rate] if loss is not None] for rate in rates}
             line = [(rate, np.mean(found[rate]) if None not in found[rate] else np.nan) for rate in rates]
@@ -209,7 +183,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
             shift = 0.03 * sum(rate == other for other, _ in crosses[:index])
             axes.plot(rate, 0.97 - shift, marker="x", color=colour, transform=axes.get_xaxis_transform(), markersize=6)
         axes.set_xscale("log")
-        _tick_rates(axes, sorted({rate for found in sweeps[scale].values() for rate in found}))
+        _tick_rates(axes, sorted({rate for found in tried_at[scale].values() for rate in found}))
         axes.set_title(scale, fontsize=10, parse_math=False)
         axes.grid(alpha=0.25)
     for axes in grid[len(panels) :]:
@@ -223,7 +197,7 @@ def draw_bowls(ladder: dict[str, Any]) -> Figure | None:
     ring = Line2D([], [], color=_GREY, linestyle="none", marker="o", markersize=10, markerfacecolor="none")
     ring.set_label("lowest mean of the rates that most seeds tried")
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="x", label="a run diverged")
-    is_any_diverged = any(None in found[rate] for scale in panels for found in sweeps[scale].values() for rate in found)
+    is_any_diverged = any(None in found[rate] for scale in panels for found in tried_at[scale].values() for rate in found)
     add_legend(figure, _all_runs(ladder), styles, [ring, cross] if is_any_diverged else [ring])
     return figure
 
@@ -234,6 +208,10 @@ def _all_runs(ladder: dict[str, Any]) -> dict[str, Any]:
     names = [ladder["baseline"], *ladder["trend"]["models"]]
     models = {name: {"runs": [run for scale in scales for run in scale["models"][name]["runs"]]} for name in names}
     return {"baseline": ladder["baseline"], "models": models}
+
+
+def _all_steps(ladder: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for model in ladder["trend"]["models"].values() for step in model["steps"].values()]
 
 
 def _ladder_styles(ladder: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -254,9 +232,6 @@ def _finished_losses(ladder: dict[str, Any], scale: str, model: str) -> list[flo
 
 
 def _reported_validation_losses(results: dict[str, Any], models: Iterable[str]) -> list[float]:
-    """Of the reported runs, if they chose a rate; those of a sweep did not."""
-    if results["rate_choice"] == "sweep":
-        return []
     runs = [run for name in models for run in results["models"][name]["runs"]]
     return [run["validation_loss"] for run in runs if not run["diverged"]]
 
@@ -270,21 +245,17 @@ def _dodge_models(ladder: dict[str, Any], names: list[str]) -> dict[str, list[fl
     return {name: [_flops(ladder, scale, name) * 10**shift for scale in scales] for name, shift in zip(names, shifts)}
 
 
-def _add_interval(
-    axes: Axes, place: float, value: float, interval: Sequence[float] | None, style: dict[str, Any]
-) -> list[float]:
-    low, high = interval or (value, value)
-    axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3 if interval else 0, **style)
-    return [low, value, high]
-
-
-def _mark_extrapolation(axes: Axes, places: list[float]) -> None:
-    """Shades what lies beyond all measured places."""
-    left, right = axes.get_xlim()
-    axes.axvspan(1.1 * max(places), right, **_BEYOND)
-    axes.set_xlim(left, right)
-    style = {"ha": "right", "va": "top", "fontsize": 9, "color": _GREY, "style": "italic"}
-    axes.text(0.985, 0.975, "extrapolated", transform=axes.transAxes, **style)
+def _draw_lines(axes: Axes, ladder: dict[str, Any], quantity: str) -> Iterator[tuple[float, dict[str, Any], dict[str, Any]]]:
+    """Joins a quantity of each model over the scales by a line, and yields place, step and style of each of its points."""
+    styles, models = _ladder_styles(ladder), ladder["trend"]["models"]
+    for name, places in _dodge_models(ladder, list(models)).items():
+        style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
+        points = list(zip(places, models[name]["steps"].values()))
+        line = [(place, step[quantity]) for place, step in points if step[quantity] is not None]
+        if line:
+            axes.plot(*zip(*line), **{**style, "marker": None, "alpha": 0.5, "linewidth": 1})
+        for place, step in points:
+            yield place, step, style
 
 
 def _scale_compute(axes: Axes, ladder: dict[str, Any]) -> None:

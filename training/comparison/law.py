@@ -5,20 +5,17 @@ L is the test loss in nats per token after training with C FLOPs, E the irreduci
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import optimize, special
 
-from .noise import Estimate, Interval, add_means, merge_groups
+from .noise import Estimate, Interval, add_means
 
 
 # For E, a and b, and one that can show how well they describe the losses.
 SCALES_OF_A_LAW = 4
-
-# In decades of compute beyond the ladder. Nothing is read from a curve, or from a line, farther out.
-REACH = 1.0
 
 # Losses do not follow the law if they are so far from it in fewer than one of 20 ladders that do.
 MISFIT = 0.05
@@ -42,7 +39,7 @@ class Law:
         coefficient_interval: (low, high).
         exponent_interval: (low, high), cut at 0.
         residuals: by scale, the model's mean loss minus the law, in nats.
-        curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to `REACH` decades beyond the largest.
+        curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to the largest.
     """
 
     irreducible_loss: float
@@ -64,13 +61,12 @@ class Fit:
     pseudoinverse of the Jacobian, and `add_means` gives the noise of that sum.
     """
 
-    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray], groups: Sequence[Hashable] | None = None):
+    def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray]):
         """Fits the law.
 
         Args:
             flops: of the baseline's run at each scale, rising.
             losses: of the baseline at each scale `(seed,)`, in nats.
-            groups: of each scale; scales of one group share noise. By default, each is independent.
 
         Raises:
             ValueError: if there are too few scales, or the losses follow no such law, by their fall or by a lack-of-fit test at
@@ -79,7 +75,6 @@ class Fit:
         if len(losses) < SCALES_OF_A_LAW:
             scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished and no best rate is at an edge"
             raise ValueError(f"There is no law of compute: it needs {scales}, not {len(losses)}.")
-        self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)
         self.middle = self.log_flops.mean()
         self.log_losses = [np.log(values) for values in losses]
@@ -125,9 +120,7 @@ class Fit:
         irreducible, exponents = interval(floor, (1.0, 0.0, 0.0)), interval(exponent, (0.0, 0.0, 1.0))
         coefficients = interval(log_coefficient, (0.0, 1.0, self.middle))
         curve = []
-        first, last = self.log_flops[[0, -1]]
-        # The largest scale is one of the points; beyond it the law is an extrapolation
-        for place in [*np.linspace(first, last, 20), *np.linspace(last, last + REACH * math.log(10), 11)[1:]]:
+        for place in np.linspace(*self.log_flops[[0, -1]], 20):
             loss = float(self._loss(self.parameters, place))
             ends = interval(math.log(loss), self._jacobian(self.parameters, np.array([place]))[0])
             curve.append((math.exp(place), loss, *((None, None) if ends is None else map(_exp, ends))))
@@ -179,7 +172,7 @@ class Fit:
     def _estimate(self, value: float, gradient: np.ndarray) -> Estimate | None:
         """The noise of a value that depends on the parameters by `gradient`."""
         parts = [len(logs) * (gradient @ weights) * logs for weights, logs in zip(self._weights, self.log_losses)]
-        return add_means(merge_groups(parts, self.groups), value)
+        return add_means(parts, value)
 
 
 def _exp(value: float) -> float | None:

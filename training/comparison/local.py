@@ -26,7 +26,6 @@ from ..run.mirror import log_file
 from ..run.unattended import Order, RunFailed, RunIsLocked, train_unattended
 from ..storage import lock_file
 from ..text import bar_options
-from .budgets import trunk_checkpoint
 from .plan import Comparison, Run
 from .results import FinishedRuns, next_runs, run_folder
 
@@ -73,12 +72,12 @@ class LocalEngine:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
-            first = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder)
+            first = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder)
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
-        """Makes the runs that are not finished, all sweeps first, then seed by seed."""
+        """Makes the runs that are not finished, seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
         steps = comparison.steps_per_run
@@ -86,10 +85,10 @@ class LocalEngine:
             try:
                 _start_server()
                 while True:
-                    ready, done, left = next_runs(comparison, finished)
-                    progress.n, progress.total = done * steps, (done + left) * steps
+                    ready, done = next_runs(comparison, finished)
+                    progress.n, progress.total = done * steps, (done + len(ready)) * steps
                     progress.set_postfix_str("")
-                    if not left:
+                    if not ready:
                         return
                     if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
                         time.sleep(1.0)  # other processes make all runs that are left
@@ -102,15 +101,12 @@ class LocalEngine:
         path = run_folder(folder, run)
         if _is_locked(path):
             return False
-        begin_with = trunk_checkpoint(comparison, run, folder)
         order = Order(
             name=run.name,
             content=comparison.resolve(run, path).given,
             folder=str(path),
             data=str(data),
             threads=self.cpus_per_run or torch.get_num_threads(),
-            begin_with=None if begin_with is None else str(begin_with),
-            keep=comparison.variants[run.model].keep,
         )
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_make_order, args=(order, sender))

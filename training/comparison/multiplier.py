@@ -5,14 +5,16 @@ It is read from a curve through the baseline's mean losses, so it needs no law o
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .law import REACH
-from .noise import Interval, add_means, merge_groups
+from .noise import Interval, add_means
 
+
+# In decades of compute beyond the ladder. Nothing is read from the curve farther out.
+REACH = 1.0
 
 # Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two scales
 _STEP = 1e-5
@@ -36,7 +38,6 @@ class LossCurve:
         names: Sequence[str],
         flops: Sequence[float],
         losses: Sequence[np.ndarray],
-        groups: Sequence[Hashable] | None = None,
     ):
         """Checks that there is a curve.
 
@@ -44,7 +45,6 @@ class LossCurve:
             names: of the scales, for messages.
             flops: of the baseline's run at each scale, rising.
             losses: of the baseline at each scale `(seed,)`, in nats.
-            groups: of each scale; scales of one group share noise. By default, each is independent.
 
         Raises:
             ValueError: if there are too few scales, or the mean loss does not fall; the message is a sentence.
@@ -54,7 +54,6 @@ class LossCurve:
                 "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
                 f"best rate is at an edge, not {len(losses)}."
             )
-        self.groups = range(len(losses)) if groups is None else groups
         self.log_flops = np.log(flops)
         self.losses = losses
         means = np.array([values.mean() for values in losses])
@@ -88,7 +87,7 @@ class LossCurve:
             ladder, and for the interval if a scale has a single seed.
         """
         rise, parts = self._rise(scale, differences)
-        estimate = add_means(merge_groups(parts, self.groups), rise)
+        estimate = add_means(parts, rise)
         place, reach = self.log_flops[scale], REACH * math.log(10)
 
         def relative(rise: float) -> float | None:
@@ -109,7 +108,7 @@ class LossCurve:
         rises, parts = zip(*(self._rise(scale, values) for scale, values in enumerate(differences)))
         value = float(weights @ (np.array(rises) + self.log_flops - np.log(flops)))
         summed = [sum(weight * part for weight, part in zip(weights, of_scale)) for of_scale in zip(*parts)]
-        estimate = add_means(merge_groups(summed, self.groups), value)
+        estimate = add_means(summed, value)
         return value, estimate and estimate.interval(confidence)
 
     def _rise(self, scale: int, differences: np.ndarray) -> tuple[float, list[np.ndarray]]:

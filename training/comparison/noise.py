@@ -4,7 +4,7 @@ n_s is the number of seeds at scale s.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +25,11 @@ class Estimate:
     standard_error: float
     degrees_of_freedom: float
 
-    def p_positive(self) -> float:
-        """The one-sided p-value of a sum of 0 or less; without any noise its limit, 0 or 1."""
-        if self.standard_error <= _ROUNDING:
-            return float(self.value <= _ROUNDING)
-        return float(special.stdtr(self.degrees_of_freedom, -self.value / self.standard_error))
-
     def p(self) -> float:
-        """The two-sided p-value of a sum of 0."""
-        return min(1.0, 2 * Estimate(abs(self.value), self.standard_error, self.degrees_of_freedom).p_positive())
+        """The two-sided p-value of a sum of 0; without any noise its limit, 0 or 1."""
+        if self.standard_error <= _ROUNDING:
+            return float(abs(self.value) <= _ROUNDING)
+        return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """The two-sided t interval."""
@@ -53,7 +49,7 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so pairs stay
-            pairs, and scales that share noise are merged first (see `merge_groups`).
+            pairs.
         value: the estimate, if the parts give only its noise (delta method).
 
     Returns:
@@ -68,16 +64,3 @@ def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
     satterthwaite = variances.sum() ** 2 / (variances**2 / freedoms).sum()
     return Estimate(total, math.sqrt(variances.sum()), float(satterthwaite + freedoms.min()) / 2)
-
-
-def merge_groups(parts: Sequence[np.ndarray], groups: Sequence[Hashable]) -> list[np.ndarray]:
-    """Adds the parts of each group seed by seed, for `add_means`: only groups are independent.
-
-    Args:
-        parts: z_s of each scale, with its weight; those of a group have the same seeds.
-        groups: of each scale.
-    """
-    merged: dict[Hashable, np.ndarray] = {}
-    for part, group in zip(parts, groups, strict=True):
-        merged[group] = merged[group] + part if group in merged else part
-    return list(merged.values())

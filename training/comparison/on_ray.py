@@ -20,7 +20,6 @@ from ..run.ray_jobs import (
 from ..run.shared_files import share_data, share_model
 from ..storage import check_writable
 from ..text import bar_options
-from .budgets import trunk_checkpoint
 from .plan import Comparison, Run
 from .results import FinishedRuns, next_runs, run_folder
 
@@ -83,11 +82,11 @@ class RayEngine:
 
     def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
-        recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0, False), folder).recipe
+        recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
         return share_data(recipe, (folder.absolute() if isinstance(folder, Path) else folder) / "data")
 
     def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
-        """Makes the runs that are not finished. A search or a sweep goes on as soon as its own runs are finished.
+        """Makes the runs that are not finished. A search goes on as soon as its own runs are finished.
 
         Raises:
             ChildProcessError: naming the runs that failed; all others are finished.
@@ -95,11 +94,15 @@ class RayEngine:
         place = folder.absolute() if isinstance(folder, Path) else folder
         names = {variant.content["model"] for variant in comparison.variants.values()}
         models = {name: share_model(name, folder / "models") for name in names}
-        ready, done, left = next_runs(comparison, finished)
+        ready, done = next_runs(comparison, finished)
         steps = comparison.steps_per_run
         with (
             tqdm(
-                desc=comparison.name, total=(done + left) * steps, initial=done * steps, unit="step", **bar_options()
+                desc=comparison.name,
+                total=(done + len(ready)) * steps,
+                initial=done * steps,
+                unit="step",
+                **bar_options(),
             ) as progress,
             RayJobs(self.resources, self.max_retries, progress, steps) as jobs,
         ):
@@ -110,17 +113,14 @@ class RayEngine:
                     begun[run.name] = run
                     path = run_folder(place, run)
                     content = comparison.resolve(run, path).given
-                    variant, begin_with = comparison.variants[run.model], trunk_checkpoint(comparison, run, place)
-                    fields = {"model": models[variant.content["model"]], "keep": variant.keep}
-                    fields["begin_with"] = None if begin_with is None else str(begin_with)
-                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, **fields))
+                    model = models[comparison.variants[run.model].content["model"]]
+                    jobs.submit(order_for_ray(run.name, content, path, data, self.resources, model=model))
 
             submit(ready)
             for order, metrics in jobs.finished():
                 run = begun[order.name]
                 finished.add(run, metrics)
-                ready, _ = finished.unfinished(comparison, run.model)
-                submit([run for run in ready if run.name not in begun])
+                submit([run for run in finished.unfinished(comparison, run.model) if run.name not in begun])
                 progress.total = max(progress.total, (done + len(begun)) * steps)  # a search may go on
         if jobs.failures:
             count = f"{len(jobs.failures)} runs failed: " if len(jobs.failures) > 1 else ""

@@ -3,20 +3,17 @@
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..parameters import Size
 from ..run.recipe import ResolvedRecipe, resolve_recipe
 from ..text import align
 from .rates import Rates
 from .statistics import power_warning
-
-
-RateChoice = Literal["each_seed", "sweep"]
 
 
 def default_folder(name: str) -> Path:
@@ -50,18 +47,16 @@ class Run:
     Attributes:
         model: a name of the comparison.
         learning_rate, seed: settings of the run.
-        is_sweep: whether it only chooses the learning rate and cannot be reported.
     """
 
     model: str
     learning_rate: float
     seed: int
-    is_sweep: bool = False
 
     @property
     def name(self) -> str:
         """Unique in its comparison; also its folder's path there."""
-        return f"{self.model}/{'sweep-' if self.is_sweep else ''}rate-{self.learning_rate:g}-seed-{self.seed}"
+        return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
 
 
 @dataclass
@@ -78,10 +73,8 @@ class Variant:
         tokenizer: the tokenizer of its recipe.
         given: its entry in the comparison's file.
         config: all fields of its configuration.
-        keep: steps whose checkpoints its runs keep, for those of smaller budgets.
-        begins_at: the step of the trunk's checkpoint with which its runs begin; 0 without a trunk.
         has_own_start: whether its scale says where the search of rates begins.
-        rates_by_seed: the rates of a group of seeds, by its first seed, where it does not have `rates`.
+        rates_by_seed: the rates of a seed, where it does not have `rates`.
     """
 
     content: dict[str, Any]
@@ -93,19 +86,12 @@ class Variant:
     tokenizer: str
     given: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
-    keep: tuple[int, ...] = ()
-    begins_at: int = 0
     has_own_start: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
 
-    def rates_of(self, seeds: Sequence[int]) -> Rates:
-        """The rates among which a group of seeds chooses."""
-        return self.rates_by_seed.get(seeds[0], self.rates)
-
-    @property
-    def trained_tokens(self) -> int:
-        """The number of tokens on which each run trains itself."""
-        return self.tokens // self.steps * (self.steps - self.begins_at)
+    def rates_of(self, seed: int) -> Rates:
+        """The rates among which a seed chooses."""
+        return self.rates_by_seed.get(seed, self.rates)
 
 
 @dataclass
@@ -116,52 +102,30 @@ class Comparison:
         name: its name.
         baseline: the model that all others are compared with.
         variants: models by name.
-        seeds: seeds of the reported runs, which all models share.
-        rate_choice: `each_seed`: every seed tries the rates of a model, and reports its own run at the rate with the lowest
-            validation loss. `sweep`: runs with `sweep_seeds` choose one rate, and every seed reports its run at that rate.
-        sweep_seeds: seeds of the runs that choose the learning rate; none with `each_seed`.
+        seeds: seeds of the runs, which all models share. Every seed tries the rates of a model, and reports its own run at the
+            rate with the lowest validation loss.
         tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
-        trunk: the scale with whose runs those of this smaller budget begin (see `budgets`); `None` if they begin at the start.
     """
 
     name: str
     baseline: str
     variants: dict[str, Variant]
     seeds: list[int]
-    rate_choice: RateChoice
-    sweep_seeds: list[int]
     tasks: list[str]
     tokens_per_run: int
     command: str
     given: dict[str, Any]
-    trunk: str | None = None
-
-    def trials(self, model: str, rate: float, seeds: Sequence[int]) -> list[Run]:
-        """The runs by which a group of seeds judges a rate."""
-        return [Run(model, rate, seed, self.rate_choice == "sweep") for seed in seeds]
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """The seeds that choose a rate together."""
-        return [self.sweep_seeds] if self.rate_choice == "sweep" else [[seed] for seed in self.seeds]
-
-    def reported(self, model: str, learning_rate: float) -> list[Run]:
-        """The runs that are reported if all seeds have this rate."""
-        return [Run(model, learning_rate, seed) for seed in self.seeds]
 
     def has_choice(self, model: str) -> bool:
-        """Whether a model has several rates. With one rate there is nothing to choose, and no sweep."""
+        """Whether a model has several rates. With one rate there is nothing to choose."""
         return len(self.variants[model].rates.first) > 1
 
     def runs_of(self, model: str) -> int:
         """The number of runs of a model; a search may need more."""
-        if not self.has_choice(model):
-            return len(self.seeds)
-        tried = sum(map(len, self.groups)) * len(self.variants[model].rates.first)
-        return tried + (len(self.seeds) if self.rate_choice == "sweep" else 0)
+        return len(self.seeds) * len(self.variants[model].rates.first)
 
     @property
     def steps_per_run(self) -> int:
@@ -171,12 +135,11 @@ class Comparison:
     @property
     def flops(self) -> int:
         """Of all runs; a search may need more."""
-        return sum(self.runs_of(name) * item.trained_tokens * item.size.flops_per_token for name, item in self.variants.items())
+        return sum(self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def in_order(self, runs: list[Run]) -> list[Run]:
-        """Sorts runs: all sweeps first, then seed by seed, so that early results cover all models."""
-        order = {seed: index for index, seed in enumerate(self.seeds)}
-        return sorted(runs, key=lambda run: -1 if run.is_sweep else order[run.seed])
+        """Sorts runs seed by seed, so that early results cover all models."""
+        return sorted(runs, key=lambda run: self.seeds.index(run.seed))
 
     @without_gpu_advice()
     def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
@@ -211,17 +174,11 @@ class Comparison:
             rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
         yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
         runs = sum(self.runs_of(name) for name in self.variants)
-        choice = {
-            "each_seed": ", each seed chooses among its own rates",
-            "sweep": f", rates swept with seed{'s' * (len(self.sweep_seeds) > 1)} {' '.join(map(str, self.sweep_seeds))}",
-        }[self.rate_choice]
-        if not any(map(self.has_choice, self.variants)):
-            choice = ""
+        choice = ", each seed chooses among its own rates" if any(map(self.has_choice, self.variants)) else ""
         is_open = any(variant.rates.is_search for variant in self.variants.values())
-        trained = sum(self.runs_of(name) * variant.trained_tokens for name, variant in self.variants.items())
-        begun = "" if self.trunk is None else f" that begin with runs of {self.trunk}"
+        trained = sum(self.runs_of(name) * variant.tokens for name, variant in self.variants.items())
         yield (
-            f"{runs} runs of {self.tokens_per_run:,} tokens{begun}, {trained:,} tokens, {self.flops:.3g} FLOPs in "
+            f"{runs} runs of {self.tokens_per_run:,} tokens, {trained:,} tokens, {self.flops:.3g} FLOPs in "
             f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
         )
         if warning := self.power_warning():
@@ -243,15 +200,6 @@ class Ladder:
     command: str
     given: dict[str, Any]
 
-    def budgets_of(self, trunk: str) -> list[str]:
-        """The scales whose runs begin with those of another, from the smallest to the largest."""
-        return [name for name, comparison in self.scales.items() if comparison.trunk == trunk]
-
-    def in_order_of_making(self) -> list[str]:
-        """The names of the scales from the smallest to the largest, but each trunk before its smaller budgets."""
-        trunks = [name for name, comparison in self.scales.items() if comparison.trunk is None]
-        return [name for trunk in trunks for name in (trunk, *self.budgets_of(trunk))]
-
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""
         for name, comparison in self.scales.items():
@@ -262,12 +210,17 @@ class Ladder:
         yield f"{sum(flops.values()):.3g} FLOPs in all: {shares}"
 
 
+def scales_of(plan: Comparison | Ladder) -> dict[str, Comparison]:
+    """The scales of a plan by name; a comparison at one scale is its only one, without a name."""
+    return plan.scales if isinstance(plan, Ladder) else {"": plan}
+
+
 def with_starts(comparison: Comparison, chosen: Mapping[str, Mapping[int, float]]) -> Comparison:
-    """A comparison in which groups of seeds begin their searches at rates of their own, unless its scale says where to begin.
+    """A comparison in which seeds begin their searches at rates of their own, unless its scale says where to begin.
 
     Args:
         comparison: the comparison.
-        chosen: by model, the rates of groups by their first seed. Other groups begin where the file says.
+        chosen: by model, the rates of seeds. Other seeds begin where the file says.
     """
     variants = {
         name: dataclasses.replace(

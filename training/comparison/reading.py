@@ -1,6 +1,5 @@
 """From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -8,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,8 +21,7 @@ from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..text import one_line
 from ..traces import without_folders
-from .budgets import budget_name, check_budgets, split_into_budgets, with_whole_decay
-from .plan import Comparison, Ladder, RateChoice, Variant, default_folder, without_gpu_advice
+from .plan import Comparison, Ladder, Variant, default_folder, without_gpu_advice
 from .rates import Rates, read_rates
 
 
@@ -35,9 +33,7 @@ _FIELDS = (
     "scales",
     "tokens_per_parameter",
     "learning_rates",
-    "rate_choice",
     "seeds",
-    "sweep_seeds",
     "tasks",
     "match",
     "training",
@@ -45,9 +41,8 @@ _FIELDS = (
 )
 _MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
-_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds", "budgets")
+_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
-_SWEEP_SEEDS = [1000]
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
@@ -85,13 +80,11 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     shared = _merged({"test_fraction": 0.02, "record_stability": True, **shared}, given, str(path), recipe_source)
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved["name"] = own_name = _own_name(path, given)
-    resolved["rate_choice"] = _check_rate_choice(path, given)
     _check_tasks(path, given.get("tasks"))
-    resolved["sweep_seeds"] = given.get("sweep_seeds", _SWEEP_SEEDS) if resolved["rate_choice"] == "sweep" else []
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     if given.get("scales") is None:
-        return with_whole_decay(_read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source))
+        return _read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source)
 
     scales, found = read_section(given["scales"], f"{path}: scales"), {}
     _check_names(f"{path}: scale", scales)
@@ -106,17 +99,12 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         recipe = _merged(
             {**shared, **{field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}}, entry, where
         )
-        made = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
-        _mark_own_starts(made, entry)
-        budgets = entry.get("budgets", [])
-        if "budgets" in entry:
-            check_budgets(where, budgets)
-        _check_names(f"{path}: scale", [*scales, *(budget_name(name, share) for share in budgets)])
-        found |= split_into_budgets(where, name, made, budgets)
+        found[name] = _read_comparison(where, scale["name"], command, scale, recipe, overrides, where)
+        _mark_own_starts(found[name], entry)
     found = dict(sorted(found.items(), key=lambda item: _baseline_flops(item[1])))
     _check_scales(path, found)
     recipe = resolve_recipe(shared, overrides, recipe_source).given
-    in_order = {name: scales[name] for name in found if name in scales}
+    in_order = {name: scales[name] for name in found}
     return Ladder(own_name, given["baseline"], found, command, {**resolved, "scales": in_order, "recipe": recipe})
 
 
@@ -138,9 +126,9 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
     Raises:
         ValueError: if another version wrote it.
     """
-    names = ("models", "rate_choice", "sweep_seeds")
+    names = ["models"]
     if given.get("scales") is None or not all((fields or {}).get("seeds") for fields in given["scales"].values()):
-        names = (*names, "seeds")
+        names.append("seeds")
     if missing := [name for name in names if name not in given]:
         raise ValueError(f"comparison.yaml lacks {missing[0]!r}: another version of modeling-nlq wrote it")
 
@@ -152,17 +140,14 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
             rates = read_rates("learning_rates", entry.get("learning_rates")) or shared
             variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
         seeds = (fields or {}).get("seeds") or given.get("seeds")
-        choice, sweep_seeds = given["rate_choice"], given["sweep_seeds"]
-        return Comparison(name, given["baseline"], variants, seeds, choice, sweep_seeds, [], 0, "", dict(given))
+        return Comparison(name, given["baseline"], variants, seeds, [], 0, "", dict(given))
 
     if given.get("scales") is None:
         return make(given["name"], given)
     scales = {}
     for name, fields in given["scales"].items():
-        scales[name] = scale = make(name, fields)
-        _mark_own_starts(scale, fields or {})
-        for share in sorted((fields or {}).get("budgets", [])):
-            scales[budget_name(name, share)] = dataclasses.replace(scale, name=budget_name(name, share), trunk=name)
+        scales[name] = make(name, fields)
+        _mark_own_starts(scales[name], fields or {})
     return Ladder(given["name"], given["baseline"], scales, "", dict(given))
 
 
@@ -186,7 +171,7 @@ def _read_comparison(
         recipe_source: its origin, for messages.
     """
     models, baseline = given["models"], given["baseline"]
-    _check_seeds(source, given.get("seeds"), given["sweep_seeds"], given["rate_choice"])
+    _check_seeds(source, given.get("seeds"))
     learning_rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
     shared = resolve_recipe(shared, overrides, recipe_source).given
     if set(given.get("tasks") or []) & set(names("tasks")):
@@ -214,8 +199,6 @@ def _read_comparison(
         baseline,
         variants,
         list(given["seeds"]),
-        given["rate_choice"],
-        list(given["sweep_seeds"]),
         list(given.get("tasks") or []),
         variants[baseline].tokens,
         command,
@@ -327,15 +310,6 @@ def _check_set_by_run(source: str, fields: Iterable[str]) -> None:
         raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
 
 
-def _check_rate_choice(path: Path, given: Mapping[str, Any]) -> str:
-    choice = given.get("rate_choice", "each_seed")
-    if choice not in get_args(RateChoice):
-        raise ValueError(f"{path}: rate_choice={choice!r} must be one of {', '.join(get_args(RateChoice))}")
-    if choice != "sweep" and given.get("sweep_seeds"):
-        raise ValueError(f"{path}: sweep_seeds={given['sweep_seeds']!r} needs rate_choice: sweep")
-    return choice
-
-
 def _check_tasks(path: Path, tasks: Any) -> None:
     if tasks is None:
         return
@@ -348,18 +322,11 @@ def _is_seed(seed: Any) -> bool:
     return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
 
 
-def _check_seeds(source: str, seeds: Any, sweep_seeds: Any, rate_choice: str) -> None:
-    lists = {"seeds": seeds, **({"sweep_seeds": sweep_seeds} if rate_choice == "sweep" else {})}
-    for field, given in lists.items():
-        if not isinstance(given, list) or not given or not all(map(_is_seed, given)):
-            raise ValueError(f"{source}: {field}={given!r} must be a list of at least one whole number from 0 to 2**32 - 1")
-        if len(set(given)) < len(given):
-            raise ValueError(f"{source}: {field}={given!r} holds a seed twice")
-    if both := sorted(set(seeds) & set(sweep_seeds)):
-        raise ValueError(
-            f"{source}: sweep_seeds={sweep_seeds} and seeds share {both[0]}: a rate must not be chosen by a run that is "
-            "reported"
-        )
+def _check_seeds(source: str, seeds: Any) -> None:
+    if not isinstance(seeds, list) or not seeds or not all(map(_is_seed, seeds)):
+        raise ValueError(f"{source}: seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{source}: seeds={seeds!r} holds a seed twice")
 
 
 def _read_model(

@@ -1,4 +1,7 @@
-"""The report of a comparison, made from `results.json` alone: a table, figures, a page for a browser, and texts."""
+"""The report of a comparison, made from `results.json` alone: a table, figures, a page for a browser, and texts.
+
+A comparison at several scales has everything that one at a single scale has, for each of them, and the trend.
+"""
 
 import base64
 import statistics
@@ -14,21 +17,50 @@ from matplotlib.figure import Figure
 from ..files import write_text
 from ..text import align
 from .figures import draw_costs, draw_curves, draw_stability, save
-from .tables import given_fields, provenance, rate_rows, run_rows, summary_rows, task_rows
+from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from .tables import (
+    difference_rows,
+    given_fields,
+    improvement_rows,
+    multiplier_rows,
+    provenance,
+    rate_rows,
+    run_rows,
+    scales_in,
+    summary_rows,
+    task_rows,
+)
 from .wording import (
+    cost_sentence,
     first_warning_sentences,
+    first_warnings,
+    last_warnings,
+    law_sentence,
     noise_floor_sentence,
+    outcome,
     outcome_sentence,
     protocol_sentences,
     selection_sentences,
+    trend_protocol,
+    trend_sentence,
     warning_sentences,
+    warnings_of_others,
 )
 
 
-TEMPLATE = "report.html.jinja"
 _TERMINAL_WIDTH = 120
 # Columns of words; columns of numbers are aligned at the right
 _WORDS = ("model", "task", "metric", "verdict", "learning rate", "kind", "outcome", "backend", "tokens seen")
+# In the terminal: columns of the table of models, with their titles there
+_TERMINAL_COLUMNS = {
+    "model": "model",
+    "test loss (nats)": "test loss (nats)",
+    "loss improvement (%)": "improvement of loss %",
+    "perplexity improvement (%)": "and of perplexity %",
+    "Holm p": "Holm p",
+    "learning rate": "learning rate",
+    "verdict": "verdict",
+}
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
 _BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
@@ -41,19 +73,27 @@ _NOT_REPORTED = (
     "This model is none of those below. It is the run {run} of {model}, which was trained to choose a learning rate, and is "
     "not among the runs that are reported."
 )
-_GAP_CAPTION = (
-    " The gap of a sweep is that of its two lowest losses, in standard deviations of the validation loss of the model's "
-    "reported runs; there is none where fewer than two rates, or two of those runs, finished."
-)
-TASKS_CAPTION = (
+_TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
     "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
     "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some "
     "verdicts are chance."
 )
 
+_IMPROVEMENTS_CAPTION = (
+    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
+    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
+)
+_DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
+_MULTIPLIERS_CAPTION = (
+    "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
+    "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
+    "ladder. The slope is 0 if the multiplier is the same at all scales."
+)
+
 # Title, caption, and the function that draws it
-_FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] = {
+_Figures = dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]]
+_FIGURES: _Figures = {
     "curves": (
         "Losses over steps",
         "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed, a moving "
@@ -79,6 +119,28 @@ _FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]] 
         draw_stability,
     ),
 }
+_FIGURES_OF_A_LADDER: _Figures = {
+    "losses": (
+        "Loss over compute",
+        "Test loss of every run. Lines are laws of compute with their bands. If there is no law, they join means over the "
+        "seeds.",
+        draw_losses,
+    ),
+    "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
+    "improvements": (
+        "Improvement over compute",
+        "Improvement of test loss with the interval of each model and scale; grey is the noise floor. The points of a scale "
+        "stand side by side around its line.",
+        draw_improvements,
+    ),
+    "bowls": (
+        "Loss against learning rate",
+        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it. Losses far "
+        "above the others are cut off, but no reported one. If each seed chooses its own rate, not all try the same. The best "
+        "rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
+        draw_bowls,
+    ),
+}
 
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
@@ -88,79 +150,80 @@ def write_report(results: dict[str, Any], folder: Path) -> None:
         results: the content of `results.json`.
         folder: folder of the comparison.
     """
-    figures = write_figures(results, folder / "figures", _FIGURES)
+    figures = _write_figures(results, folder / "figures")
     write_text(folder / "results.md", _markdown(results, figures))
     write_text(folder / "report.html", _page(results, figures, folder / "figures"))
 
 
 def describe(results: dict[str, Any]) -> str:
     """The outcome for a terminal: a line for each model, then notes and warnings."""
-    headers = {
-        "model": "model",
-        "test loss (nats)": "test loss (nats)",
-        "loss improvement (%)": "improvement of loss %",
-        "perplexity improvement (%)": "and of perplexity %",
-        "Holm p": "Holm p",
-        "learning rate": "learning rate",
-        "verdict": "verdict",
-    }
-    table = [list(headers.values()), *([row[name] for name in headers] for row in summary_rows(results))]
-    first = [f"warning: {text}" for text in first_warning_sentences(results)]
-    warnings = [f"warning: {text}" for text in warning_sentences(results)]
-    notes = [noise_floor_sentence(results), *selection_sentences(results), *warnings]
-    return "\n".join([*_wrap(first), *align(table, right=False), *_wrap(notes)])
+    if "trend" in results:
+        rows, notes = improvement_rows(results), outcome(results)
+    else:
+        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items()} for row in summary_rows(results)]
+        notes = [noise_floor_sentence(results), *selection_sentences(results)]
+    first, last = ([f"warning: {text}" for text in of(results)] for of in (first_warnings, last_warnings))
+    table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
+    return "\n".join([*_wrap(first), *table, *_wrap([*notes, *last, law_sentence(results)])])
 
 
 def _wrap(texts: list[str]) -> list[str]:
-    return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in texts]
+    return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in texts if text]
 
 
-def verdicts(results: dict[str, Any], model: str | None = None, run: str | None = None) -> str:
-    """The outcome for a model card, as Markdown: the protocol, the noise floor, a row for each model, and warnings.
+def verdicts(results: dict[str, Any], model: str | None = None, run: str | None = None, scale: str | None = None) -> str:
+    """The outcome for a model card, as Markdown: the protocol, the noise floor, a row for each model, warnings, and the trend.
 
     Args:
         results: the content of `results.json`.
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
         run: the name of its run's folder. A run that is not among the reported ones is said to be none of them.
+        scale: that of the model, if there are several; by default the largest.
 
     Raises:
         ValueError: if there is no such model.
     """
-    rows = [{name: row[name] for name in _CARD_COLUMNS} for row in summary_rows(results)]
-    if model is not None and model not in results["models"]:
-        raise ValueError(f"the comparison {results['name']} has no model {model!r}, only {', '.join(results['models'])}")
-    is_reported = run is None or any(found["folder"] == f"runs/{model}/{run}" for found in results["models"][model]["runs"])
+    scales = scales_in(results)
+    scale = scale or list(scales)[-1]
+    found = scales[scale]
+    rows = [{name: row[name] for name in _CARD_COLUMNS} for row in summary_rows(found)]
+    if model is not None and model not in found["models"]:
+        raise ValueError(f"the comparison {found['name']} has no model {model!r}, only {', '.join(found['models'])}")
+    is_reported = run is None or any(each["folder"] == f"runs/{model}/{run}" for each in found["models"][model]["runs"])
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
-    seeds = len(results["seeds"])
     parts = [
-        f"From the comparison `{results['name']}`: {len(rows)} models, {seeds} seeds each, {results['tokens_per_run']:,} "
-        "tokens a run, each model at its own best learning rate, all on the same tokens in the same order.",
-        *([] if is_reported else [markdown_warning(_NOT_REPORTED.format(run=run, model=model))]),
-        *map(markdown_warning, first_warning_sentences(results)),
-        outcome_sentence(results),
-        noise_floor_sentence(results),
-        *selection_sentences(results),
-        markdown_table(rows),
-        *map(markdown_warning, warning_sentences(results)),
+        *map(_markdown_warning, warnings_of_others(results, scale)),
+        f"From the comparison `{found['name']}`: {len(rows)} models, {len(found['seeds'])} seeds each, "
+        f"{found['tokens_per_run']:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
+        "same order.",
+        *([] if is_reported else [_markdown_warning(_NOT_REPORTED.format(run=run, model=model))]),
+        *map(_markdown_warning, first_warning_sentences(found)),
+        outcome_sentence(found),
+        noise_floor_sentence(found),
+        *selection_sentences(found),
+        _markdown_table(rows),
+        *map(_markdown_warning, warning_sentences(found)),
     ]
+    if "trend" in results:
+        parts += [
+            f"This is the scale {scale} of a ladder of {len(scales)} scales: {', '.join(scales)}.",
+            trend_sentence(results),
+            _markdown_table(improvement_rows(results)),
+        ]
     return "\n\n".join(parts)
 
 
-def write_figures(
-    results: dict[str, Any], folder: Path, figures: dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]]
-) -> list[str]:
-    """Draws the figures for which there are data, and returns their names.
+def _figures_of(results: dict[str, Any]) -> _Figures:
+    return _FIGURES_OF_A_LADDER if "trend" in results else _FIGURES
 
-    Args:
-        results: the content of `results.json`.
-        folder: of the figures.
-        figures: by name, the title, the caption, and the function that draws it.
-    """
+
+def _write_figures(results: dict[str, Any], folder: Path) -> list[str]:
+    """Draws the figures for which there are data, and returns their names."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for name, (_, _, draw) in figures.items():
+    for name, (_, _, draw) in _figures_of(results).items():
         figure = draw(results)
         if figure is not None:
             save(figure, folder / f"{name}.png")
@@ -171,44 +234,73 @@ def write_figures(
 
 
 def _markdown(results: dict[str, Any], figures: list[str]) -> str:
-    rates, tasks = rate_rows(results), task_rows(results)
     parts = [
         f"# {results['name']}",
-        *map(markdown_warning, first_warning_sentences(results)),
-        outcome_sentence(results),
-        *map(markdown_warning, warning_sentences(results)),
-        "\n".join(f"* {sentence}" for sentence in protocol_sentences(results)),
-        "## Models",
-        markdown_table(summary_rows(results)),
-        "What differs between them:",
-        "\n".join(f"* `{name}`: {_code(given_fields(model))}" for name, model in results["models"].items()),
-        *(f"## {_FIGURES[name][0]}\n\n![{_FIGURES[name][0]}](figures/{name}.png)\n\n{_FIGURES[name][1]}" for name in figures),
-        *(["## Downstream tasks", TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
-        *(["## Learning rates", rates_caption(results), markdown_table(rates)] if rates else []),
-        "## Every run",
-        markdown_table(run_rows(results)),
+        *map(_markdown_warning, first_warnings(results)),
+        *outcome(results),
+        *map(_markdown_warning, last_warnings(results)),
+        *(_trend(results) if "trend" in results else _models(results, "##")),
+    ]
+    for name in figures:
+        title, caption, _ = _figures_of(results)[name]
+        parts += [f"## {title}", f"![{title}](figures/{name}.png)", caption]
+    for name, found in scales_in(results).items():
+        if "trend" in results:
+            cost = cost_sentence(found)
+            parts += [f"## Scale {name}", f"{cost[0].upper()}{cost[1:]}.", *_models(found, "###")]
+        parts += _runs(found, "###" if "trend" in results else "##")
+    parts += [
         "## Configuration",
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
-        markdown_table([{"what": name, "value": value} for name, value in provenance(results).items()]),
+        _markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
+        law_sentence(results),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _trend(results: dict[str, Any]) -> list[str]:
+    """The section of a ladder's trend, as Markdown."""
+    tables = [part for rows, caption in _tables_of_trend(results) for part in (_markdown_table(rows), caption)]
+    return ["## The trend over scales", *tables, _markdown_list(trend_protocol(results))]
+
+
+def _models(found: dict[str, Any], heading: str) -> list[str]:
+    """The sections of one scale that compare its models, as Markdown."""
+    given = [f"`{name}`: {_code(given_fields(model))}" for name, model in found["models"].items()]
+    return [
+        _markdown_list(protocol_sentences(found)),
+        f"{heading} Models",
+        _markdown_table(summary_rows(found)),
+        "What differs between them:",
+        _markdown_list(given),
+    ]
+
+
+def _runs(found: dict[str, Any], heading: str) -> list[str]:
+    """The sections of one scale about tasks, rates and runs, as Markdown."""
+    rates, tasks = rate_rows(found), task_rows(found)
+    return [
+        *([f"{heading} Downstream tasks", _TASKS_CAPTION, _markdown_table(tasks)] if tasks else []),
+        *([f"{heading} Learning rates", _RATES_CAPTION, _markdown_table(rates)] if rates else []),
+        f"{heading} Every run",
+        _markdown_table(run_rows(found)),
+    ]
 
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else "nothing, it is the recipe's"
 
 
-def rates_caption(results: dict[str, Any]) -> str:
-    """What stands above the table of learning rates, whose gap only a sweep has."""
-    return _RATES_CAPTION + _GAP_CAPTION * (results["rate_choice"] == "sweep")
+def _markdown_list(sentences: list[str]) -> str:
+    return "\n".join(f"* {sentence}" for sentence in sentences)
 
 
-def markdown_warning(text: str) -> str:
+def _markdown_warning(text: str) -> str:
     return f"> **Warning:** {text}"
 
 
-def markdown_table(rows: list[dict[str, str]]) -> str:
+def _markdown_table(rows: list[dict[str, str]]) -> str:
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
@@ -219,50 +311,13 @@ def _markdown_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def _top(results: dict[str, Any]) -> dict[str, Any]:
+    """The results at the largest scale."""
+    return list(scales_in(results).values())[-1]
+
+
 def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
-    return render_page(
-        TEMPLATE,
-        results,
-        figures=embedded_figures(folder, figures, _FIGURES, outcome_sentence(results)),
-        outcome=outcome_sentence(results),
-        first_warnings=first_warning_sentences(results),
-        warnings=warning_sentences(results),
-        corpus=provenance(results),
-        **parts_of_page(results),
-    )
-
-
-def parts_of_page(results: dict[str, Any]) -> dict[str, Any]:
-    """What a page shows of one scale: verdicts, protocol and tables."""
-    summary = summary_rows(results)
-    return {
-        "protocol": protocol_sentences(results),
-        "badges": {row["model"]: _BADGES.get(row["verdict"], _NO_VERDICT) for row in summary},
-        "bars": _bars(results),
-        "given": {name: given_fields(model) for name, model in results["models"].items()},
-        "summary": summary,
-        "tasks": task_rows(results),
-        "rates": rate_rows(results),
-        "rates_caption": rates_caption(results),
-        "runs": run_rows(results),
-    }
-
-
-def embedded_figures(folder: Path, names: list[str], figures: dict[str, tuple], outcome: str) -> list[dict[str, str]]:
-    """The figures of a folder as a page holds them; readers who cannot see them get the outcome."""
-    return [
-        {
-            "title": figures[name][0],
-            "caption": figures[name][1],
-            "alternative": f"{figures[name][0]}. {outcome}",
-            "data": base64.b64encode((folder / f"{name}.png").read_bytes()).decode(),
-        }
-        for name in names
-    ]
-
-
-def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
-    """Makes the page of a report from a template and its parts."""
+    """The page for a browser, from its template."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -270,14 +325,57 @@ def render_page(template: str, results: dict[str, Any], **parts: Any) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template(template).render(
+    return environment.get_template("report.html.jinja").render(
         name=results["name"],
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
-        tasks_caption=TASKS_CAPTION,
+        corpus=provenance(_top(results)),
         words=_WORDS,
-        **parts,
+        first_warnings=first_warnings(results),
+        outcome=" ".join(outcome(results)),
+        warnings=last_warnings(results),
+        last=law_sentence(results),
+        figures=[_embedded(results, name, folder) for name in figures],
+        scales=[_page_of_scale(name, found) for name, found in scales_in(results).items()],
+        tables=_tables_of_trend(results) if "trend" in results else [],
+        trend_protocol=trend_protocol(results) if "trend" in results else [],
+        tasks_caption=_TASKS_CAPTION,
+        rates_caption=_RATES_CAPTION,
     )
+
+
+def _embedded(results: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
+    """A figure as a page holds it; readers who cannot see it get the outcome."""
+    title, caption, _ = _figures_of(results)[name]
+    data = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
+    return {"title": title, "caption": caption, "alternative": f"{title}. {outcome(results)[-1]}", "data": data}
+
+
+def _tables_of_trend(results: dict[str, Any]) -> list[tuple[list[dict[str, str]], str]]:
+    """The tables of a ladder's trend, each with its caption."""
+    tables = [
+        (improvement_rows(results), _IMPROVEMENTS_CAPTION),
+        (multiplier_rows(results), _MULTIPLIERS_CAPTION),
+        (difference_rows(results), _DIFFERENCES_CAPTION),
+    ]
+    return [(rows, caption) for rows, caption in tables if rows]
+
+
+def _page_of_scale(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What a page shows of one scale: verdicts, protocol and tables."""
+    summary = summary_rows(found)
+    return {
+        "name": name,
+        "cost": cost_sentence(found),
+        "protocol": protocol_sentences(found),
+        "badges": {row["model"]: _BADGES.get(row["verdict"], _NO_VERDICT) for row in summary},
+        "bars": _bars(found),
+        "given": {model: given_fields(each) for model, each in found["models"].items()},
+        "summary": summary,
+        "tasks": task_rows(found),
+        "rates": rate_rows(found),
+        "runs": run_rows(found),
+    }
 
 
 def _bars(results: dict[str, Any]) -> dict[str, Any]:

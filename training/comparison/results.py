@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from ..files import METRICS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..traces import without_folders
 from .plan import Comparison, Run
-from .statistics import analyse, noise_from_text, rate_gap
+from .statistics import analyse, noise_from_text
 
 
 def run_folder(folder: Path, run: Run) -> Path:
@@ -45,110 +44,88 @@ class FinishedRuns:
         self._metrics[run] = metrics
 
     def tunings(self, comparison: Comparison, model: str) -> list["Tuning"]:
-        """How far the choice of a model's learning rate is, for each group of seeds that chooses together."""
-        return [self._tune(comparison, model, seeds) for seeds in comparison.groups] if comparison.has_choice(model) else []
+        """How far the choice of a model's learning rate is, for each seed."""
+        return [self._tune(comparison, model, seed) for seed in comparison.seeds] if comparison.has_choice(model) else []
 
-    def _tune(self, comparison: Comparison, model: str, seeds: list[int]) -> "Tuning":
-        """Goes on with the search of a group from where it was when last asked for, with the losses of the finished runs."""
-        rates = comparison.variants[model].rates_of(seeds)
-        losses = self._losses.setdefault((model, rates, *seeds), {})
+    def _tune(self, comparison: Comparison, model: str, seed: int) -> "Tuning":
+        """Goes on with the search of a seed from where it was when last asked for, with the losses of the finished runs."""
+        rates = comparison.variants[model].rates_of(seed)
+        losses = self._losses.setdefault((model, rates, seed), {})
         while next_rates := rates.next(losses):
-            runs = [run for rate in next_rates for run in comparison.trials(model, rate, seeds)]
+            runs = [Run(model, rate, seed) for rate in next_rates]
             if ready := [run for run in runs if self.metrics(run) is None]:
-                return Tuning(seeds, dict(losses), ready)
-            for rate in next_rates:
-                found = [self.metrics(run) for run in comparison.trials(model, rate, seeds)]
-                losses[rate] = math.inf if any(map(_has_diverged, found)) else statistics.fmean(m["eval_loss"] for m in found)
-        return Tuning(seeds, losses, [], rates.best(losses), rates.edge(losses))
+                return Tuning(seed, dict(losses), ready)
+            for run in runs:
+                found = self.metrics(run)
+                losses[run.learning_rate] = math.inf if found["diverged"] else found["eval_loss"]
+        return Tuning(seed, losses, [], rates.best(losses), rates.edge(losses))
 
     def reported(self, comparison: Comparison, model: str) -> list[Run]:
         """The runs of a model that are reported, as far as their rates are chosen; one for each seed in the end.
 
-        A seed that tries its own rates and diverges at each reports the run at the smallest. If each rate of a sweep diverged,
-        there are none.
+        A seed that diverges at each of its rates reports the run at the smallest.
         """
         if not comparison.has_choice(model):
-            return comparison.reported(model, comparison.variants[model].rates.first[0])
-        chosen = [tuning for tuning in self.tunings(comparison, model) if not tuning.ready]
-        if comparison.rate_choice == "sweep":
-            rates = [tuning.rate for tuning in chosen if tuning.rate is not None]
-            return [run for rate in rates for run in comparison.reported(model, rate)]
+            return [Run(model, comparison.variants[model].rates.first[0], seed) for seed in comparison.seeds]
         return [
-            Run(model, min(tuning.losses) if tuning.rate is None else tuning.rate, seed)
-            for tuning in chosen
-            for seed in tuning.seeds
+            Run(model, min(tuning.losses) if tuning.rate is None else tuning.rate, tuning.seed)
+            for tuning in self.tunings(comparison, model)
+            if not tuning.ready
         ]
 
     def tried(self, comparison: Comparison, model: str) -> list[Run]:
         """The finished runs that choose a model's learning rate and are not reported."""
         reported = set(self.reported(comparison, model))
-        runs = [
-            run
-            for tuning in self.tunings(comparison, model)
-            for rate in sorted(tuning.losses)
-            for run in comparison.trials(model, rate, tuning.seeds)
-        ]
+        runs = [Run(model, rate, tuning.seed) for tuning in self.tunings(comparison, model) for rate in sorted(tuning.losses)]
         return [run for run in runs if run not in reported]
 
-    def unfinished(self, comparison: Comparison, model: str) -> tuple[list[Run], int]:
-        """The runs of a model that can begin now, and the number of its runs that are left; a search may need more."""
-        tunings = self.tunings(comparison, model)
-        if ready := [run for tuning in tunings for run in tuning.ready]:
-            return ready, len(ready) + (len(comparison.seeds) if comparison.rate_choice == "sweep" else 0)
-        runs = [run for run in self.reported(comparison, model) if self.metrics(run) is None]
-        return runs, len(runs)
+    def unfinished(self, comparison: Comparison, model: str) -> list[Run]:
+        """The runs of a model that can begin now: all that are left, unless a search goes on."""
+        if comparison.has_choice(model):
+            return [run for tuning in self.tunings(comparison, model) for run in tuning.ready]
+        return [run for run in self.reported(comparison, model) if self.metrics(run) is None]
 
     def count(self, comparison: Comparison, model: str) -> int:
         """The number of finished runs of a model."""
         runs = [*self.tried(comparison, model), *self.reported(comparison, model)]
         runs += [
-            run
+            Run(model, rate, tuning.seed)
             for tuning in self.tunings(comparison, model)
             if tuning.ready
-            for rate in comparison.variants[model].rates_of(tuning.seeds).next(tuning.losses)
-            for run in comparison.trials(model, rate, tuning.seeds)
+            for rate in comparison.variants[model].rates_of(tuning.seed).next(tuning.losses)
         ]
         return sum(self.metrics(run) is not None for run in runs)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choice of a learning rate by a group of seeds.
+    """The choice of a learning rate by a seed.
 
     Attributes:
-        seeds: that choose together, by the mean of their losses.
-        losses: mean validation loss of each rate tried, in nats per token; infinity if a run diverged.
+        seed: that chooses.
+        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
         ready: runs that the choice waits for.
         rate: the rate chosen; `None` before, or if every rate diverged.
         edge: whether it is the `smallest` or the `largest` rate tried.
     """
 
-    seeds: list[int]
+    seed: int
     losses: dict[float, float]
     ready: list[Run]
     rate: float | None = None
     edge: str | None = None
 
 
-def _has_diverged(metrics: dict[str, Any]) -> bool:
-    return metrics["diverged"]
-
-
-def next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run], int, int]:
-    """The runs that can begin now, in their order, the number of finished runs, and the number of those that are left."""
-    ready, done, left = [], 0, 0
-    for model in comparison.variants:
-        runs, count = finished.unfinished(comparison, model)
-        ready += runs
-        left += count
-        done += finished.count(comparison, model)
-    return comparison.in_order(ready), done, left
+def next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run], int]:
+    """The runs that can begin now, in their order, and the number of finished runs."""
+    ready = [run for model in comparison.variants for run in finished.unfinished(comparison, model)]
+    return comparison.in_order(ready), sum(finished.count(comparison, model) for model in comparison.variants)
 
 
 def chosen_rates(comparison: Comparison, finished: FinishedRuns) -> dict[str, dict[int, float]]:
-    """The rates that groups of seeds chose, by model and first seed of the group; none of a group that diverged at each."""
+    """The rates that seeds chose, by model and seed; none of a seed that diverged at each."""
     return {
-        model: {tuning.seeds[0]: tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None}
+        model: {tuning.seed: tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None}
         for model in comparison.variants
     }
 
@@ -157,8 +134,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the `learning_rates` tried, the
-      `search` for them (`None` for a list), the `runs` that are reported, those that were `tried` only to choose a rate, the
-      `edges` (by seed, whether its rate is the smallest or the largest tried), and the `rate_gap` of a sweep (see there).
+      `search` for them (`None` for a list), the `runs` that are reported, those that were `tried` only to choose a rate, and
+      the `edges` (by seed, whether its rate is the smallest or the largest tried).
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
@@ -175,7 +152,6 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         tunings = finished.tunings(comparison, name)
         tried = [_read_run(finished, run) for run in finished.tried(comparison, name)]
         runs = [_read_run(finished, run) for run in finished.reported(comparison, name)]
-        is_swept = comparison.rate_choice == "sweep"
         models[name] = {
             "given": without_folders(variant.given),
             "parameters": variant.size.total,
@@ -185,13 +161,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
             "intermediate_size": variant.intermediate_size,
             "learning_rates": sorted({rate for tuning in tunings for rate in tuning.losses} or variant.rates.first),
             "search": variant.rates.search,
-            "edges": {
-                seed: tuning.edge
-                for tuning in tunings
-                if tuning.edge is not None and tuning.rate is not None
-                for seed in (comparison.seeds if is_swept else tuning.seeds)
-            },
-            "rate_gap": rate_gap(_mean_losses(tried), _validation_losses(runs)) if is_swept else None,
+            "edges": {tuning.seed: tuning.edge for tuning in tunings if tuning.edge is not None and tuning.rate is not None},
             "tried": tried,
             "runs": runs,
         }
@@ -207,8 +177,6 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "name": comparison.name,
         "baseline": comparison.baseline,
         "seeds": comparison.seeds,
-        "rate_choice": comparison.rate_choice,
-        "sweep_seeds": comparison.sweep_seeds,
         "command": comparison.command,
         "tokens_per_run": max((run["tokens_seen"] for run in whole), default=comparison.tokens_per_run),
         "dataset_fingerprint": sample["dataset_fingerprint"],
@@ -220,7 +188,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
         "statistics": dataclasses.asdict(
-            analyse(losses_by_seed(models, comparison.seeds), comparison.baseline, unsettled=unsettled_models(models))
+            analyse(losses_by_seed(models), comparison.baseline, unsettled=unsettled_models(models))
         ),
         "noise_from_text": _noise_from_text(models[comparison.baseline]["runs"]),
     }
@@ -236,14 +204,12 @@ def unsettled_models(models: dict[str, Any]) -> list[str]:
     return [name for name, model in models.items() if model["search"] and model["edges"]]
 
 
-def losses_by_seed(models: dict[str, Any], seeds: list[int]) -> dict[str, dict[int, float | None]]:
+def losses_by_seed(models: dict[str, Any]) -> dict[str, dict[int, float | None]]:
     """The test losses of the reported runs of `models` in `results.json`, by model and seed, in nats per token.
 
-    It is `None` where a run diverged, and for all seeds of a model that diverged at every rate of a sweep.
+    It is `None` where a run diverged.
     """
-    return {
-        name: {run["seed"]: run["test_loss"] for run in model["runs"]} or dict.fromkeys(seeds) for name, model in models.items()
-    }
+    return {name: {run["seed"]: run["test_loss"] for run in model["runs"]} for name, model in models.items()}
 
 
 def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
@@ -278,18 +244,6 @@ def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
             },
         },
     }
-
-
-def _validation_losses(runs: list[dict[str, Any]]) -> list[float | None]:
-    return [None if run["diverged"] else run["validation_loss"] for run in runs]
-
-
-def _mean_losses(runs: list[dict[str, Any]]) -> list[float | None]:
-    """The mean validation loss of each rate of a sweep; `None` where a run diverged."""
-    rates: dict[float, list[float | None]] = {}
-    for run, loss in zip(runs, _validation_losses(runs)):
-        rates.setdefault(run["learning_rate"], []).append(loss)
-    return [None if None in losses else statistics.fmean(losses) for losses in rates.values()]
 
 
 def _without_nan(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:

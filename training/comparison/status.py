@@ -9,7 +9,7 @@ from ..files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
 from ..run.mirror import PROGRESS
 from ..text import align
 from .ladder import in_turn
-from .plan import Comparison, Ladder
+from .plan import Comparison
 from .reading import outline
 from .results import FinishedRuns
 
@@ -29,25 +29,23 @@ def describe_status(folder: Path) -> list[str]:
     """
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
-    plan = outline(read_yaml(folder / COMPARISON_FILE))
-    if not isinstance(plan, Ladder):
-        return _describe(plan, folder, FinishedRuns(folder))
     lines, is_begun = [], True
-    for name, scale, finished in in_turn(plan, folder):
-        lines += [f"scale {name}", *(f"  {line}" for line in _describe(scale, finished.folder, finished, is_begun))]
-        is_begun = is_begun and not any(finished.unfinished(scale, model)[1] for model in scale.variants)
+    for name, scale, finished in in_turn(outline(read_yaml(folder / COMPARISON_FILE)), folder):
+        found = _describe(scale, finished, is_begun)
+        lines += [f"scale {name}", *(f"  {line}" for line in found)] if name else found
+        is_begun = is_begun and not any(finished.unfinished(scale, model) for model in scale.variants)
     return lines
 
 
-def _describe(comparison: Comparison, folder: Path, finished: FinishedRuns, is_begun: bool = True) -> list[str]:
+def _describe(comparison: Comparison, finished: FinishedRuns, is_begun: bool) -> list[str]:
     """Says how far a comparison at one scale is.
 
     Args:
         comparison: its outline.
-        folder: its folder.
         finished: its finished runs.
         is_begun: whether the scale before it is finished.
     """
+    folder = finished.folder
     done = {_name(path.parent) for path in folder.glob(f"runs/*/*/{METRICS_FILE}")}
     begun = {}
     for path in folder.glob(f"runs/*/*{PROGRESS}"):
@@ -58,7 +56,7 @@ def _describe(comparison: Comparison, folder: Path, finished: FinishedRuns, is_b
     rows = [["model", "runs finished", "seeds", "rates chosen"]]
     count, total = 0, 0
     for model in comparison.variants:
-        ended, (_, left) = finished.count(comparison, model), finished.unfinished(comparison, model)
+        ended, left = finished.count(comparison, model), len(finished.unfinished(comparison, model))
         reported, tunings = finished.reported(comparison, model), finished.tunings(comparison, model)
         seeds = sum(run.name in done for run in reported)
         rates = {tuning.rate for tuning in tunings} - {None} if tunings else {run.learning_rate for run in reported}

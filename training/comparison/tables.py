@@ -12,16 +12,19 @@ NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
 
 
+def scales_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results at each scale by name, the smallest first; those of a single scale are the only ones, without a name."""
+    return results.get("scales") or {"": results}
+
+
 def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each model."""
-    # Results of an earlier version do not have the number, when all parameters were trained
-    trained = {name: model.get("trained_parameters", model["parameters"]) for name, model in results["models"].items()}
+    trained = {name: model["trained_parameters"] for name, model in results["models"].items()}
     has_frozen = any(trained[name] < model["parameters"] for name, model in results["models"].items())
     rows = []
     for name, model in results["models"].items():
         effect = results["statistics"]["effects"].get(name, {})  # the baseline has none
         finished = [run for run in model["runs"] if not run["diverged"]]
-        diverged = f"{len(model['runs']) - len(finished)} of {len(model['runs'])}" if model["runs"] else "at every rate"
         rows.append(
             {
                 "model": name,
@@ -39,7 +42,7 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 "tokens/s": _median([run["tokens_per_second"] for run in finished], ",.0f"),
                 "peak memory (MiB)": _largest_memory(finished),
                 "training time (s)": _median([run["train_seconds"] for run in finished], ",.1f"),
-                "diverged": diverged,
+                "diverged": f"{len(model['runs']) - len(finished)} of {len(model['runs'])}",
             }
         )
     return rows
@@ -58,8 +61,6 @@ def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
             seeds = chosen.count(rate)
             mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
             row[f"{rate:g}"] = mark + text
-        if results["rate_choice"] == "sweep":
-            row["gap (deviations)"] = number(model["rate_gap"], ".2f")
         rows.append(row)
     return rows
 
@@ -87,13 +88,61 @@ def task_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
+def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: improvement at each scale, slope and verdict."""
+    return [
+        {
+            "model": name,
+            **{
+                f"{scale} (%)": _with_interval(step["improvement"], step["improvement_interval"], "+.2f")
+                for scale, step in trend["steps"].items()
+            },
+            "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
+            "Holm p": p_value(trend["holm_p"]),
+            "trend": trend["verdict"],
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
+def difference_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: improvement at each scale in nats."""
+    return [
+        {
+            "model": name,
+            **{
+                f"{scale} (nats)": _with_interval(step["difference"], step["difference_interval"], "+.4f")
+                for scale, step in trend["steps"].items()
+            },
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
+def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each model of a ladder: its compute multiplier at each scale; empty if there are none."""
+    if results["trend"]["multiplier_note"]:
+        return []
+    return [
+        {
+            "model": name,
+            **{
+                scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
+                if step["multiplier"] is not None
+                else step["note"]
+                for scale, step in trend["steps"].items()
+            },
+            "slope of log10 per decade": _with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
+        }
+        for name, trend in results["trend"]["models"].items()
+    ]
+
+
 def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[float | None]]:
     """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
     found = results["models"][model]
-    # The reported runs of a sweep chose nothing
-    tried = found["tried"] if results["rate_choice"] == "sweep" else [*found["tried"], *found["runs"]]
     losses: dict[float, list[float | None]] = {}
-    for run in sorted(tried, key=lambda run: run["learning_rate"]):
+    for run in sorted([*found["tried"], *found["runs"]], key=lambda run: run["learning_rate"]):
         losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
     return losses
 
@@ -101,7 +150,7 @@ def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[floa
 def chosen_runs(results: dict[str, Any], model: str) -> list[dict[str, Any]]:
     """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
     found = results["models"][model]
-    if results["rate_choice"] == "sweep" or len(found["learning_rates"]) == 1:
+    if len(found["learning_rates"]) == 1:
         return found["runs"]
     return [run for run in found["runs"] if not run["diverged"]]
 
@@ -110,10 +159,8 @@ def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each run."""
     rows = []
     for name, model in results["models"].items():
-        kinds = ["sweep" if results["rate_choice"] == "sweep" else "tried"] * len(model["tried"]) + ["reported"] * len(
-            model["runs"]
-        )
-        for kind, run in zip(kinds, [*model["tried"], *model["runs"]]):
+        runs = [*(("tried", run) for run in model["tried"]), *(("reported", run) for run in model["runs"])]
+        for kind, run in runs:
             outcome = "finished"
             if run["diverged"]:
                 outcome = "diverged" + ("" if run["diverged_at"] is None else f" at step {run['diverged_at']:,}")
@@ -147,10 +194,13 @@ def _mean_and_deviation(losses: list[float]) -> str:
 
 
 def _improvement(effect: dict[str, Any], name: str) -> str:
-    if effect.get(name) is None:
-        return NOTHING
-    ends = effect[f"{name}_interval"]
-    return f"{effect[name]:+.2f}" + (f" [{', '.join(number(end, '+.2f') for end in ends)}]" if ends else "")
+    return _with_interval(effect.get(name), effect.get(f"{name}_interval"), "+.2f")
+
+
+def _with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+    if interval is None:
+        return number(value, form)
+    return f"{number(value, form)} [{', '.join(number(end, form) for end in interval)}]"
 
 
 def p_value(p: float | None) -> str:

@@ -1,15 +1,14 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
 A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of one seed at
-one scale saw the same tokens, so they are paired; seeds of different scales are independent, unless their runs share a trunk.
+one scale saw the same tokens, so they are paired; seeds of different scales are independent.
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-its value on that line a decade further, and to first order the compute multiplier. So `noise.add_means` gives all tests and
-intervals. `benchmarks/trend.py` measures how often they err.
+and to first order the compute multiplier. So `noise.add_means` gives all tests and intervals. `benchmarks/trend.py` measures
+how often they err.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -17,17 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .law import REACH, Fit, Law
+from .law import Fit, Law
 from .multiplier import LossCurve
-from .noise import Estimate, Interval, add_means, merge_groups
+from .noise import Interval, add_means
 from .statistics import holm
-
-
-# An improvement holds if its change over the whole ladder is shown to be below this share of the improvement at the top.
-HOLDING_SHARE = 0.5
-
-# A line through two points says nothing about a third.
-SCALES_OF_AN_EXTRAPOLATION = 3
 
 
 @dataclass(frozen=True)
@@ -38,21 +30,13 @@ class Scale:
         name: of the scale.
         flops: by model, the FLOPs of a run.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
-        trunk: name of the scale with whose runs these begin. So they share noise, seed by seed, with that scale and with all
-            others that name it, and all these have the same seeds.
         unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
-    trunk: str | None = None
     unsettled: Collection[str] = ()
-
-    @property
-    def group(self) -> str:
-        """Scales of different groups are independent."""
-        return self.trunk or self.name
 
 
 @dataclass(frozen=True)
@@ -86,21 +70,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Extrapolation:
-    """The improvement of a model `REACH` decades beyond the largest scale, if its line went on: no measurement.
-
-    Attributes:
-        flops: of a run of the baseline.
-        improvement: percent of the baseline's loss.
-        improvement_interval: (low, high), for the noise of the seeds; a line that bends may miss it.
-    """
-
-    flops: float
-    improvement: float
-    improvement_interval: Interval
-
-
-@dataclass(frozen=True)
 class ModelTrend:
     """How the improvement of a model changes with compute.
 
@@ -108,17 +77,13 @@ class ModelTrend:
     if it falls further behind. `meaning` tells these apart.
 
     Attributes:
-        verdict: "grows", "shrinks", "holds" or "cannot tell".
+        verdict: "grows", "shrinks" or "cannot tell".
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
         steps: by scale, in order of compute.
         slope: of the least-squares line through the improvements, percent of the loss per decade of compute.
         slope_interval: (low, high).
         p: two-sided, of a slope of 0.
         holm_p: `p` corrected for the number of models tested.
-        holding_p: of a change over the ladder of at least `HOLDING_SHARE` of the improvement at the largest scale.
-        holm_holding_p: `holding_p`, corrected likewise.
-        extrapolation: None below `SCALES_OF_AN_EXTRAPOLATION` scales, if the line misses the interval at the largest scale, and
-            without a test.
         multiplier_slope: of the least-squares line through log10 of the multipliers, per decade of compute: 0 if the multiplier
             is the same at all scales. None if it has no value at some scale.
         multiplier_slope_interval: (low, high).
@@ -131,9 +96,6 @@ class ModelTrend:
     slope_interval: Interval | None = None
     p: float | None = None
     holm_p: float | None = None
-    holding_p: float | None = None
-    holm_holding_p: float | None = None
-    extrapolation: Extrapolation | None = None
     multiplier_slope: float | None = None
     multiplier_slope_interval: Interval | None = None
 
@@ -144,7 +106,7 @@ class Trend:
 
     Attributes:
         baseline: the model that the others are compared with.
-        alpha: the chance that any model wrongly grows or shrinks, and that any wrongly holds, nominally.
+        alpha: the chance that any model wrongly grows or shrinks, nominally.
         confidence: 1 - `alpha`, the nominal level of each interval.
         flops: by scale, in order of compute, the FLOPs of a run of the baseline.
         noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
@@ -175,23 +137,15 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales
     makes a percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
 
-    A model "holds" if two one-sided tests show that `|slope * decades|` is below `HOLDING_SHARE * |improvement at the top|`. So
-    a model whose improvement is not clearly different from 0 never holds. A slope that differs from 0 grows or shrinks even
-    if it would also hold. A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
+    A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
 
     Args:
-        scales: two or more, in any order.
-        baseline: a model.
+        scales: two or more, in any order, with the same models and no two of the same compute.
+        baseline: a model; there is another one.
         alpha: family-wise error rate over the models.
-
-    Raises:
-        ValueError: with fewer than two scales, two of the same compute or name, an unknown baseline or no other model, models
-            or seeds that differ, or FLOPs or losses that are not positive.
     """
-    _check(scales, baseline, alpha)
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
-    groups = [scale.group for scale in scales]
     losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
 
     def whole(model: str) -> list[int]:
@@ -207,7 +161,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         fit = Fit(
             [float(scales[index].flops[model]) for index in chosen],
             [losses[index][model] for index in chosen],
-            [groups[index] for index in chosen],
         )
         return fit.law([names[index] for index in chosen], 1 - alpha)
 
@@ -223,7 +176,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             names=[names[index] for index in measured],
             flops=[flops[index] for index in measured],
             losses=[losses[index][baseline] for index in measured],
-            groups=[groups[index] for index in measured],
         )
     except ValueError as error:
         multiplier_note = str(error)
@@ -252,16 +204,15 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         else:
             differences = [found[baseline] - found[model] for found in losses]
             percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
-            models[model] = _test(steps, decades, percents, groups, 1 - alpha)
+            models[model] = _test(steps, decades, percents, 1 - alpha)
             if curve is not None and all(step.multiplier is not None for step in steps.values()):
                 slope, interval = curve.slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
         with suppress(ValueError):
             laws[model] = fit_law(model)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
-    corrected = zip(holm(trend.p for trend in tested.values()), holm(trend.holding_p for trend in tested.values()))
-    for (name, trend), (holm_p, holm_holding_p) in zip(tested.items(), corrected):
-        models[name] = _judge(replace(trend, holm_p=holm_p, holm_holding_p=holm_holding_p), alpha)
+    for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
+        models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
     return Trend(
         baseline=baseline,
         alpha=alpha,
@@ -306,34 +257,18 @@ def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarr
     return ""
 
 
-def _test(
-    steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], groups: list[str], confidence: float
-) -> ModelTrend:
+def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
     """Tests the slope of a model, as yet without Holm's correction and a verdict.
 
     Args:
         steps: of the model.
         decades: log10 of the compute of each scale, rising.
         percents: the improvement of each seed, at each scale `(seed,)`.
-        groups: of each scale; those of a group share noise.
         confidence: of the intervals.
     """
-
-    def weigh(weights: np.ndarray) -> Estimate:
-        return add_means(merge_groups([weight * values for weight, values in zip(weights, percents)], groups))
-
     centred = decades - decades.mean()
-    of_slope = centred / (centred @ centred)
-    slope = weigh(of_slope)
-    of_change = of_slope * (decades[-1] - decades[0])
-    of_top = np.eye(len(decades))[-1] * HOLDING_SHARE * (1 if percents[-1].mean() > 0 else -1)
-    extrapolation = None
-    low, high = list(steps.values())[-1].improvement_interval
-    at_top = slope.value * (decades[-1] - decades.mean()) + float(np.mean([values.mean() for values in percents]))
-    if len(decades) >= SCALES_OF_AN_EXTRAPOLATION and low <= at_top <= high:
-        end = decades[-1] + REACH
-        further = weigh(1 / len(decades) + of_slope * (end - decades.mean()))
-        extrapolation = Extrapolation(float(10.0**end), further.value, further.interval(confidence))
+    weights = centred / (centred @ centred)
+    slope = add_means([weight * values for weight, values in zip(weights, percents)])
     return ModelTrend(
         verdict="",
         meaning="",
@@ -341,21 +276,17 @@ def _test(
         slope=slope.value,
         slope_interval=slope.interval(confidence),
         p=slope.p(),
-        holding_p=max(weigh(of_top - of_change).p_positive(), weigh(of_top + of_change).p_positive()),
-        extrapolation=extrapolation,
     )
 
 
 def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
     top = list(trend.steps.values())[-1].improvement
+    verdict = "cannot tell"
     if trend.holm_p < alpha:
         verdict = "grows" if trend.slope > 0 else "shrinks"
-    else:
-        verdict = "holds" if trend.holm_holding_p < alpha else "cannot tell"
     meaning = {
         "grows": "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
         "shrinks": "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
-        "holds": "keeps its lead over the baseline" if top > 0 else "stays behind the baseline",
         "cannot tell": "the noise hides whether the distance from the baseline changes",
     }
     return replace(trend, verdict=verdict, meaning=meaning[verdict])
@@ -370,38 +301,3 @@ def _array(scale: Scale, model: str) -> np.ndarray:
     """The losses of a model in order of seeds; NaN if diverged."""
     losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
     return np.where(np.isfinite(losses), losses, math.nan)
-
-
-def _check(scales: Sequence[Scale], baseline: str, alpha: float) -> None:
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha is a probability between 0 and 1, not {alpha}")
-    if len(scales) < 2:
-        raise ValueError(f"a trend needs at least 2 scales, not {len(scales)}")
-    first = scales[0]
-    if baseline not in first.losses:
-        raise ValueError(f"unknown baseline {baseline!r}; the models are {', '.join(first.losses) or 'none'}")
-    if len(first.losses) < 2:
-        raise ValueError(f"{baseline!r} is the only model: a trend needs another one")
-    for scale in scales:
-        if set(scale.losses) != set(first.losses):
-            raise ValueError(
-                f"scale {scale.name!r} has the models {sorted(scale.losses)}, {first.name!r} {sorted(first.losses)}"
-            )
-        for model, losses in scale.losses.items():
-            if set(losses) != set(scale.losses[baseline]) or not losses:
-                raise ValueError(f"at scale {scale.name!r}, {model!r} has other seeds than {baseline!r}, or none")
-            if bad := [loss for loss in losses.values() if loss is not None and loss <= 0]:
-                raise ValueError(f"at scale {scale.name!r}, {model!r} has a loss of {bad[0]}, not above 0")
-            if not scale.flops.get(model, 0.0) > 0:
-                raise ValueError(f"at scale {scale.name!r}, the FLOPs of {model!r} are {scale.flops.get(model)}, not positive")
-    first_of_group: dict[str, Scale] = {}
-    for scale in scales:
-        other = first_of_group.setdefault(scale.group, scale)
-        if set(scale.losses[baseline]) != set(other.losses[baseline]):
-            raise ValueError(f"scales {other.name!r} and {scale.name!r} share a trunk, and have other seeds")
-    ordered = sorted(scales, key=lambda scale: scale.flops[baseline])
-    for one, other in itertools.pairwise(ordered):
-        if one.flops[baseline] == other.flops[baseline]:
-            raise ValueError(f"scales {one.name!r} and {other.name!r} have the same compute, {one.flops[baseline]:g} FLOPs")
-    if len({scale.name for scale in scales}) < len(scales):
-        raise ValueError(f"two scales have the same name: {', '.join(scale.name for scale in ordered)}")

@@ -1,20 +1,15 @@
-"""The sentences of a report: the outcome, how it was measured, and what limits it."""
+"""The sentences of a report: the outcome, how it was measured, and what limits it. Some are about one scale, some about all."""
 
+from collections.abc import Callable
 from typing import Any
 
 from .results import losses_by_seed
-from .statistics import CLEAR_RATE_GAP, noise_ratio, power_warning
-from .tables import chosen_runs
+from .statistics import noise_ratio, power_warning
+from .tables import chosen_runs, scales_in
 
 
-# One of these stands beside every p-value and interval where rates were chosen; `benchmarks/selection.py` measures the numbers
+# Stands beside every p-value and interval where rates were chosen
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
-_SWEEP = (
-    "p and the intervals do not include the risk that the sweep picked the wrong learning rate. With {} for each rate, up to "
-    "{} % of simulated comparisons of equal models had a wrong verdict with 5 seeds, and up to {} % with 10, not 5 %."
-)
-# By the number of sweep seeds: how the sentence names it, and its two shares
-_SWEEP_ERRORS = {1: ("one run", 26, 59), 2: ("two runs", 15, 39), 4: ("four runs", 10, 22)}
 
 # The share of wrong verdicts is the largest that the benchmark measures
 _UNEQUAL_NOISE = (
@@ -22,6 +17,86 @@ _UNEQUAL_NOISE = (
     "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
     "not 5 %."
 )
+
+
+def outcome(results: dict[str, Any]) -> list[str]:
+    """The verdicts in one line, those at the largest scale if there are several, and then the trend in another."""
+    name, found = list(scales_in(results).items())[-1]
+    if "trend" not in results:
+        return [outcome_sentence(found)]
+    return [f"Largest scale: {name}. {outcome_sentence(found)}", trend_sentence(results)]
+
+
+def first_warnings(results: dict[str, Any]) -> list[str]:
+    """What a reader must know before the outcome, of each scale."""
+    return _of_each_scale(scales_in(results), first_warning_sentences)
+
+
+def last_warnings(results: dict[str, Any]) -> list[str]:
+    """The limits of the outcome that stand after it: those of each scale, and of the trend."""
+    warnings = _of_each_scale(scales_in(results), warning_sentences)
+    note = results["trend"]["multiplier_note"] if "trend" in results else ""
+    return [*warnings, note] if note else warnings
+
+
+def warnings_of_others(results: dict[str, Any], scale: str) -> list[str]:
+    """What a reader must know before the outcome at a scale, of the other scales."""
+    return _of_each_scale({name: found for name, found in scales_in(results).items() if name != scale}, first_warning_sentences)
+
+
+def _of_each_scale(scales: dict[str, dict[str, Any]], sentences: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    """The sentences about each scale, the largest first."""
+    return [f"Scale {name}: {text}" if name else text for name, found in reversed(scales.items()) for text in sentences(found)]
+
+
+def trend_sentence(results: dict[str, Any]) -> str:
+    """The verdicts of the trend in one line."""
+    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
+    for name, trend in results["trend"]["models"].items():
+        verdicts[trend["verdict"]].append(name)
+    found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
+    return f"Trend of the improvement over the scales: {', '.join(found)}."
+
+
+def trend_protocol(results: dict[str, Any]) -> list[str]:
+    """How the trend was judged."""
+    trend = results["trend"]
+    tested = sum(found["p"] is not None for found in trend["models"].values())
+    meanings: dict[str, list[str]] = {}
+    for name, found in trend["models"].items():
+        meanings.setdefault(found["meaning"], []).append(name)
+    return [
+        "The verdict at the largest scale is the judgement. The trend explains it.",
+        "No model is tested over the scales."
+        if not tested
+        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
+        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend['alpha']:g}, corrected for {tested} models "
+        "by Holm's method.",
+        *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
+    ]
+
+
+def law_sentence(results: dict[str, Any]) -> str:
+    """The baseline's law of compute, or why there is none; empty at one scale."""
+    if "trend" not in results:
+        return ""
+    law = results["trend"]["law"]
+    if law is None:
+        return results["trend"]["law_note"]
+    return (
+        f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
+        f"C^-{law['exponent']:.3f}."
+    )
+
+
+def cost_sentence(results: dict[str, Any]) -> str:
+    """What a run of the baseline costs at one scale."""
+    baseline = results["models"][results["baseline"]]
+    flops = baseline["flops_per_token"] * results["tokens_per_run"]
+    return (
+        f"{baseline['non_embedding_parameters']:,} non-embedding parameters, {results['tokens_per_run']:,} tokens and "
+        f"{flops:.2g} FLOPs a run, {len(results['seeds'])} seeds"
+    )
 
 
 def outcome_sentence(results: dict[str, Any]) -> str:
@@ -42,7 +117,7 @@ def first_warning_sentences(results: dict[str, Any]) -> list[str]:
             "the data too, and its tests by seed do not hold."
         )
     for name, model in results["models"].items():
-        warnings += _edge_warnings(name, model, results.get("trunk"))
+        warnings += _edge_warnings(name, model)
         warnings += _diverged_warnings(name, results)
     return warnings
 
@@ -71,22 +146,16 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         elif diverged and chosen_runs(results, name):
             warnings.append(f"{name} diverged in all of its runs.")
     baseline, tested = results["baseline"], _tested(results)
-    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)}, results["seeds"])
+    losses = losses_by_seed({name: results["models"][name] for name in (baseline, *tested)})
     if ratio := noise_ratio(losses, baseline):
         others, baseline = f"the other model{'s' * (len(tested) > 1)}", "the baseline"
         louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
         warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
-    gaps = {name: model["rate_gap"] for name, model in results["models"].items()}
-    if unclear := [f"{name} ({gap:.2f})" for name, gap in gaps.items() if gap is not None and gap < CLEAR_RATE_GAP]:
-        warnings.append(
-            f"The two best learning rates lie less than {CLEAR_RATE_GAP:g} standard deviations of a run apart for "
-            f"{', '.join(unclear)}: the one chosen may not be the best."
-        )
     return warnings
 
 
-def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[str]:
-    """Says where the best rate of a model is the smallest or the largest tried, of a scale that may have a trunk."""
+def _edge_warnings(name: str, model: dict[str, Any]) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried."""
     warnings = []
     for end in ("smallest", "largest"):
         seeds = [seed for seed, edge in model["edges"].items() if edge == end]
@@ -97,7 +166,7 @@ def _edge_warnings(name: str, model: dict[str, Any], trunk: str | None) -> list[
         if len(seeds) < len(model["runs"]):
             where += f", in {len(seeds)} of {len(model['runs'])} seeds"
         after = (
-            f"{_end_of_search(model, trunk)}, so there is no verdict"
+            f"{_end_of_search(model)}, so there is no verdict"
             if model["search"]
             else "the file asked for just these rates, and a better one may lie beyond"
         )
@@ -114,25 +183,17 @@ def _diverged_warnings(name: str, results: dict[str, Any]) -> list[str]:
         tried = f", in {len(model['runs']) - chosen} of {len(model['runs'])} seeds"
     else:
         tried = f" ({', '.join(f'{rate:g}' for rate in model['learning_rates'])})"
-    end = f": {_end_of_search(model, results.get('trunk'))}, and smaller rates were not tried" if model["search"] else ""
+    end = f": {_end_of_search(model)}, and smaller rates were not tried" if model["search"] else ""
     return [f"{name} diverged at every learning rate tried{tried}{end}."]
 
 
-def _end_of_search(model: dict[str, Any], trunk: str | None) -> str:
-    if trunk is not None:
-        return f"the search was that of scale {trunk}, with whose runs these begin"
+def _end_of_search(model: dict[str, Any]) -> str:
     return f"the search stopped at its limit of {model['search']['limit']} rates"
 
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    if not _tested(results):
-        return []
-    choice = _rate_choice(results)
-    if choice == "sweep":
-        counts = [count for count in _SWEEP_ERRORS if count <= len(results["sweep_seeds"])]
-        return [_SWEEP.format(*_SWEEP_ERRORS[max(counts)])]
-    return [] if choice is None else [_EACH_SEED]
+    return [_EACH_SEED] if _tested(results) and _has_choice(results) else []
 
 
 def _tested(results: dict[str, Any]) -> list[str]:
@@ -169,28 +230,16 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     ]
     if results["same_tokens"]:
         sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
-    choice = _rate_choice(results)
-    if choice == "each_seed":
+    if _has_choice(results):
         sentences.append(
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
-        if results.get("trunk"):
-            sentences.append(
-                f"Each run begins with that of scale {results['trunk']} at the same rate and seed, so the rates are those that "
-                "were tried there."
-            )
-        elif any(model["search"] for model in results["models"].values()):
+        if any(model["search"] for model in results["models"].values()):
             sentences.append(
                 "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
                 "beyond was tried, too."
             )
-    elif choice == "sweep":
-        sentences.append(
-            "Each learning rate was chosen on the validation split, in runs with the "
-            f"seed{'s' * (len(results['sweep_seeds']) > 1)} {', '.join(map(str, results['sweep_seeds']))} that are not "
-            "reported. The reported losses are measured on the test split, which was not used to choose them."
-        )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if tested:
@@ -209,8 +258,6 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _rate_choice(results: dict[str, Any]) -> str | None:
-    """How learning rates were chosen, "each_seed" or "sweep"; `None` if no model had a choice."""
-    if all(len(model["learning_rates"]) == 1 for model in results["models"].values()):
-        return None
-    return results["rate_choice"]
+def _has_choice(results: dict[str, Any]) -> bool:
+    """Whether any model had several rates to choose among."""
+    return any(len(model["learning_rates"]) > 1 for model in results["models"].values())

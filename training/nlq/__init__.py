@@ -249,8 +249,7 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         print("\n".join(describe_status(folder)))
         return
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.ladder_report import describe_ladder
-    from modeling_nlq.training.comparison.plan import Ladder, default_folder
+    from modeling_nlq.training.comparison.plan import default_folder
     from modeling_nlq.training.comparison.report import describe
 
     comparison = load_comparison(arguments.comparison, read_overrides(words))
@@ -270,8 +269,7 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
                 print(f"warning: {warning}", flush=True)
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
-        outcome = describe_ladder(results) if isinstance(comparison, Ladder) else describe(results)
-        print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
+        print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
 
 
 def _describe_plan(comparison, arguments: argparse.Namespace) -> None:

@@ -1,20 +1,17 @@
-"""Checkpoints: which of them are complete, whether a run may go on from one, and which are kept for other runs."""
+"""Checkpoints: which of them are complete, and whether a run may go on from one."""
 
 import json
-import shutil
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..files import STATE_FILE, differences, written_whole
+from ..files import STATE_FILE, differences
 from ..models import config_differences
-from .mirror import CHECKPOINT, wait_for_all
 from .record import RunRecord, best_checkpoint
 
 
@@ -23,9 +20,6 @@ logger = logging.get_logger(__name__)
 # Where FSDP's checkpoints hold the weights, by Accelerate's `fsdp_state_dict_type`
 FSDP_FILE, FSDP_FOLDER = f"{FSDP_MODEL_NAME}.bin", f"{FSDP_MODEL_NAME}_0"
 _FSDP_WEIGHTS = {"FULL_STATE_DICT": FSDP_FILE, "SHARDED_STATE_DICT": FSDP_FOLDER}
-
-# The names of checkpoints that are kept begin so. Neither Trainer nor the end of a run removes them
-KEPT = "trunk-"
 
 
 def is_complete_checkpoint(folder: Path) -> bool:
@@ -70,7 +64,6 @@ def checkpoint_to_resume(
     config: PreTrainedConfig,
     record: RunRecord,
     state_dict_type: str | None = None,
-    begin_with: Path | None = None,
 ) -> tuple[Path, TrainerState] | None:
     """Finds the checkpoint that a run goes on from, with its state; `None` if the run begins.
 
@@ -79,11 +72,9 @@ def checkpoint_to_resume(
         config: configuration of the model that is trained.
         record: it takes over the counts of the checkpoint.
         state_dict_type: how FSDP stores weights in this run; `None` without FSDP.
-        begin_with: a checkpoint of another run, taken where the run folder has none.
 
     Raises:
-        ValueError: if the checkpoint is not complete, belongs to another model or to other data, is stored in another way, or
-            lies behind the last step of this run.
+        ValueError: if the checkpoint is not complete, belongs to another model or to other data, or is stored in another way.
     """
     is_asked_for = arguments.resume_from_checkpoint is not None
     if is_asked_for:
@@ -91,18 +82,12 @@ def checkpoint_to_resume(
         if not is_complete_checkpoint(checkpoint):
             raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
     else:
-        checkpoint = last_complete_checkpoint(Path(arguments.output_dir)) or begin_with
+        checkpoint = last_complete_checkpoint(Path(arguments.output_dir))
     if checkpoint is None:
         return None
-    if checkpoint == begin_with and not is_complete_checkpoint(checkpoint):
-        raise ValueError(f"begin_with={str(checkpoint)!r} is no complete checkpoint")
     _check_same_model(checkpoint, config)
     _check_same_storage(checkpoint, state_dict_type)
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-    if checkpoint == begin_with and 0 < arguments.max_steps <= state.global_step:
-        raise ValueError(
-            f"begin_with={str(checkpoint)!r} is of step {state.global_step}, not before max_steps={arguments.max_steps}"
-        )
     _check_same_conditions(checkpoint, state, record, is_asked_for)
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
     if best is not None and not is_complete_checkpoint(Path(best)):
@@ -141,40 +126,3 @@ def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRec
             f"{found}; restore what it was, choose another --output_dir, or go on all the same by --resume_from_checkpoint "
             f"{checkpoint}"
         )
-
-
-def kept_checkpoint(run_folder: Path, step: int) -> Path:
-    """The place of a checkpoint that `KeptCheckpoints` keeps."""
-    return run_folder / f"{KEPT}{step}"
-
-
-class KeptCheckpoints(TrainerCallback):
-    """Saves checkpoints at given steps, and keeps a copy of each for runs that begin with it (`begin_with`).
-
-    Args:
-        steps: numbers of optimizer steps.
-    """
-
-    def __init__(self, steps: Iterable[int]):
-        self.steps = frozenset(steps)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._keep(args, state.global_step)  # the run may have been interrupted between the checkpoint and its copy
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        # At the end of the step, `RunRecord` already reads whether a checkpoint follows
-        if state.global_step + 1 in self.steps:
-            control.should_save = True
-
-    def on_save(self, args, state, control, **kwargs):
-        self._keep(args, state.global_step)
-
-    def _keep(self, args: TrainingArguments, step: int) -> None:
-        if step not in self.steps:
-            return
-        wait_for_all()  # each process has files of its own in a checkpoint
-        source, target = Path(args.output_dir) / f"{CHECKPOINT}{step}", kept_checkpoint(Path(args.output_dir), step)
-        if args.process_index == 0 and is_complete_checkpoint(source) and not is_complete_checkpoint(target):
-            # No hard links: Trainer may write this checkpoint again, into the same files
-            with written_whole(target, last=STATE_FILE) as unfinished:
-                shutil.copytree(source, unfinished, dirs_exist_ok=True)

@@ -88,7 +88,6 @@ def train_recipe(
     resolved: ResolvedRecipe,
     tokenizer_folder: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-    begin_with: Path | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
@@ -98,14 +97,12 @@ def train_recipe(
         resolved: the recipe.
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
         callbacks: more callbacks for `Trainer`.
-        begin_with: a checkpoint of another run, from which this one goes on as long as it has none of its own. Counts, times
-            and history of the other run are then part of this one.
 
     Returns:
         The content of `metrics.json`.
 
     Raises:
-        ValueError: as `train` does, or if the run cannot go on from `begin_with`.
+        ValueError: as `train` does.
     """
     recipe, arguments = resolved.recipe, resolved.training_arguments
     if is_address(arguments.output_dir):
@@ -125,7 +122,7 @@ def train_recipe(
     size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
-        _train(run, begin_with)
+        _train(run)
         metrics = _collect(run)
         if run.trainer.is_world_process_zero():
             _write_results(run, metrics)
@@ -292,12 +289,12 @@ def _make_trainer(
 # Run
 
 
-def _train(run: _Run, begin_with: Path | None) -> None:
-    """Trains from the beginning, from where the run was interrupted, or from a checkpoint of another run."""
+def _train(run: _Run) -> None:
+    """Trains from the beginning, or from where the run was interrupted."""
     trainer, arguments = run.trainer, run.resolved.training_arguments
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     state_dict_type = None if plugin is None else plugin.state_dict_type.name
-    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, state_dict_type, begin_with)
+    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, state_dict_type)
     if trainer.is_world_process_zero():  # its shares of a batch may be others than those of an earlier part of the run
         write_yaml(Path(arguments.output_dir) / RECIPE_FILE, run.resolved.given)
     if resumed is None:

@@ -27,7 +27,6 @@ import modeling_nlq
 from ..files import has_little_space, write_text
 from ..storage import copy_file, is_address, lock_file, open_folder, scratch_folder
 from ..text import one_line
-from .checkpoints import KeptCheckpoints
 from .mirror import CHECKPOINT, LOG, PROGRESS, Mirror, log_file, wait_for_all
 from .recipe import ResolvedRecipe, resolve_recipe
 from .shared_files import local_data, local_model
@@ -49,8 +48,6 @@ class Order:
         pace: seconds between two reports of progress.
         patience: seconds to wait for another process that makes the same run.
         keeps_checkpoints: whether the checkpoints stay when the run is finished.
-        begin_with: the path of another run's checkpoint that this one begins with.
-        keep: steps whose checkpoints are kept for other runs, in a folder that is no address.
         version: the version of this package where the order was given.
     """
 
@@ -64,8 +61,6 @@ class Order:
     pace: float = 1.0
     patience: float = 0.0
     keeps_checkpoints: bool = False
-    begin_with: str | None = None
-    keep: tuple[int, ...] = ()
     version: str = modeling_nlq.__version__
 
 
@@ -251,9 +246,7 @@ def _train(
     resolved = resolve_recipe(order.content, {"output_dir": str(folder), "disable_tqdm": True})
     places = {"model": order.model and str(local_model(order.model)), "dataset": order.dataset}
     resolved = _with_places(resolved, **{name: place for name, place in places.items() if place})
-    if order.keep:
-        callbacks = [*callbacks, KeptCheckpoints(order.keep)]
-    metrics = train_recipe(resolved, data, callbacks, None if order.begin_with is None else Path(order.begin_with))
+    metrics = train_recipe(resolved, data, callbacks)
     if not is_first:
         return metrics
     if not order.keeps_checkpoints:

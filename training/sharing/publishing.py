@@ -32,7 +32,6 @@ from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP
 
 from ..card import converted_base, render
-from ..comparison.ladder_report import ladder_verdicts
 from ..comparison.report import verdicts
 from ..files import (
     ADAPTER,
@@ -218,10 +217,8 @@ def _collect(
         variant, run = (place.parent.name, place.name) if is_part else (None, None)
         try:
             results = read_json(comparison_folder / RESULTS_FILE)
-            if "scales" in results:
-                text = ladder_verdicts(results, variant, place.parents[2].name if is_part else None, run)
-            else:
-                text = verdicts(results, variant, run)
+            scale = place.parents[2].name if is_part and "scales" in results else None
+            text = verdicts(results, variant, run, scale)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."

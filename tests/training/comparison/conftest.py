@@ -35,7 +35,7 @@ def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]
     }
     training = {"max_steps": 8, "save_steps": 8, "eval_steps": 4, "report_to": "none"}
     recipe = {**read_yaml(Path(recipe_file)), "stability_steps": 1}
-    fields = {"rate_choice": "sweep", "learning_rates": [1e-2], "seeds": [0, 1, 2]}
+    fields = {"learning_rates": [1e-2], "seeds": [0, 1, 2]}
     file = make_file(recipe=recipe, models=models, training=training, **fields)
     folder = tmp_path_factory.mktemp("compared") / "results"
     return folder, run_comparison(load_comparison(file), folder), file

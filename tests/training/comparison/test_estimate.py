@@ -6,16 +6,18 @@ import re
 import tempfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer
 
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import (
+    Trial,
     describe_estimate,
     machine_warning,
     read_noise_floors,
-    seconds_per_token,
+    try_run,
 )
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import smallest_difference
@@ -51,7 +53,7 @@ class TestTrial:
     @pytest.mark.parametrize(
         ("seconds", "count", "expected"),
         [
-            ((5.0, 0.5), 3, 0.5),  # the first step warms up
+            ((5.0, 0.5), 4, 0.5),  # the first step warms up
             ((0.5, 0.25), 8, 0.25),  # two seconds
             ((11.0,), 1, 11.0),
             ((4.0, 7.0), 2, 7.0),
@@ -60,9 +62,14 @@ class TestTrial:
     )
     def test_steps(self, make_file, steps, seconds, count, expected):
         batches = steps(*seconds)
-        found = seconds_per_token(load_comparison(make_file(training=TRAINING)))
+        found = try_run(load_comparison(make_file(training=TRAINING)))
         assert [shape for shape, _ in batches] == [(8, 64)] * count
-        assert found == pytest.approx(expected / (8 * 64))
+        assert found.step == pytest.approx(np.full(3, expected / (8 * 64)))
+
+    def test_range(self, make_file, steps):
+        steps(5.0, 1.0, 2.0, 3.0)
+        found = try_run(load_comparison(make_file(training=TRAINING)))
+        assert found.step == pytest.approx(np.array([1.2, 2.0, 2.8]) / (8 * 64))
 
     def test_batch_and_threads(self, make_file, steps):
         """A large batch is cut, steps of a batch are not accumulated, and the threads are those of the runs."""
@@ -70,11 +77,11 @@ class TestTrial:
         batches = steps(11.0)
         training = {**TRAINING, "per_device_train_batch_size": 1000, "gradient_accumulation_steps": 3}
         comparison = load_comparison(make_file(training=training))
-        assert seconds_per_token(comparison, before + 1) == pytest.approx(11 / 8192)
+        assert try_run(comparison, before + 1).step == pytest.approx(np.full(3, 11 / 8192))
         assert batches == [((128, 64), before + 1)] and torch.get_num_threads() == before
 
     def test_leaves_nothing(self, make_file, tmp_path, monkeypatch, capfd):
-        """With all that writes or prints in a run, a trial does neither."""
+        """It takes the time of a run with all that writes or prints, and does neither."""
         training = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "logging_first_step": True, "log_level": "info"}
         training |= {
             "eval_strategy": "steps",
@@ -86,30 +93,35 @@ class TestTrial:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         capfd.readouterr()
-        assert 0 < seconds_per_token(comparison) < 60
+        found = try_run(comparison)
+        assert 0 < found.step[0] <= found.step[2] < 60 and found.evaluation > 0 and found.others > 0
         assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir()) and dict(os.environ) == environment
 
 
 class TestOutput:
-    def test_times(self, make_file, corpus, steps):
+    def test_times(self, make_file, corpus, monkeypatch):
         """The wide model takes as much longer as it has more FLOPs. Start-up and evaluation count."""
-        steps(11.0)
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
+        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.array([9.0, 11.0, 14.0]) / (8 * 64), 3 / (8 * 64), 2.0))
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
         comparison = load_comparison(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
         base, wide = (variant.size.flops_per_token for variant in comparison.variants.values())
         lines = list(describe_estimate(comparison))
-        # 2.25 bytes a token; validation and test, each once; a forward pass is a third of a step
-        evaluation = 11 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249 / 3
-        everything = 2 * 50 + 6 * 2 + (11 * 100 + evaluation) * (4 + 2 * wide / base)
-        assert lines[0] == (
-            f"time on this machine: about {duration(2 + 11 * 100 + evaluation)} a run of base, {duration(everything)} in all, "
-            "one run at a time"
-        )
-        assert "with start-up and evaluation by the size of the text" in lines[1]
+        # 2.25 bytes a token; validation and test, each once
+        evaluation = 3 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249
 
-    def test_evaluation_at_steps(self, make_file, steps):
+        def everything(step):
+            return duration(2 * 50 + 6 * 2 + (step * 100 + evaluation) * (4 + 2 * wide / base))
+
+        assert lines[0] == (
+            f"time on this machine: about {duration(2 + 11 * 100 + evaluation)} a run of base, {everything(11)} "
+            f"({everything(9)} to {everything(14)}) in all, one run at a time"
+        )
+        assert "with start-up and evaluation by the size of the text; the range is that of the steps" in lines[1]
+
+    def test_evaluation_at_steps(self, make_file, monkeypatch):
         """Each one reads the validation split: the first is the last without them."""
-        steps(11.0)
+        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.full(3, 11 / (8 * 64)), 3 / (8 * 64), 2.0))
 
         def minutes(**training) -> int:
             line = next(describe_estimate(load_comparison(make_file(training={**TRAINING, **training}))))
@@ -146,8 +158,9 @@ class TestOutput:
         lines = list(describe_estimate(load_comparison(make_file(recipe=recipe, training=TRAINING))))
         assert "about 18 min a run" in lines[0] and "but without evaluation, for the text is not here" in lines[1]
 
-    def test_ladder(self, make_file, recipe_file, steps, capsys, tmp_path):
-        steps(11.0)
+    def test_ladder(self, make_file, recipe_file, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
+        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.array([9.0, 11.0, 11.0]) / (8 * 64), 0.0, 2.0))
         scales = {
             "small": {"switches": {"hidden_size": 16}, "seeds": [0]},
             "large": {"switches": {"hidden_size": 64}},
@@ -159,9 +172,11 @@ class TestOutput:
         assert main(["compare", file, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if line.startswith("time on")] == [
-            "time on this machine, scale small: about 18 min a run of base, 1 h 50 min in all, more if a search goes on",
-            "time on this machine, scale large: about 18 min a run of base, 5 h 31 min in all, more if a search goes on",
-            "time on this machine, all scales: about 7 h 22 min, one run at a time",
+            "time on this machine, scale small: about 18 min a run of base, 1 h 50 min (90 min to 1 h 50 min) in all, more if "
+            "a search goes on",
+            "time on this machine, scale large: about 18 min a run of base, 5 h 31 min (4 h 31 min to 5 h 31 min) in all, more "
+            "if a search goes on",
+            "time on this machine, all scales: about 7 h 22 min (6 h 2 min to 7 h 22 min), one run at a time",
         ]
         found = 0.5 * smallest_difference(3, 1, 1.0)
         found = f"{found:.2g} % of the loss, if the noise floor is 0.5 %"

@@ -9,10 +9,9 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
-from modeling_nlq.training.comparison import ladder
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
-from modeling_nlq.training.comparison.ladder_report import ladder_verdicts
 from modeling_nlq.training.comparison.reading import load_comparison, outline
+from modeling_nlq.training.comparison.report import describe, verdicts
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
@@ -115,8 +114,6 @@ class TestPlan:
             ({"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}}, "tokens_per_parameter=0 must be a number above 0"),
             ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of tokens"),
             ({"models": {"base": {"switches": "wide"}, "twin": None}}, "model 'base': switches"),
-            ({"rate_choice": "best"}, "rate_choice='best' must be one of each_seed, sweep"),
-            ({"sweep_seeds": [7]}, "needs rate_choice: sweep"),
         ],
     )
     def test_bad_input(self, ladder_file, capsys, tmp_path, fields, message):
@@ -211,19 +208,6 @@ class TestRuns:
         again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
 
-    def test_a_ladder_whose_seeds_shared_a_start_goes_on(self, ladder_file, tmp_path, monkeypatch):
-        """As older versions began it: no run is made twice."""
-        best = {0: 1e-2, 1: 4e-2, 2: 4e-2}
-        engine = PlantedEngine(lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / best[run.seed])))
-        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), seeds=[0, 1, 2])
-        with monkeypatch.context() as patch:
-            patch.setattr(ladder, "chosen_rates", lambda *_: dict.fromkeys(("base", "twin"), dict.fromkeys(range(3), 4e-2)))
-            run_comparison(load_comparison(file), tmp_path, engine)
-        before = len(engine.made)
-        results = run_comparison(load_comparison(file), tmp_path, engine)
-        assert sorted(engine.made) == sorted(set(engine.made)) and len(engine.made) == before
-        assert [run["learning_rate"] for run in results["scales"]["middle"]["models"]["twin"]["runs"]] == [1e-2, 4e-2, 4e-2]
-
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
         """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
         scales = dict(itertools.islice(SCALES.items(), 2))
@@ -251,8 +235,11 @@ class TestRuns:
     def test_three_scales_have_no_law(self, ladder_file, tmp_path):
         file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])
         results = run_and_report(load_comparison(file), tmp_path / "ladder", PlantedEngine(planted(1.3)))
-        assert results["trend"]["law"] is None and "it needs 4 scales" in results["trend"]["law_note"]
-        assert results["trend"]["models"]["twin"]["extrapolation"] is not None
+        note = results["trend"]["law_note"]
+        assert results["trend"]["law"] is None and "it needs 4 scales" in note
+        assert (tmp_path / "ladder/results.md").read_text().endswith(f"\n\n{note}\n")
+        assert (tmp_path / "ladder/report.html").read_text().count(note) == 1
+        assert " ".join(describe(results).split()).endswith(note)
 
     def test_trained_ladder(self, ladder_file, tmp_path, capsys):
         """Two scales, really trained: the command ends with a report, and the folder of each scale is that of a comparison."""
@@ -275,7 +262,7 @@ class TestRuns:
             assert metrics["tokens_seen"] == found["tokens_per_run"]
         model = folder / "scales" / "small" / results["scales"]["small"]["models"]["twin"]["runs"][0]["folder"]
         assert "comparison/results.md" in publish(model, "anna/twin", dry_run=True).files
-        text = ladder_verdicts(results, "twin", "small")
+        text = verdicts(results, "twin", scale="small")
         assert "**twin** (this model)" in text and "the scale small of a ladder of 2 scales: small, middle" in text
         again = run_comparison(load_comparison(file), folder)
         assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(

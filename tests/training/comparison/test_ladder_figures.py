@@ -27,16 +27,20 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
         for index, (name, percent) in enumerate({**MODELS, "gated": gated}.items()):
             loss = (2 + 1.6 * (flops / 1.8e17) ** -0.12) * (1 - percent / 100)
             best = -2.6 - 0.2 * np.log10(flops / 1e15) + 0.05 * index
-            sweep = [
+
+            def validation_loss(rate, loss=loss, best=best):
+                return loss * (1.01 + 0.04 * (np.log10(rate) - best) ** 2 + 0.5 * noise * random.standard_normal())
+
+            tried = [
                 {
                     "learning_rate": rate,
                     "seed": seed,
                     "diverged": name == "gated" and rate == RATES[-1] and seed == 0,
-                    "validation_loss": loss
-                    * (1.01 + 0.04 * (np.log10(rate) - best) ** 2 + 0.5 * noise * random.standard_normal()),
+                    "validation_loss": validation_loss(rate),
                     "test_loss": loss,
                 }
                 for rate in RATES
+                if rate != RATES[2]
                 for seed in range(seeds)
             ]
             losses = loss * (1 + noise * (np.sqrt(0.75) * shared + 0.5 * random.standard_normal(seeds)))
@@ -45,15 +49,15 @@ def make_ladder(seeds=4, scales=4, noise=0.004, diverged=("squared ReLU", "width
                     "learning_rate": RATES[2],
                     "seed": seed,
                     "diverged": (name, scale) == diverged and seed == 1,
-                    "validation_loss": value,
+                    "validation_loss": validation_loss(RATES[2]),
                     "test_loss": value,
                 }
                 for seed, value in enumerate(losses.tolist())
             ]
             for run in runs:
                 run["test_loss"] = None if run["diverged"] else run["test_loss"]
-            models[name] = {"runs": runs, "tried": sweep}
-        contents[scale] = {"name": scale, "baseline": "softmax", "rate_choice": "sweep", "models": models}
+            models[name] = {"runs": runs, "tried": tried}
+        contents[scale] = {"name": scale, "baseline": "softmax", "models": models}
         own = {name: flops * (1 + 0.02 * index) for index, name in enumerate(MODELS)}
         parts.append(
             Scale(
@@ -87,15 +91,9 @@ def test_figure_can_be_written(drawing, ladder, tmp_path):
 def test_losses_of_every_seed_and_the_law(ladder):
     figure = draw_losses(ladder)
     axes = figure.axes[0]
-    near, far = axes.lines[0], axes.lines[1]
-    assert (near.get_linestyle(), far.get_linestyle()) == ("-", "--")
-    # The law is dashed from the largest scale on, for one decade
-    assert near.get_xdata()[[0, -1]] == pytest.approx([1e15, 1.8e17]) and far.get_xdata()[[0, -1]] == pytest.approx(
-        [1.8e17, 1.8e18]
-    )
+    assert axes.lines[0].get_xdata()[[0, -1]] == pytest.approx([1e15, 1.8e17])
     points = [line for line in axes.lines if line.get_linestyle() == "None"]
     assert [len(line.get_xdata()) for line in points] == [16, 16, 16, 15, 16]
-    assert [text.get_text() for text in axes.texts] == ["extrapolated"]
     assert "squared ReLU (1 of 16 diverged)" in labels(figure) and "95 % intervals of the laws" in labels(figure)
 
 
@@ -105,11 +103,9 @@ def test_a_law_for_each_model_and_a_mark_where_the_baseline_has_none(ladder):
     assert list(laws) == ["softmax", "relu", "sigmoid", "gated"]
     for others in (ladder, {**ladder, "trend": {**ladder["trend"], "law": None, "laws": dict(list(laws.items())[1:])}}):
         axes = draw_losses(others).axes[0]
-        dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
         drawn = others["trend"]["laws"]
-        assert [line.get_ydata()[-1] for line in dashed] == [law["curve"][-1][1] for law in drawn.values()]
+        assert [line.get_ydata()[-1] for line in axes.lines[: len(drawn)]] == [law["curve"][-1][1] for law in drawn.values()]
         assert len(axes.collections) == len(drawn) + 1  # their bands, and the lines of the scales
-        assert [text.get_text() for text in axes.texts] == ["extrapolated"]
         named = [text for text in labels(axes.figure) if "of the baseline" in text or "of the laws" in text]
         assert len(named) == 1 + (others is ladder)
 
@@ -127,15 +123,12 @@ def test_multipliers_and_what_lies_beyond():
     assert labels(figure)[-1] == "more than a decade beyond the ladder" and "softmax (baseline)" not in labels(figure)
 
 
-def test_improvements_and_their_extrapolation(ladder):
+def test_improvements_without_an_interval_are_crosses(ladder):
+    """Such as that of the model with a diverged run."""
     figure = draw_improvements(ladder)
-    axes = figure.axes[0]
-    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
-    expected = [model["extrapolation"] for model in ladder["trend"]["models"].values()]
-    # The model with a diverged run has none, but a point without an interval
-    drawn = {line.get_marker(): line.get_ydata()[0] for line in hollow}
-    assert drawn.pop("X") == ladder["trend"]["models"]["squared ReLU"]["steps"]["width 192"]["improvement"]
-    assert list(drawn.values()) == [further["improvement"] for further in expected if further]
+    (cross,) = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
+    step = ladder["trend"]["models"]["squared ReLU"]["steps"]["width 192"]
+    assert (cross.get_marker(), cross.get_ydata()[0]) == ("X", step["improvement"])
     assert labels(figure)[-2:] == ["noise floor: \N{PLUS-MINUS SIGN}1 sd of the baseline over seeds", "no interval"]
 
 
@@ -143,8 +136,9 @@ def test_bowls_are_means_over_seeds(ladder):
     figure = draw_bowls(ladder)
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == list(FLOPS)
-    sweep = ladder["scales"]["width 64"]["models"]["softmax"]["tried"]
-    means = [np.mean([run["validation_loss"] for run in sweep if run["learning_rate"] == rate]) for rate in RATES]
+    model = ladder["scales"]["width 64"]["models"]["softmax"]
+    runs = [*model["tried"], *model["runs"]]
+    means = [np.mean([run["validation_loss"] for run in runs if run["learning_rate"] == rate]) for rate in RATES]
     assert panels[0].lines[1].get_ydata() == pytest.approx(means)
     rings = [line for line in panels[0].lines if line.get_markersize() == 10]
     assert (rings[0].get_xdata()[0], rings[0].get_ydata()[0]) == (RATES[int(np.argmin(means))], pytest.approx(min(means)))
@@ -160,7 +154,6 @@ def test_bowls_show_every_reported_run(ladder):
     """A lucky seed lies far below the means and an unlucky one far above them; each is what its seed chose."""
     runs = copy.deepcopy(ladder["scales"])
     for found in runs.values():
-        found["rate_choice"] = "each_seed"
         for loss, run in zip((1.5, 5.0), found["models"]["relu"]["runs"]):
             run["validation_loss"] = loss
         found["models"]["relu"]["tried"][0]["validation_loss"] = 80.0
@@ -171,7 +164,6 @@ def test_bowls_show_every_reported_run(ladder):
 
 def test_small_ladders_have_fewer_figures():
     ladder = make_ladder(scales=2, seeds=1, diverged=None)
-    assert not [*draw_losses(ladder).axes[0].texts, *draw_improvements(ladder).axes[0].texts]  # nothing is extrapolated
     for content in ladder["scales"].values():
         for model in content["models"].values():
             model["tried"] = []

@@ -10,7 +10,7 @@ import yaml
 from transformers import TrainingArguments
 
 from modeling_nlq.configuration import names
-from modeling_nlq.training.comparison.plan import Ladder
+from modeling_nlq.training.comparison.plan import Ladder, Run
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
@@ -39,7 +39,7 @@ class TestPlan:
         monkeypatch.setattr(logger, "handlers", [caplog.handler])
         training = {"max_steps": 12, "torch_compile": True, "bf16": False, "report_to": "none"}
         comparison = load_comparison(make_file(training=training))
-        comparison.resolve(comparison.reported("base", 1e-2)[0], tmp_path)
+        comparison.resolve(Run("base", 1e-2, 0), tmp_path)
         assert not caplog.messages
         TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
         assert {message.split(" mostly")[0] for message in caplog.messages} == {"The speedups for torchdynamo"}
@@ -84,8 +84,7 @@ class TestPlan:
         for comparison in plan.scales.values() if isinstance(plan, Ladder) else [plan]:
             assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
             for model, variant in comparison.variants.items():
-                for run in comparison.trials(model, variant.rates.first[0], comparison.groups[0]):
-                    comparison.resolve(run, Path("runs"))
+                comparison.resolve(Run(model, variant.rates.first[0], comparison.seeds[0]), Path("runs"))
         assert list(plan.describe())
 
     @pytest.mark.parametrize("name", ["queries", "activations", "blocks"])
@@ -141,8 +140,6 @@ class TestBadInput:
             ({"seeds": [True]}, "seeds="),
             ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
             ({"seeds": [0, 0]}, "holds a seed twice"),
-            ({"seeds": [1000], "rate_choice": "sweep"}, r"sweep_seeds=\[1000\] and seeds share 1000"),
-            ({"sweep_seeds": [], "rate_choice": "sweep"}, r"sweep_seeds=\[\] must be a list of at least one"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
             ({"learning_rates": [-1.0]}, "must be a list of numbers above 0"),

@@ -21,7 +21,6 @@ from modeling_nlq.training.comparison.statistics import (
     noise_from_text,
     noise_ratio,
     power_warning,
-    rate_gap,
     smallest_difference,
 )
 
@@ -318,30 +317,6 @@ class TestVerdict:
         assert analyse(losses, "base", alpha=0.99 * p).effects["model"].verdict == "within noise"
 
 
-class TestRateGap:
-    @pytest.mark.parametrize("offset", [0.0, 10.0])
-    def test_is_by_hand(self, offset):
-        sweep = [offset + loss for loss in (4.7, 4.5, 5.5)]
-        assert rate_gap(sweep, [4.4, 4.5, 4.6]) == pytest.approx(0.2 / 0.1)
-        assert rate_gap(reversed(sweep), [4.4, None, 4.5, math.nan, 4.6]) == pytest.approx(2.0)
-        assert rate_gap([4.5, None, 4.9], [4.4, 4.8]) == pytest.approx(0.4 / statistics.stdev([4.4, 4.8]))
-        assert rate_gap([4.5, 4.5], [4.4, 4.8]) == 0.0
-
-    @pytest.mark.parametrize(
-        ("sweep", "reported"),
-        [
-            ([], [4.4, 4.5]),
-            ([4.5, None, math.inf], [4.4, 4.5]),
-            ([None, None], []),
-            ([4.5, 4.6], [4.4, None]),
-            ([4.5, 4.6], [0.1, 0.1, 0.1]),
-        ],
-        ids=["no choice", "one rate finished", "no rate finished", "one run finished", "no noise"],
-    )
-    def test_is_unknown_where_it_cannot_be_computed(self, sweep, reported):
-        assert rate_gap(sweep, reported) is None
-
-
 class TestNoiseRatio:
     def test_is_that_of_an_f_test(self):
         """With one model it is the F test of two variances, whose p is 5 % at a ratio of sqrt(39) for 3 seeds."""
@@ -442,26 +417,3 @@ class TestPlan:
         assert percents[0] > percents[1] > percents[2] < percents[3] < percents[4]
         assert smallest_difference(5, 1, 2.0) == pytest.approx(2 * percents[1])
         assert smallest_difference(5, 1, 1.0, power=0.5) < percents[1] < smallest_difference(5, 1, 1.0, alpha=0.01)
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("call", "message"),
-        [
-            (lambda: analyse({"a": BASE, "b": BASE}, "c"), "unknown baseline 'c'; the models are a, b"),
-            (lambda: analyse({}, "c"), "unknown baseline 'c'; the models are none"),
-            (lambda: analyse({"a": BASE, "b": BASE}, "a", unsettled=["c"]), "unknown unsettled model 'c'; the models are a, b"),
-            (lambda: analyse({"a": BASE}, "a"), "'a' is the only model"),
-            (lambda: analyse({"a": BASE, "b": BASE}, "a", alpha=5), "alpha is a probability between 0 and 1, not 5"),
-            (lambda: critical_t(1, 5), "at least 2 seeds, not 1"),
-            (lambda: critical_t(3, 0), "at least 1 model besides the baseline, not 0"),
-            (lambda: power_warning(1, 0), "at least 1 model besides the baseline, not 0"),
-            (lambda: detectable_effect(3, 1, alpha=0), "not 0"),
-            (lambda: smallest_difference(1, 5, 1.0), "at least 2 seeds, not 1"),
-            (lambda: smallest_difference(3, 5, 1.0, power=1.0), "power is a probability between alpha = 0.05 and 1, not 1.0"),
-        ],
-    )
-    def test_are_one_clear_line(self, call, message):
-        with pytest.raises(ValueError, match=message) as raised:
-            call()
-        assert "\n" not in str(raised.value)

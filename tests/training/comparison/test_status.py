@@ -27,10 +27,9 @@ class TestStatus:
         folder, _, file = finished
         assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        # The model whose rates all diverged has no reported runs
-        assert lines[-1] == "18 of 18 runs finished, 0 running, 0 waiting"
-        assert re.search(r"^absurd +2 of 2 +0 of 3 +every rate diverged$", "\n".join(lines), flags=re.MULTILINE)
-        assert re.search(r"^planted +5 of 5 +3 of 3 +0\.\d+$", "\n".join(lines), flags=re.MULTILINE)
+        assert lines[-1] == "24 of 24 runs finished, 0 running, 0 waiting"
+        assert re.search(r"^absurd +6 of 6 +3 of 3 +every rate diverged$", "\n".join(lines), flags=re.MULTILINE)
+        assert re.search(r"^planted +6 of 6 +3 of 3 +0\.\d+", "\n".join(lines), flags=re.MULTILINE)
 
     def test_at_work(self, finished, tmp_path):
         folder = tmp_path / "results"
@@ -39,7 +38,7 @@ class TestStatus:
             "base/rate-0.01-seed-0",
             "base/rate-0.01-seed-1",
             "base/rate-0.01-seed-2",
-            "planted/sweep-rate-0.005-seed-1000",
+            "planted/rate-0.005-seed-1",
         ):
             shutil.rmtree(folder / "runs" / name)
         write_progress(folder, "base/rate-0.01-seed-0")
@@ -54,8 +53,8 @@ class TestStatus:
         )
         assert re.search(r"^base/rate-0.01-seed-1 +interrupted +3 of 8 .* 3600 s ago$", text, flags=re.MULTILINE)
         assert "base/rate-0.01-seed-2: OSError: no memory" in text and "twin/rate" not in text
-        assert re.search(r"^planted +1 of 5 +0 of 3 +none yet$", text, flags=re.MULTILINE)
-        assert "11 of 18 runs finished, 1 running, 4 waiting, 2 failed or interrupted" in text
+        assert re.search(r"^planted +5 of 6 +2 of 3 +0\.\d+", text, flags=re.MULTILINE)
+        assert "20 of 24 runs finished, 1 running, 1 waiting, 2 failed or interrupted" in text
 
     def test_search_that_diverged_at_every_rate(self, make_file, tmp_path):
         """In all seeds of `twin`, and in one of `base`."""
@@ -78,13 +77,13 @@ class TestStatus:
         """The folder says it all, also the comparison that it holds."""
         monkeypatch.chdir(tmp_path)
         assert main(["compare", "any name", "--output_dir", str(finished[0]), "--status"]) == 0
-        assert "18 of 18 runs finished" in capsys.readouterr().out
+        assert "24 of 24 runs finished" in capsys.readouterr().out
         # Of the comparison's file, only the name is read
         Path("runs").mkdir()
         Path("runs/compare-mine").symlink_to(finished[0])
         Path("mine.yaml").write_text("recipe: missing.yaml\nmodels: {}\n")
         assert main(["compare", "mine.yaml", "--status"]) == 0
-        assert "18 of 18 runs finished" in capsys.readouterr().out
+        assert "24 of 24 runs finished" in capsys.readouterr().out
 
 
 class TestEngines:

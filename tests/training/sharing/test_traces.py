@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import yaml
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
+from matplotlib.figure import Figure
 from support.publishing_cases import CODE, RUN_FILES, TOKEN, change_json, write_card
-from transformers.convert_slow_tokenizer import import_protobuf
 
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
@@ -87,16 +85,11 @@ def write_secret(folder: Path, place: str, text: str, word: str) -> str:
         safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt", "note": text})
         return "model.safetensors, field metadata.note"
     if place == "picture":
-        chunks = PngInfo()
-        chunks.add_itxt("note", text, zip=True)
-        Image.new("L", (4, 4)).save(folder / "loss.png", pnginfo=chunks)
-        return "loss.png, field metadata.note"
+        Figure().savefig(folder / "loss.png", metadata={"note": text})
+        return "loss.png, line"
     if place == "sentencepiece":
-        model = import_protobuf().ModelProto()
-        model.trainer_spec.input.append(text)
-        model.pieces.add(piece=str(Path.home() / "x"), score=0.0)
-        (folder / "tokenizer.model").write_bytes(model.SerializeToString())
-        return "tokenizer.model"
+        (folder / "tokenizer.model").write_bytes(b"\x0a\x0e" + str(Path.home() / "x").encode() + b"\x00" + text.encode())
+        return "tokenizer.model, line"
     assert place == "file name"
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / f"{word}.jinja").write_text("")
@@ -309,7 +302,7 @@ class TestNothingLeaks:
             assert json.loads(files[name]) == json.loads((folder / name).read_text()), name
         assert files["README.md"] == card.read_bytes()
 
-    @pytest.mark.parametrize("place", ["label", "template", "weights", "picture", "sentencepiece"])
+    @pytest.mark.parametrize("place", ["label", "template", "weights", "picture"])
     def test_path_where_it_cannot_be_cut(self, place, copy_run, tmp_path, refuses):
         folder, path = copy_run(), str(tmp_path / "corpus.txt")
         where = write_secret(folder, place, f"from {path}", path)
