@@ -26,6 +26,8 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
 LARGE_SCORE = 40
+# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
+LARGEST_SUM = 2.0**96
 
 
 def keep_from_overflow(
@@ -86,7 +88,7 @@ def attention_weights(
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
-        may_overflow: whether sums of weights that float32 cannot hold may give weights that are not finite, which is faster.
+        may_overflow: whether sums of weights above `LARGEST_SUM` may make weights NaN, which is faster.
 
     Returns:
         Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0. A sum counts as 0
@@ -115,11 +117,14 @@ def attention_weights(
     scores = _hide(scores, visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - log_count
-    if normalization == "sum" and activation.is_homogeneous and scores.numel() and not may_overflow:
+    has_large_sums = normalization == "sum" and activation.is_homogeneous and scores.numel() > 0
+    if has_large_sums and not may_overflow:
         scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
     weights = _hide(activation.function(scores), visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
+        if has_large_sums and may_overflow:
+            total = total.masked_fill(total > LARGEST_SUM, torch.nan)
         is_zero = counts_as_zero(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
@@ -139,7 +144,7 @@ def one_query_by_pytorch(
 ) -> torch.Tensor:
     """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
 
-    Where the sum of the weights overflows, the output is not finite (`tiled_nlq.attend_in_scale` calls it again).
+    Where the sum of the weights is above `LARGEST_SUM`, the output is NaN (`tiled_nlq.attend_in_scale` calls this again).
 
     Args:
         module, attention_mask, scaling: as in `eager_attention_forward`.

@@ -25,13 +25,11 @@ from torch import nn
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import get_attention_activation
-from .attention_nlq import counts_as_zero, keep_from_overflow, one_query_attention
+from .attention_nlq import LARGEST_SUM, counts_as_zero, keep_from_overflow, one_query_attention
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
 
 
-# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
-LARGEST_SUM = 2.0**96
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
 

@@ -8,10 +8,11 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
+from ...attention_nlq import LARGEST_SUM
 from ...backends_nlq import AttentionBackend, Needs
 from ...masking_nlq import Visibility, read_visible
 from ...operators_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
-from ...tiled_nlq import LARGEST_SUM, attend_in_scale
+from ...tiled_nlq import attend_in_scale
 from .build import FOLDER, instructions, is_enabled, load
 
 
