@@ -477,8 +477,8 @@ class TestSelection:
         assert same["paired"] == same["pooled"] == same["blocks"] < 0.08
 
     def test_the_documented_errors_of_skewed_noise(self):
-        """Also those of the warning: the table of docs/comparisons.md, within four standard errors."""
-        text = (Path(__file__).parents[1] / "docs" / "comparisons.md").read_text().split("### Skewed noise")[1].split("\n#")[0]
+        """Also those of the warning: the table of docs/statistics.md, within four standard errors."""
+        text = (Path(__file__).parents[1] / "docs" / "statistics.md").read_text().split("## Skewed noise")[1].split("\n#")[0]
         rows = [re.findall(r"[\d.]+", line) for line in text.splitlines() if re.match(r"\| \d", line)]
         random, repetitions = np.random.default_rng(0), 1500
         for seeds, models, *shares in rows:

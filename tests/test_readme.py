@@ -1,4 +1,4 @@
-"""The documents say what is so: the README's snippets run as they stand, one after the other, and tables are the code's."""
+"""The documents say what is so: snippets run as they stand, one after the other, and tables are the code's."""
 
 import os
 import re
@@ -19,22 +19,25 @@ from modeling_nlq.configuration_nlq import AUTOMATIC
 
 
 README = REPOSITORY / "README.md"
-ATTENTION = README.parent / "docs" / "attention.md"
+DOCUMENTS = REPOSITORY / "docs"
+ATTENTION = DOCUMENTS / "attention.md"
 
 
-def snippets(document: Path = README) -> list[str]:
+def snippets(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
 def test_snippets(run, tmp_path, monkeypatch, capsys):
     shutil.copytree(run[0], tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
-    local = [snippet for snippet in snippets() if "runs/demo" in snippet or "you/" not in snippet]
-    assert len(local) == 4
     names = {}
-    for snippet in local:
-        exec(compile(snippet, "README.md", "exec"), names)
+    for document, count in ((README, 1), (DOCUMENTS / "switches.md", 1), (DOCUMENTS / "training.md", 3)):
+        local = [snippet for snippet in snippets(document) if "you/" not in snippet]
+        assert len(local) == count
+        for snippet in local:
+            exec(compile(snippet, document.name, "exec"), names)
     assert "def main(" in capsys.readouterr().out
+    assert names["other"].config.attention_activation == "sigmoid" != names["model"].config.attention_activation
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
     assert names["loaded"].config.num_labels == 2
 
@@ -42,7 +45,7 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_snippets_of_the_other_side(run, tmp_path):
     """Snippets that load a published model run in a process without this package, on a local Hub."""
-    documents = (README, README.parent / "docs" / "conversion.md")
+    documents = (README, DOCUMENTS / "conversion.md")
     shared = [snippet for document in documents for snippet in snippets(document) if "you/" in snippet]
     assert len(shared) == 2
     with HubServer({"hf_you": "you"}) as server:
@@ -59,10 +62,22 @@ def test_snippets_of_the_other_side(run, tmp_path):
         assert {"modeling_nlq.py", "model.safetensors", "tokenizer.json"} <= server.files("you/mine").keys()
 
 
-@pytest.mark.parametrize("document", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda path: path.name)
+PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCUMENTS.glob("*.md")), DOCUMENTS / "results" / "README.md"]
+
+
+def headings(document: Path) -> set[str]:
+    """The names by which links reach the headings of a document, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
+    titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
-        assert (document.parent / target).exists(), target
+    for target, heading in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)#\"]*)#?([^)\"]*)[)\"]", document.read_text()):
+        path = document.parent / target if target else document
+        assert path.exists(), target
+        assert not heading or heading in headings(path), f"{target}#{heading}"
 
 
 def test_table_of_activations():
@@ -72,7 +87,7 @@ def test_table_of_activations():
         for activation in ATTENTION_ACTIVATIONS.values()
     ]
     assert "\n".join(rows) in ATTENTION.read_text()
-    assert ", ".join(f"`{name}`" for name in ATTENTION_ACTIVATIONS) in README.read_text()
+    assert ", ".join(f"`{name}`" for name in ATTENTION_ACTIVATIONS) in (DOCUMENTS / "switches.md").read_text()
 
 
 def test_table_of_backends():

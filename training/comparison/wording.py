@@ -8,8 +8,12 @@ from .statistics import noise_ratio, power_warning
 from .tables import chosen_runs, scales_in
 
 
-# Stands beside every p-value and interval where rates were chosen
+# One of these stands beside every p-value and interval
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+_ONE_RATE = (
+    "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it better: a "
+    "difference may be one between rates and not between models."
+)
 
 # The share of wrong verdicts is the largest that the benchmark measures
 _UNEQUAL_NOISE = (
@@ -192,8 +196,8 @@ def _end_of_search(model: dict[str, Any]) -> str:
 
 
 def selection_sentences(results: dict[str, Any]) -> list[str]:
-    """Whether tests and intervals include the risk of a wrong learning rate, if one was chosen."""
-    return [_EACH_SEED] if _tested(results) and _has_choice(results) else []
+    """Whether tests and intervals include the risk of a wrong learning rate."""
+    return [_EACH_SEED if _has_choice(results) else _ONE_RATE] if _tested(results) else []
 
 
 def _tested(results: dict[str, Any]) -> list[str]:

@@ -34,8 +34,8 @@ class Part(NamedTuple):
 
     Attributes:
         fields: their names in the family.
-        read: returns fields of `NLQConfig` from a configuration of the family; a list has a value for each layer.
-        write: returns fields of the family from the configurations of the layers of an NLQ model.
+        read: function from a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
+        write: function from the configurations of the layers of an NLQ model to fields of the family.
     """
 
     fields: tuple[str, ...]
@@ -198,12 +198,12 @@ class Family:
         switches: fields of `NLQConfig` with one value for the whole family.
         parts: the fields of its configuration.
         without_effect: other fields, which do not change the outputs.
-        block_names: name in NLQ -> name in the family, of the modules of a block; others are equal. Those with the same name
-            there are fused.
+        block_names: names of the modules of a block, NLQ's -> the family's; others are equal. Modules of NLQ that share a name
+            in the family are fused there.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a classifier of tokens.
-        read_tensors: returns the tensors of an NLQ model from the one of the family with the given name.
-        write_tensors: the inverse.
+        read_tensors: function that makes the tensors of an NLQ model from the one of the family with the given name.
+        write_tensors: its inverse.
     """
 
     config_class: type[PreTrainedConfig]

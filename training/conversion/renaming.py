@@ -63,7 +63,7 @@ class Origin:
 
     Attributes:
         sources: names of other parameters.
-        make: returns its tensor from theirs.
+        make: function from their tensors to the tensor of this parameter.
     """
 
     sources: tuple[str, ...]

@@ -281,8 +281,8 @@ class BlockCollator:
 
     Attributes:
         end_of_text: the token after each document.
-        restart: restart positions, and so attention, after each end of text. The first token of a document then has no label,
-            since it would be predicted from a document it cannot see.
+        restart: whether positions, and so attention, begin anew after each end of text. The first token of a document then has
+            no label, since it would be predicted from a document it cannot see.
     """
 
     end_of_text: int

@@ -97,8 +97,8 @@ class Documents(dict[str, Dataset | IterableDataset]):
     """Documents by split.
 
     Attributes:
-        fingerprint: depends on the text and on the fields of the recipe that shape the documents, and not on the place or
-            the time of a file; for a dataset of the Hub it is the one of `datasets`, and `None` for a stream from there.
+        fingerprint: hash of the text and of the fields of the recipe that shape the documents, without the place and the time
+            of a file; for a dataset of the Hub that of `datasets`, and `None` for a stream from there.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -208,9 +208,9 @@ class _File:
     """A local file of a dataset.
 
     Attributes:
-        path: absolute.
-        reader: what reads it: a value of `DATA_FORMATS`, or the folder of a dataset that only `datasets` can read.
-        digest: a hash of its content.
+        path: absolute path.
+        reader: a value of `DATA_FORMATS`, or the folder of a dataset that only `datasets` can read.
+        digest: hash of the content.
     """
 
     path: str

@@ -167,7 +167,7 @@ class ResolvedRecipe:
     Attributes:
         recipe: model, data and packing.
         switches: fields of the model configuration that the recipe sets.
-        training_arguments: for `Trainer`.
+        training_arguments: arguments of `Trainer`.
         given: all fields given in the file and by overrides, without `output_dir` and the like, as one mapping.
     """
 

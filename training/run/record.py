@@ -26,7 +26,8 @@ class RunRecord(TrainerCallback, ExportableState):
         dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
-        conditions: the last two. A checkpoint keeps them: only under the same ones does a run see its data in the same order.
+        conditions: batch size and fingerprint, which a checkpoint keeps. Only with the same ones does a run see its data in the
+            same order.
         tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill a last
             batch.
         token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data. Two runs

@@ -50,10 +50,10 @@ class Place:
     """A place in a document where a question can be asked.
 
     Attributes:
-        path: of the document.
-        offset: where the choices begin in the document, in characters.
-        context: what stands before them: whole lines, and the part of a line.
-        answer: what follows, without the white space around it.
+        path: path of the document.
+        offset: place in the document where the choices begin, in characters.
+        context: text before them: whole lines, and the part of a line.
+        answer: text that follows, without the white space around it.
         before, after: white space around the answer, which every choice gets.
         near: wrong answers that the context holds, sorted.
     """
@@ -174,7 +174,7 @@ class Task:
     """How the items of a task are made.
 
     Attributes:
-        find_places: finds where it can ask in a document.
+        find_places: function that finds the places in a document where the task can ask.
         near: the number of wrong choices taken from the context, if there are so many. The rest are answers of other items.
         even: whether all answers are asked for equally often, as far as the documents allow.
     """

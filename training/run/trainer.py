@@ -178,12 +178,12 @@ class _Run:
     """The parts of a run.
 
     Attributes:
-        resolved: its recipe.
-        trainer: with model, data and callbacks.
-        record: the tokens it saw, its speed, and whether it diverged.
-        blocks: its data by split.
-        fingerprint: of its documents.
-        size: of its model.
+        resolved: recipe of the run.
+        trainer: `Trainer` with model, data and callbacks.
+        record: tokens that the run saw, speed, and whether it diverged.
+        blocks: data by split.
+        fingerprint: hash of the documents.
+        size: size of the model.
         conversion: the record of the conversion whose new parameters are trained; `None` if all are.
     """
 

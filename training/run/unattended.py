@@ -38,8 +38,8 @@ class Order:
     """What a process needs to know to make a run, on this machine or another.
 
     Attributes:
-        name: for messages.
-        content: the recipe, as `resolve_recipe` takes it.
+        name: name of the run, for messages.
+        content: recipe, as `resolve_recipe` takes it.
         folder: the run folder or its address. Log and progress lie beside it.
         data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there, or its address.
         model: the path or the address of the recipe's model, if it is a file (see `share_model`).
