@@ -39,6 +39,11 @@ def used_kernels() -> dict[str, list[str]]:
     return {operation: sorted(names) for operation, names in sorted(_used.items())}
 
 
+def forget_used_kernels() -> None:
+    """Begins a new record, as before a run."""
+    _used.clear()
+
+
 class Operation:
     """A function that is computed by the first kernel that can.
 

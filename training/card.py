@@ -136,6 +136,7 @@ def render(
         dataset_fingerprint=metrics.get("dataset_fingerprint"),
         tokens_seen=metrics.get("tokens_seen"),
         steps=metrics.get("steps"),
+        kernels=metrics.get("kernels"),
         recipe=yaml.safe_dump(given, sort_keys=False) if given and metrics else None,
         validation_tokens=metrics.get("validation_tokens"),
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},

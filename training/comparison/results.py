@@ -134,8 +134,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the `learning_rates` tried, the
-      `search` for them (`None` for a list), the `runs` that are reported, those that were `tried` only to choose a rate, and
-      the `edges` (by seed, whether its rate is the smallest or the largest tried).
+      `search` for them (`None` for a list), the `runs` that are reported, those that were `tried` only to choose a rate, the
+      `kernels` that computed them, and the `edges` (by seed, whether its rate is the smallest or the largest tried).
     * a run: its losses on training, validation and test split in nats per token, whether it `diverged`, tokens per second,
       seconds of training steps, peak memory in bytes, `token_stream` (a hash of the tokens it saw, in order), and its
       `history`: `(step, value)` of each loss and gradient norm, the steps of `loss_spikes`, and `stability` by layer.
@@ -150,8 +150,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     models = {}
     for name, variant in comparison.variants.items():
         tunings = finished.tunings(comparison, name)
-        tried = [_read_run(finished, run) for run in finished.tried(comparison, name)]
-        runs = [_read_run(finished, run) for run in finished.reported(comparison, name)]
+        to_choose, reported = finished.tried(comparison, name), finished.reported(comparison, name)
+        tried, runs = ([_read_run(finished, run) for run in part] for part in (to_choose, reported))
         models[name] = {
             "given": without_folders(variant.given),
             "parameters": variant.size.total,
@@ -162,6 +162,7 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
             "learning_rates": sorted({rate for tuning in tunings for rate in tuning.losses} or variant.rates.first),
             "search": variant.rates.search,
             "edges": {tuning.seed: tuning.edge for tuning in tunings if tuning.edge is not None and tuning.rate is not None},
+            "kernels": sorted({finished.metrics(run).get("kernels", "not recorded") for run in (*to_choose, *reported)}),
             "tried": tried,
             "runs": runs,
         }

@@ -237,13 +237,19 @@ def number(value: float | None, form: str) -> str:
 
 
 def provenance(results: dict[str, Any]) -> dict[str, str]:
-    """Corpus, device and versions."""
+    """Corpus, device, versions, and what computed the runs of each model."""
+    kernels = {name: model["kernels"] for name, model in results["models"].items() if "kernels" in model}
     return {
         "corpus": str(results["comparison"]["recipe"].get("dataset", "python-stdlib")),
         "fingerprint": results["dataset_fingerprint"] or NOTHING,
         **{f"{split} tokens": number(results[f"{split}_tokens"], ",") for split in ("train", "validation", "test")},
         "device": results["device"],
         **results["versions"],
+        **{
+            f"kernels of {name}": " | ".join(model["kernels"])
+            for name, model in results["models"].items()
+            if "kernels" in model
+        },
     }
 
 

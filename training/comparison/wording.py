@@ -121,6 +121,8 @@ def first_warning_sentences(results: dict[str, Any]) -> list[str]:
             "the data too, and its tests by seed do not hold."
         )
     for name, model in results["models"].items():
+        if len(kernels := model.get("kernels", [])) > 1:
+            warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(kernels)}.")
         warnings += _edge_warnings(name, model)
         warnings += _diverged_warnings(name, results)
     return warnings

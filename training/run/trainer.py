@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
+from modeling_nlq.operations_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
 from ..files import (
@@ -120,6 +121,7 @@ def train_recipe(
             logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
     size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
+    forget_used_kernels()
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)
@@ -396,6 +398,7 @@ def _provenance(run: _Run) -> dict[str, Any]:
         "trained_parameters": run.size.trained,
         "flops_per_token": run.size.flops_per_token,
         "attn_implementation": run.trainer.model.config._attn_implementation,
+        "kernels": _kernels(run.trainer.model),
         "processes": arguments.world_size,
         "device": torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
         "versions": {
@@ -404,6 +407,15 @@ def _provenance(run: _Run) -> dict[str, Any]:
             **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
         },
     }
+
+
+def _kernels(model: PreTrainedModel) -> str:
+    """The code and the kernels that computed this process's part of a run, in one line."""
+    module = type(model.config).__module__  # FSDP derives a class of the model
+    if not module.startswith(f"{modeling_nlq.__name__}."):
+        return f"code of {module.split('.')[0]}"
+    names = (f"{operation} by {', '.join(kernels)}" for operation, kernels in used_kernels().items())
+    return "; ".join((f"code of the package {modeling_nlq.__version__}", *names))
 
 
 def _write_results(run: _Run, metrics: dict[str, Any]) -> None:

@@ -20,7 +20,9 @@ from modeling_nlq.training.comparison.ladder import gather_ladder
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
 from modeling_nlq.training.comparison.statistics import analyse, noise_from_text
+from modeling_nlq.training.comparison.tables import provenance
 from modeling_nlq.training.comparison.wording import (
+    first_warning_sentences,
     noise_floor_sentence,
     protocol_sentences,
     selection_sentences,
@@ -549,3 +551,14 @@ def test_published_ladders_are_what_their_runs_say(file, tmp_path):
     )
     assert rounded(gather_ladder(ladder, results["scales"])["trend"]) == rounded(results["trend"])
     check_files(results, file.parent, tmp_path)
+
+
+def test_runs_that_different_kernels_computed(results):
+    assert not any("different ways" in sentence for sentence in first_warning_sentences(results))
+    name = next(iter(results["models"]))
+    results["models"][name]["kernels"] = ["attention by nlq_cpp", "attention by nlq_tiled"]
+    assert (
+        f"The runs of {name} were computed in different ways: attention by nlq_cpp | attention by nlq_tiled."
+        in first_warning_sentences(results)
+    )
+    assert provenance(results)[f"kernels of {name}"] == "attention by nlq_cpp | attention by nlq_tiled"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ class TestRun:
         stored = json.loads((folder / "metrics.json").read_text())
         assert stored == metrics
         assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
+        assert re.fullmatch(r"code of the package [\d.]+; attention by \w+; loss by (cpp|pytorch)", stored["kernels"])
+        assert f"({stored['kernels']})" in (folder / "README.md").read_text()
         assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
         assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
 
