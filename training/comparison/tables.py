@@ -245,11 +245,7 @@ def provenance(results: dict[str, Any]) -> dict[str, str]:
         **{f"{split} tokens": number(results[f"{split}_tokens"], ",") for split in ("train", "validation", "test")},
         "device": results["device"],
         **results["versions"],
-        **{
-            f"kernels of {name}": " | ".join(model["kernels"])
-            for name, model in results["models"].items()
-            if "kernels" in model
-        },
+        **{f"kernels of {name}": " | ".join(found) for name, found in kernels.items()},
     }
 
 
