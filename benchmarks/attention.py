@@ -1,13 +1,14 @@
 """Time and memory of attention for every activation, forward and backward, beside PyTorch's softmax.
 
     python benchmarks/attention.py                       # time and memory on the CPU, in float32 and bfloat16
+    python benchmarks/attention.py --backend nlq_cpp     # the C++ code, on a CPU with AVX-512
     python benchmarks/attention.py --plot docs/images    # and the two pictures
     python benchmarks/attention.py --device cuda --markdown results/gpu/attention.md   # see `attention_cuda.py`
 
 Measures causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that
 other work of the machine slows all of them alike. Times are medians, ratios are medians of the rounds' ratios. Memory is
 measured in a fresh process: the peak of one forward and backward pass, minus what the process held before. Before anything is
-timed, `nlq_tiled` must give the outputs and gradients of `eager`.
+timed, the backend must give the outputs and gradients of `eager`.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def gate(arguments: argparse.Namespace, dtype: str) -> None:
     """Checks the results before anything is timed.
 
     Raises:
-        SystemExit: if outputs or gradients of `nlq_tiled` differ from those of `eager` in float32 by more than the rounding of
+        SystemExit: if outputs or gradients of the backend differ from those of `eager` in float32 by more than the rounding of
             `dtype`.
     """
     tolerance = 1e-5 if dtype == "float32" else 4 * torch.finfo(getattr(torch, dtype)).eps
@@ -67,7 +68,7 @@ def gate(arguments: argparse.Namespace, dtype: str) -> None:
         inputs, gradient = make_inputs(arguments, 600, dtype)
         exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
         expected = attention("eager", name, exact, gradient.float())
-        for one, other in zip(expected, attention("nlq_tiled", name, inputs, gradient)):
+        for one, other in zip(expected, attention(arguments.backend, name, inputs, gradient)):
             error = (one - other).abs().max() / one.abs().max()
             if not error < tolerance:
                 raise SystemExit(f"correctness gate: {name} in {dtype} is off by {error:.2g}; nothing is timed")
@@ -82,7 +83,7 @@ def seconds(candidate: tuple[str, str], inputs: list[torch.Tensor], gradient: to
 def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict[tuple[str, str], list[float]]:
     """Seconds of each candidate, `(backend, activation)`, in each round."""
     inputs, gradient = make_inputs(arguments, length, dtype)
-    backends = ("nlq_tiled", "eager") if arguments.eager else ("nlq_tiled",)
+    backends = (arguments.backend, "eager") if arguments.eager else (arguments.backend,)
     candidates = [BASELINE, *((backend, name) for backend in backends for name in arguments.activations)]
     times = {candidate: [] for candidate in candidates}
     rounds = arguments.rounds if length <= 2048 else max(arguments.rounds // 3, 3)
@@ -97,17 +98,18 @@ def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict
 
 def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
     gate(arguments, dtype)
-    print(f"\n{dtype}: time of nlq_tiled as a multiple of softmax's on SDPA (quartiles); eager's as a multiple of nlq_tiled's")
+    ours = arguments.backend
+    print(f"\n{dtype}: time of {ours} as a multiple of softmax's on SDPA (quartiles); eager's as a multiple of {ours}'s")
     width = max(map(len, arguments.activations))
     results = {}
     for length in arguments.lengths:
         times = results[length] = measure_time(arguments, length, dtype)
         print(f"length {length}, SDPA {1000 * statistics.median(times[BASELINE]):.1f} ms")
         for name in arguments.activations:
-            low, middle, high = quartiles(times["nlq_tiled", name], times[BASELINE])
+            low, middle, high = quartiles(times[ours, name], times[BASELINE])
             line = f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})"
             if arguments.eager:
-                line += f"  eager {quartiles(times['eager', name], times['nlq_tiled', name])[1]:.1f}"
+                line += f"  eager {quartiles(times['eager', name], times[ours, name])[1]:.1f}"
             print(line, flush=True)
     return results
 
@@ -130,9 +132,13 @@ def peak_memory(arguments: argparse.Namespace, backend: str, name: str, length: 
 
 
 def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[int, dict[tuple[str, str], int]]:
-    candidates = [BASELINE, ("nlq_tiled", name), ("eager", name)]
+    candidates = [BASELINE, (arguments.backend, name), ("eager", name)]
     print(f"\n{dtype}: peak memory of forward and backward beyond the inputs, MiB")
-    print(f"{'length':>8}" + "".join(f"{' '.join(candidate):>20}" for candidate in candidates) + f"{'eager/nlq_tiled':>20}")
+    print(
+        f"{'length':>8}"
+        + "".join(f"{' '.join(candidate):>20}" for candidate in candidates)
+        + f"{'eager/' + arguments.backend:>20}"
+    )
     results = {}
     # A new process for each measurement, because the peak of a process never falls
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -141,7 +147,7 @@ def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[
                 candidate: pool.apply(peak_memory, (arguments, *candidate, length, dtype)) for candidate in candidates
             }
             cells = "".join(f"{peak / 2**20:>20.1f}" for peak in peaks.values())
-            print(f"{length:>8}{cells}{peaks['eager', name] / peaks['nlq_tiled', name]:>20.1f}", flush=True)
+            print(f"{length:>8}{cells}{peaks['eager', name] / peaks[arguments.backend, name]:>20.1f}", flush=True)
     return results
 
 
@@ -152,13 +158,13 @@ def plot(folder: Path, device: str, dtype: str, times: dict, memory: dict, memor
     from matplotlib import pyplot
 
     lengths = list(times)
-    styles = {"sdpa": "k--", "nlq_tiled": "-", "eager": ":"}
+    styles = {"sdpa": "k--", "nlq_tiled": "-", "nlq_cpp": "-", "eager": ":"}
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     colours = {}
     for backend, name in times[lengths[0]]:
         options = {} if backend == "sdpa" else {"color": colours.setdefault(name, f"C{len(colours)}")}
         values = [1000 * statistics.median(times[length][backend, name]) for length in lengths]
-        label = {"sdpa": "softmax, SDPA", "nlq_tiled": f"{name}, nlq_tiled", "eager": None}[backend]
+        label = {"sdpa": "softmax, SDPA", "eager": None}.get(backend, f"{name}, {backend}")
         axes.plot(lengths, values, styles[backend], label=label, **options)
     axes.plot([], [], ":", color="grey", label="the same, eager")
     axes.set(ylabel="forward and backward, ms", title=f"Causal attention, {device}, {dtype}")
@@ -204,6 +210,7 @@ def report_cpu(arguments: argparse.Namespace) -> None:
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="the defaults in brackets are those of both")
+    parser.add_argument("--backend", default="nlq_tiled", choices=["nlq_tiled", "nlq_cpp"], help="on the CPU")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help=_defaults("dtypes"))
     parser.add_argument("--lengths", nargs="+", type=int, help=_defaults("lengths"))
     parser.add_argument("--activations", nargs="+", default=ELEMENTWISE, choices=[*ELEMENTWISE, *LIBRARY_ACTIVATIONS])
