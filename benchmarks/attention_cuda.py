@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from modeling_nlq.activations_nlq import get_attention_activation
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Needs
 from modeling_nlq.flex_nlq import FlexMask
 from modeling_nlq.masking_nlq import Visibility, make_visibility
 
@@ -235,7 +235,7 @@ def make_candidates(arguments: argparse.Namespace, ours: str) -> list[Candidate]
     for backend in backends:
         names = ["softmax", *arguments.activations] if backend == "flex_attention" else arguments.activations
         computes = ATTENTION_BACKENDS[backend].computes
-        candidates += [(backend, name) for name in names if computes(get_attention_activation(name), None)]
+        candidates += [(backend, name) for name in names if computes(Needs(get_attention_activation(name)))]
     return candidates
 
 
@@ -383,7 +383,7 @@ def judge(claim: Claim, tables: Tables, activations: list[str], ours: str) -> Ve
     names = [name for name in activations if claim.activation in (None, name)]
     if claim.other == "flex_attention":
         computes = ATTENTION_BACKENDS[claim.other].computes
-        names = [name for name in names if computes(get_attention_activation(name), None)]
+        names = [name for name in names if computes(Needs(get_attention_activation(name)))]
     ratios, missing = {}, []
     for head_dim, length in tables.shapes:
         case = Case(head_dim, length, claim.direction)
