@@ -192,6 +192,7 @@ class TestBuild:
         (tmp_path / "sources" / "seven.cpp").write_text(source)
         (tmp_path / "sources" / "nonsense.cpp").write_text("nonsense")
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "libraries"))
+        monkeypatch.setattr(build, "_has_warned", False)
         build.load.cache_clear()
         yield tmp_path / "libraries"
         build.load.cache_clear()
@@ -221,7 +222,6 @@ class TestBuild:
         """One warning says what to do, and nothing half-built stays."""
         messages = []
         monkeypatch.setattr(build.logger, "warning", messages.append)
-        monkeypatch.setattr(build, "_has_warned", False)
         monkeypatch.setenv("CXX", compiler)
         assert [build.load(name, namespace) for namespace in ("one", "two")] == [False, False]
         (message,) = [message for message in messages if "could not be compiled" in message]

@@ -53,8 +53,10 @@ def load(name: str, namespace: str) -> bool:
         namespace: namespace of the operators.
 
     Returns:
-        False, with a warning, if it cannot be compiled.
+        False if it cannot be compiled, with one warning in a process: another file would fail for the same reason.
     """
+    if _has_warned:
+        return False
     try:
         torch.ops.load_library(str(_build(name, namespace)))
     # `Path.home` raises `RuntimeError`, and `shlex.split` `ValueError`
@@ -65,17 +67,15 @@ def load(name: str, namespace: str) -> bool:
 
 
 def _warn(error: Exception) -> None:
-    """Says once in a process what is missing; the next library would most likely fail for the same reason, in other words."""
     global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0])[:200]
-        logger.warning(
-            "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
-            f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the "
-            "folder TORCH_EXTENSIONS_DIR must be writable. NLQ_CPP=0 turns the C++ code and this warning off."
-        )
+    _has_warned = True
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    reason = next((line for line in lines if "error" in line), lines[0])[:200]
+    logger.warning(
+        "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
+        f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the "
+        "folder TORCH_EXTENSIONS_DIR must be writable. NLQ_CPP=0 turns the C++ code and this warning off."
+    )
 
 
 def _build(name: str, namespace: str) -> Path:
