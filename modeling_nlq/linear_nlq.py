@@ -307,9 +307,11 @@ def linear_attention(
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
     is_exporting = torch.compiler.is_exporting()
-    attend = LINEAR_ATTENTION.choose(query, start).function
+    kernel = LINEAR_ATTENTION.choose(query, start)
+    is_own = kernel.name == "pytorch"
+    attend = chunked_form if is_own else kernel.function
     # Kernels take all tokens at once, and a loop over segments or chunks would fix the length of an exported program
-    size = SEGMENT_SIZE if form != "parallel" and attend is chunked_form and not is_exporting else None
+    size = SEGMENT_SIZE if form != "parallel" and is_own and not is_exporting else None
 
     def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic

@@ -133,6 +133,11 @@ class Doubled(TorchFunctionMode):
 
 @needs_compiler
 class TestKernelize:
+    @pytest.fixture(autouse=True)
+    def long_vectors(self, monkeypatch):
+        """It changes nothing on a CPU without AVX-512."""
+        monkeypatch.setattr(operators, "instructions", lambda: "AVX512")
+
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("width", [1, 16, 37, 300])
     def test_products(self, no_grad, width, bias):
@@ -165,6 +170,17 @@ class TestKernelize:
             assert torch.equal(linear(states), 2 * expected)
         linear.register_forward_hook(lambda module, inputs, output: 3 * output)
         assert torch.equal(linear(states), 3 * expected)
+
+    def test_forward_mode(self, no_grad):
+        linear, states = torch.nn.Linear(5, 3), torch.randn(2, 5)
+        expected = torch.func.jvp(linear, (states,), (states,))
+        torch.testing.assert_close(torch.func.jvp(kernelize(linear), (states,), (states,)), expected)
+
+    def test_bias_of_another_size(self, no_grad):
+        linear, states = torch.nn.Linear(5, 3), torch.randn(2, 5)
+        linear.bias = torch.nn.Parameter(torch.ones(1))
+        expected = linear(states)
+        assert torch.equal(kernelize(linear)(states), expected)
 
     def test_weights_of_other_kinds(self, no_grad):
         linear, states = torch.nn.Linear(6, 4, bias=False), torch.randn(2, 6)

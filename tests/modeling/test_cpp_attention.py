@@ -339,6 +339,13 @@ class TestTransforms:
         with pytest.raises(RuntimeError, match="jvp"):
             torch.func.jvp(lambda *states: cpp_or_tiled(layer("softplus"), *states, None, scaling=SCALING)[0], states, states)
 
+    def test_second_derivatives_are_refused(self, cpp_passes):
+        states = [torch.randn(1, 2, 5, 4).requires_grad_() for _ in range(3)]
+        output, _ = attention_forward(layer("softmax"), *states, None, scaling=SCALING)
+        (gradient,) = torch.autograd.grad(output.square().sum(), states[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="not implemented"):
+            (gradient.square().sum() + output.sum()).backward()
+
     @pytest.mark.slow
     @pytest.mark.usefixtures("fresh_compiler")
     def test_compiled(self, cpp_allowed):

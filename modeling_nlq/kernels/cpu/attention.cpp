@@ -14,6 +14,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -555,11 +556,16 @@ struct Arguments {
       const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& query_index,
       const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
       std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+    TORCH_CHECK(
+        query.dim() == 4 && key.dim() == 4 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
+            query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
+        "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
+    TORCH_CHECK(query.scalar_type() == key.scalar_type() && key.scalar_type() == value.scalar_type(), "types differ");
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
     call.key_value_heads = key.size(1), call.keys = key.size(2);
-    call.query_tile = std::min(query_tile, (call.queries + STEP - 1) / STEP * STEP);
-    call.key_tile = std::min(key_tile, (call.keys + STEP - 1) / STEP * STEP);
+    call.query_tile = std::min(query_tile, std::max((call.queries + STEP - 1) / STEP * STEP, STEP));
+    call.key_tile = std::min(key_tile, std::max((call.keys + STEP - 1) / STEP * STEP, STEP));
     const auto rows = std::begin(ROWS<float>), end = std::end(ROWS<float>);
     call.activation = std::find_if(rows, end, [&](const auto& row) { return row.name == activation; }) - rows;
     TORCH_CHECK(call.activation < end - rows, "activation=", activation, " has no C++ code");
@@ -661,5 +667,7 @@ TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
       tags);
   library.def("can_multiply(bool is_half) -> bool", can_multiply);
   library.impl("attention", c10::DispatchKey::CPU, TORCH_FN(attention));
+  library.impl("attention", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
   library.impl("attention_backward", c10::DispatchKey::CPU, TORCH_FN(attention_backward));
+  library.impl("attention_backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

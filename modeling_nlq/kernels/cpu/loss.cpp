@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -43,6 +44,9 @@ void compute(
 // their weighted sum, of the shape of the logits, or (0)
 std::tuple<at::Tensor, at::Tensor> loss(
     const at::Tensor& logits, const at::Tensor& targets, const std::optional<at::Tensor>& weights) {
+  TORCH_CHECK(
+      logits.dim() == 2 && targets.numel() == logits.size(0) && (!weights || weights->numel() == logits.size(0)),
+      "logits=", logits.sizes(), " must be (tokens, vocabulary), with a target and a weight for each token");
   const at::Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
   for (int64_t i = 0; i < labels.numel(); i++) {
     const int64_t label = labels.data_ptr<int64_t>()[i];
@@ -68,4 +72,5 @@ TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   library.def("loss(Tensor logits, Tensor targets, Tensor? weights) -> (Tensor, Tensor)", tags);
   library.impl("loss", c10::DispatchKey::CPU, TORCH_FN(loss));
+  library.impl("loss", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

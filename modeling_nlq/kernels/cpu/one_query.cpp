@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -119,6 +120,10 @@ at::Tensor one_query(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& visible,
     const std::optional<at::Tensor>& count, std::string_view activation, std::string_view normalization,
     bool subtracts_log_count, bool is_homogeneous, double scaling) {
+  TORCH_CHECK(
+      query.dim() == 4 && query.size(2) == 1 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
+          query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
+      "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
   const int64_t batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
   const auto row = std::find_if(std::begin(WEIGH), std::end(WEIGH), [&](const auto& row) { return row.first == activation; });
   TORCH_CHECK(row != std::end(WEIGH), "activation=", activation, " has no C++ code");
@@ -150,4 +155,5 @@ TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
       "bool subtracts_log_count, bool is_homogeneous, float scaling) -> Tensor",
       tags);
   library.impl("one_query", c10::DispatchKey::CPU, TORCH_FN(one_query));
+  library.impl("one_query", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

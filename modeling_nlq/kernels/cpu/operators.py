@@ -2,9 +2,11 @@
 
 import functools
 import math
+import threading
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
@@ -19,7 +21,7 @@ from .build import FOLDER, instructions, is_enabled, load
 ACTIVATIONS = ("identity", "relu", "relu_squared", "sigmoid", "softplus", "squared", "tanh")
 # Queries and keys of a tile of forward and of backward, multiples of 64
 FORWARD_TILES, BACKWARD_TILES = (128, 512), (128, 256)
-NAMESPACE = operator_namespace([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])
+NAMESPACE = operator_namespace([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"), *FOLDER.glob("*.py")])
 operators = getattr(torch.ops, NAMESPACE)
 
 
@@ -30,10 +32,19 @@ def is_built(name: str) -> bool:
     return is_enabled() and _load(name)
 
 
-@functools.cache
+_lock = threading.Lock()
+
+
 def _load(name: str) -> bool:
-    if not load(name, NAMESPACE):
-        return False
+    with _lock:  # `functools.cache` alone would register them twice when two threads begin
+        return _load_once(name)
+
+
+@functools.cache
+def _load_once(name: str) -> bool:
+    is_loaded = all(hasattr(operators, operator) for operator in FAKES[name])  # by an earlier import of this package
+    if is_loaded or not load(name, NAMESPACE):
+        return is_loaded
     for operator, fake in FAKES[name].items():
         torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
     for operator, count in FLOPS[name].items():
@@ -166,7 +177,8 @@ def computes_one_query(
         return False
     if any(states.dtype != torch.float32 or states.device.type != "cpu" for states in (query, key, value)):
         return False
-    return key.shape == value.shape and query.shape[-1] == key.shape[-1] and key.numel() > 0 and is_built("one_query")
+    fits = key.shape == value.shape and query.shape[::3] == key.shape[::3] and key.numel() > 0
+    return fits and forward_ad.unpack_dual(query).tangent is None and is_built("one_query")
 
 
 def one_query(
@@ -206,7 +218,9 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` -> `(..., out_features)`."""
-        if torch.is_grad_enabled() or not 0 < input.numel() <= MOST_ROWS * self.in_features or not self._is_plain(input):
+        if torch.is_grad_enabled() or input.is_nested or not 0 < input.numel() <= MOST_ROWS * self.in_features:
+            return super().forward(input)
+        if not self._is_plain(input):
             return super().forward(input)
         return operators.linear(input, self.weight, self.bias)
 
@@ -214,18 +228,22 @@ class FewRowsLinear(nn.Linear):
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
             return False
         # Quantised weights are of other classes, sparse ones have another layout, and DeepSpeed keeps weights elsewhere
-        weight = self.weight
-        is_plain = type(weight) is nn.Parameter and weight.layout == torch.strided and input.shape[-1:] == weight.shape[1:]
-        tensors = (input, weight) if self.bias is None else (input, weight, self.bias)
-        is_plain = is_plain and all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-        return is_plain and is_enabled()
+        weight, bias = self.weight, self.bias
+        tensors = (input, weight) if bias is None else (input, weight, bias)
+        is_plain = type(weight) is nn.Parameter and input.shape[-1:] == weight.shape[1:]
+        is_plain = is_plain and (bias is None or bias.shape == weight.shape[:1])
+        for tensor in tensors:
+            is_strided = tensor.layout == torch.strided and not tensor.is_nested
+            is_plain = is_plain and is_strided and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+        return is_plain and forward_ad.unpack_dual(input).tangent is None and is_built("linear")
 
 
 def kernelize(model: nn.Module) -> nn.Module:
     """Makes a model on the CPU decode faster: its linear layers multiply a few rows by C++ code, with all threads.
 
-    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, and for layers that
-    are quantised or adapted, nothing changes. `nlq generate` and `nlq evaluate` call this.
+    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, on a CPU without
+    AVX-512, and for layers that are quantised or adapted, nothing changes. Quantise first. `nlq generate` and the tasks of
+    `nlq evaluate` call this.
 
     Args:
         model: any module; its `nn.Linear` layers become `FewRowsLinear` in place.
@@ -234,7 +252,9 @@ def kernelize(model: nn.Module) -> nn.Module:
         The model.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    if any(layer.weight.device.type == "cpu" for layer in layers) and is_built("linear"):
+    is_on_cpu = any(layer.weight.device.type == "cpu" for layer in layers)
+    # Where vectors are shorter than the code's, PyTorch's product is faster
+    if is_on_cpu and instructions() == "AVX512" and is_built("linear"):
         for layer in layers:
             layer.__class__ = FewRowsLinear
     return model
