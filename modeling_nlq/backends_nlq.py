@@ -226,8 +226,9 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         if config.output_attentions or not all(map(_is_softmax, layers)):
             return AUTOMATIC
         return None
-    known = (*ATTENTION_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys())
-    if requested not in known:
+    # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
+    others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
+    if requested not in (*ATTENTION_BACKENDS, *others):
         raise ValueError(
             f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
         )

@@ -92,7 +92,8 @@ def sparse_attention_forward(
 
 
 def _is_simplex(needs: Needs) -> bool:
-    return needs.activation.kind == "simplex"
+    inputs = needs.inputs
+    return needs.activation.kind == "simplex" and (inputs is None or (HAS_ADASPLASH and inputs.device.type == "cuda"))
 
 
 SPARSE = AttentionBackend(sparse_attention_forward, _is_simplex, is_portable=False)

@@ -169,6 +169,15 @@ class TestSoftmax:
         model.eval().generate(tokens, max_new_tokens=3, do_sample=False)
         assert cpp_passes == ["attention"] * 2
 
+    @pytest.mark.parametrize("name", ["softmax", "softplus"])
+    def test_states_of_another_type(self, cpp_passes, name):
+        """The automatic choice sees the embeddings only; asked for by name, the backend refuses."""
+        module, states = layer(name), [torch.randn(1, 1, 3, 4, dtype=torch.float64) for _ in range(3)]
+        module.config._attn_implementation = "nlq"
+        expected = eager_attention_forward(module, *states, None, scaling=1.0)[0]
+        torch.testing.assert_close(attention_forward(module, *states, None, scaling=1.0)[0], expected)
+        assert not cpp_passes
+
     def test_dropout_takes_sdpa(self, cpp_passes):
         model = NLQForCausalLM._from_config(tiny_config(attention_dropout=0.1), attn_implementation="nlq").train()
         tokens = torch.randint(tiny_config().vocab_size, (1, 6))

@@ -85,7 +85,7 @@ class TestKernels:
             return entmax.entmax15(scores, dim=-1) @ value
 
         sizes = {"hidden_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 2, "attention_scaling": 0.6}
-        model = make_model(attention_activation="entmax15", query_projection="linear", implementation="nlq", **sizes)
+        model = make_model(attention_activation="entmax15", query_projection="linear", implementation="nlq_sparse", **sizes)
         tokens = torch.randint(13, (2, length))
         expected = model(tokens, use_cache=False).logits
         monkeypatch.setattr(optional, "HAS_ADASPLASH", True)

@@ -375,6 +375,9 @@ def test_revisions_have_operators_of_their_own(tmp_path):
         other(inputs)
         assert torch.equal(model(inputs).logits, before)
     assert torch.equal(heads["other"], 2 * heads["ours"])
+    # The rows that the package added to its own table are not those of this revision
+    with pytest.raises(ValueError, match="nlq_cpp"):
+        other.set_attn_implementation("nlq_cpp")
 
 
 def test_import_registers_and_twice_is_harmless():

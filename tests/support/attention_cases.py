@@ -255,6 +255,7 @@ def layer(activation, normalization=None, *, heads=1, key_value_heads=1, trainin
         attention_sink=attention_sink,
         is_causal=True,
         layer_idx=0,
+        config=SimpleNamespace(_attn_implementation=None),
     )
 
 

@@ -10,11 +10,12 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
-from ...attention_nlq import LARGEST_SUM
+from ...attention_nlq import LARGEST_SUM, eager_attention_forward
 from ...backends_nlq import AttentionBackend, Needs
+from ...configuration_nlq import AUTOMATIC
 from ...masking_nlq import Visibility, read_visible
 from ...operators_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
-from ...tiled_nlq import attend_in_scale
+from ...tiled_nlq import attend_in_scale, tiled_attention_forward
 from .build import FOLDER, instructions, is_enabled, load
 
 
@@ -130,15 +131,20 @@ def attention_forward(
     """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
 
     Raises:
-        ValueError: for what there is no such code for.
+        ValueError: for what there is no such code for, if this backend was asked for.
     """
-    query, key, value = in_autocast_precision(query, key, value)
-    states = (query, key, value)
-    is_uniform = query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    if not is_uniform or not all(tensor.device.type == "cpu" for tensor in states) or not _takes(query.dtype, query.shape[-1]):
+    states = in_autocast_precision(query, key, value)
+    query, key, value = states
+    is_right = query.dtype == key.dtype == value.dtype and key.shape == value.shape
+    is_right = is_right and all(tensor.device.type == "cpu" for tensor in states) and not (dropout and module.training)
+    if not (is_right and _takes(query.dtype, query.shape[-1])):
+        if module.config._attn_implementation == AUTOMATIC:
+            # It was chosen by the model's embeddings. This layer is on another device, or its cache has another type
+            other = tiled_attention_forward if module.activation.is_elementwise else eager_attention_forward
+            return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
             f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of an even "
-            "size, on a CPU with AVX-512 where a C++ compiler is installed; use 'nlq', 'nlq_tiled' or 'sdpa'"
+            "size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', 'nlq_tiled' or 'sdpa'"
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None
