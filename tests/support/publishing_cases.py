@@ -145,8 +145,9 @@ class Worker:
         assert done.status == 0, done.err
 
     def close(self) -> None:
+        self._process.kill()  # ending by itself, it would first finish importing, and wait for threads
+        self._process.wait()
         self._process.stdin.close()
-        self._process.wait(timeout=60)
         self._process.stdout.close()
 
 

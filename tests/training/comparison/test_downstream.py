@@ -34,6 +34,7 @@ def task_file(tmp_path) -> str:
     return str(tmp_path / "endings.yaml")
 
 
+@pytest.mark.slow
 def test_report_has_the_numbers_of_lm_eval(make_file, small_index, task_file, tmp_path):
     file = make_file(tasks=[task_file], seeds=[0], learning_rates=[1e-2])
     folder = tmp_path / "results"

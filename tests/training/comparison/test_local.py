@@ -144,6 +144,7 @@ class TestInterruption:
         with FileLock(next(folder.glob("runs/base/*.lock")), timeout=0):
             pass  # the run has ended
 
+    @pytest.mark.slow
     def test_interrupted_while_the_server_of_runs_starts(self, make_file, tmp_path):
         """It imports everything first, for seconds."""
 
