@@ -10,6 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .activations_nlq import AttentionActivation
+from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility, read_visible
 from .operations_nlq import Operation
 
@@ -141,13 +142,14 @@ def one_query_by_pytorch(
     value: torch.Tensor,
     attention_mask: Visibility | torch.Tensor | None,
     scaling: float,
+    score_bias: ScoreBias | None = None,
 ) -> torch.Tensor:
     """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
 
     Where the sum of the weights is above `LARGEST_SUM`, the output is NaN (`tiled_nlq.attend_in_scale` calls this again).
 
     Args:
-        module, attention_mask, scaling: as in `eager_attention_forward`.
+        module, attention_mask, scaling, score_bias: as in `eager_attention_forward`.
         query: `(batch, heads, 1, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`, which are not repeated for the heads that share them.
 
@@ -161,6 +163,8 @@ def one_query_by_pytorch(
     by_group = (batch, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(query.reshape(by_group), key.transpose(2, 3)).view(batch, heads, 1, key.shape[2])
     scores = scores.to(_at_least_float32(scores)) * scaling
+    if score_bias is not None:
+        scores = scores + score_bias.dense(scores.dtype)
     options = (module.activation, module.normalization, module.sink)
     weights = attention_weights(scores, visible, visible_count, *options, may_overflow=True)
     output = torch.matmul(weights.to(query.dtype).view(*by_group[:3], key.shape[2]), value)
@@ -178,6 +182,7 @@ def eager_attention_forward(
     attention_mask: Visibility | torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention for every activation, with the weights in memory. It is the reference for all other backends.
@@ -189,15 +194,19 @@ def eager_attention_forward(
         attention_mask: as in `read_mask`.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
+        score_bias: a bias of the scores, after `scaling`.
 
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
     visible, visible_count = read_visible(attention_mask, query, key)
-    query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
+    if score_bias is None:
+        query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if score_bias is not None:
+        scores = scores + score_bias.dense(_at_least_float32(scores))
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()

@@ -32,10 +32,12 @@ from transformers.utils.generic import is_flash_attention_requested
 from .activations_nlq import AttentionActivation
 from .arguments_nlq import CACHE_NAME, choose_cache
 from .attention_nlq import eager_attention_forward
+from .attention_parts_nlq import ScoreBias
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
-from .masking_nlq import Sequences, boolean_mask
+from .masking_nlq import Sequences, boolean_mask, read_visible
 from .operators_nlq import autocast_dtype
+from .part_table_nlq import parts_of
 from .tiled_nlq import tiled_attention_forward
 
 
@@ -47,6 +49,7 @@ def sdpa_with_sink_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
@@ -63,12 +66,15 @@ def sdpa_with_sink_forward(
             to their own index, counted from the first key, and a single query sees all keys.
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
+        score_bias: a bias of the scores, which the kernels take as a matrix.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
     if query.shape[0] == 0:  # Transformers' function cannot infer a size there
         return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)[0], None
+    if score_bias is not None:
+        attention_mask = _with_bias(attention_mask, score_bias, query, key)
     if scaling <= 0.0:
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
     if module.attention_sink is None:
@@ -87,9 +93,18 @@ def sdpa_with_sink_forward(
     if is_aligned:
         query = pad(query, (0, 0, 1, 0))  # a query at the index of the sink: each query still sees the keys up to its own
     elif attention_mask is not None:
-        attention_mask = pad(attention_mask, (1, 0), value=True)
+        attention_mask = pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)  # an additive mask adds 0 there
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
+
+
+def _with_bias(
+    attention_mask: torch.Tensor | None, score_bias: ScoreBias, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """Returns an additive mask `(batch, heads, query, key)`."""
+    visible, _ = read_visible(attention_mask, query, key)
+    bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))  # half precision would round it too much
+    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
 
 
 class Inputs(NamedTuple):
@@ -115,6 +130,7 @@ class Needs:
     Attributes:
         activation: its activation.
         sink: its `attention_sink`.
+        bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
         dropout: its dropout probability in this call.
         weights: whether this call returns the weights.
         inputs: the inputs of the call, or `None` if the question is whether the backend computes the layer at all.
@@ -122,6 +138,7 @@ class Needs:
 
     activation: AttentionActivation
     sink: str | None = None
+    bias: bool = False
     dropout: float = 0.0
     weights: bool = False
     inputs: Inputs | None = None
@@ -134,6 +151,7 @@ class AttentionBackend:
     Attributes:
         function: the attention function, with the arguments of Transformers' attention functions.
         computes: whether it computes the activation and the sink of a layer, for these inputs if they are known.
+        has_bias: whether it takes a `score_bias`.
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
@@ -145,15 +163,20 @@ class AttentionBackend:
 
     function: Callable
     computes: Callable[[Needs], bool]
+    has_bias: bool = False
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
     is_paged: bool = False
     is_portable: bool = True
 
+    def can_compute(self, needs: Needs) -> bool:
+        """True if it computes the weights of a layer."""
+        return (self.has_bias or not needs.bias) and self.computes(needs)
+
     def can(self, needs: Needs) -> bool:
         """True if it can do everything that a layer needs."""
-        if not self.computes(needs) or (needs.weights and self.weights == "refused"):
+        if not self.can_compute(needs) or (needs.weights and self.weights == "refused"):
             return False
         return self.has_dropout or needs.dropout == 0.0
 
@@ -166,6 +189,12 @@ def _is_softmax(needs: Needs) -> bool:
     return needs.activation.name == "softmax"
 
 
+def _suits_sdpa(needs: Needs) -> bool:
+    # It takes a bias as a matrix. `nlq_tiled` needs none, but knows no sink
+    has_better = needs.bias and needs.sink is None and needs.inputs is not None and needs.inputs.queries > 1
+    return _is_softmax(needs) and not has_better
+
+
 def _is_softmax_without_sink(needs: Needs) -> bool:
     return _is_softmax(needs) and needs.sink is None
 
@@ -174,8 +203,9 @@ def _has_logarithm(needs: Needs) -> bool:
     return needs.activation.non_negative and needs.activation.kind in ("softmax", "elementwise")
 
 
-def _is_elementwise(needs: Needs) -> bool:
-    return needs.activation.is_elementwise
+def _has_tiles(needs: Needs) -> bool:
+    # Of softmax only what PyTorch's kernels lack
+    return needs.activation.is_elementwise or (needs.bias and _is_softmax_without_sink(needs))
 
 
 _flash_attention = AttentionBackend(
@@ -192,16 +222,18 @@ _other = _flash_attention
 PAGED_EAGER = "paged|eager"
 # The installed package adds others
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(eager_attention_forward, _always, weights="returned"),
+    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, weights="returned"),
     PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, weights="returned", is_paged=True),
-    "sdpa": AttentionBackend(sdpa_with_sink_forward, _is_softmax, weights="omitted", mask="dense", is_paged=True),
+    "sdpa": AttentionBackend(
+        sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
+    ),
     "flash_attention_2": _flash_attention,
     "flash_attention_3": _flash_attention,
     "flash_attention_4": _flash_attention,
     "flex_attention": AttentionBackend(
-        flex_attention_with_log_forward, _has_logarithm, has_dropout=False, mask="block", is_portable=False
+        flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
     ),
-    "nlq_tiled": AttentionBackend(tiled_attention_forward, _is_elementwise, is_portable=False),
+    "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything
 PREFERENCE = ["sdpa", "nlq_tiled", "eager"]
@@ -251,6 +283,10 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
             "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
         )
+    for index, layer in enumerate(config.per_layer_config):
+        for part in parts_of(layer):
+            if reason := part.refuse_paged(layer):
+                raise ValueError(f"{part.name} (layer {index}) has no continuous batching: {reason}; use generate")
     windows = [layer.sliding_window for layer in config.per_layer_config]
     if len(set(windows)) > 1:
         raise ValueError(
@@ -258,7 +294,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             "the same window in each layer"
         )
     name = config._attn_implementation
-    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].computes, layers))]
+    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].can_compute, layers))]
     if name == AUTOMATIC:
         return possible[0]
     paged = PAGED_EAGER if name == "eager" else name
@@ -271,7 +307,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
     layers = [layer for layer in _attention_layers(config) if layer.activation.kind != "linear"]
-    return all(map(_flash_attention.computes, layers))
+    return all(map(_flash_attention.can_compute, layers))
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -281,7 +317,12 @@ def _choices(backends: Iterable[str]) -> str:
 
 def _attention_layers(config: NLQConfig) -> list[Needs]:
     """Returns what each layer asks of any call."""
-    return [Needs(layer.activation, layer.attention_sink) for layer in config.per_layer_config]
+    return [needs_of(layer) for layer in config.per_layer_config]
+
+
+def needs_of(layer: NLQConfig) -> Needs:
+    """Returns what a layer asks of any call; `layer` is its configuration."""
+    return Needs(layer.activation, layer.attention_sink, any(part.has_bias for part in parts_of(layer)))
 
 
 def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:
@@ -311,8 +352,9 @@ def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs
     backend = ATTENTION_BACKENDS.get(name, _other)
     if backend.can(needs):
         return "eager" if needs_portable and not backend.is_portable else name
-    if not backend.computes(needs):
+    if not backend.computes(needs) or (needs.bias and not backend.has_bias):
         refused = f"attention_activation={needs.activation.name!r}"
+        refused += " with a bias of the scores (forget_gate)" if needs.bias else ""
         refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
     elif needs.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"

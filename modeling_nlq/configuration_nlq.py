@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
+from .attention_parts_nlq import HOOKS
 from .cache_nlq import LAYER_TYPE
+from .part_table_nlq import ATTENTION_PARTS, parts_of
 from .projections_nlq import PROJECTIONS
 
 
@@ -58,13 +60,9 @@ PER_LAYER_SWITCHES = (
     "attention_activation",
     "attention_normalization",
     "attention_scaling",
-    "attention_sink",
-    "qk_norm",
-    "attention_gate",
-    "attention_output_activation",
-    "attention_output_scaling",
-    "head_projection",
     "linear_attention_decay",
+    *ATTENTION_PARTS,
+    "attention_parts",
 )
 
 # Not the types whose angles depend on the current length: cached keys would become wrong.
@@ -162,6 +160,18 @@ class NLQConfig(PreTrainedConfig):
         attention_output_activation (`str`, *optional*): function of the concatenated heads.
         attention_output_scaling (`float`, *optional*): factor of each head's output.
         head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's output.
+        exclusive_attention (`str`, *optional*): a head's output loses what points along the token's own value: `"fixed"`, all
+            of it, or `"learned"`, a trained share per head ([2603.09078](https://huggingface.co/papers/2603.09078)).
+        value_residual (`str`, *optional*): the values of every later layer are mixed with those of the first: `"fixed"`, in
+            equal parts, or `"learned"` ([2410.17897](https://huggingface.co/papers/2410.17897)).
+        forget_gate (`str`, *optional*): earlier keys lose score with each later token: `"fixed"`, a rate per head, or
+            `"learned"`, a gate ([2503.02130](https://huggingface.co/papers/2503.02130)).
+        attention_length_scaling (`str`, *optional*): `"log"`, scores times `s_h log n_i` of `n_i` visible keys
+            ([2501.19399](https://huggingface.co/papers/2501.19399)).
+        differential_attention (`str`, *optional*): the difference of two softmax maps
+            ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of twice as many
+            query heads.
+        attention_parts (`list[str]`, *optional*): names of parts of your own; see `register_attention_part`.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
         use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids.
@@ -215,6 +225,12 @@ class NLQConfig(PreTrainedConfig):
     attention_output_activation: str | None = None
     attention_output_scaling: int | float | None = None
     head_projection: bool = False
+    exclusive_attention: Literal["fixed", "learned"] | None = None
+    value_residual: Literal["fixed", "learned"] | None = None
+    forget_gate: Literal["fixed", "learned"] | None = None
+    attention_length_scaling: Literal["log"] | None = None
+    differential_attention: Literal["v1", "v2"] | None = None
+    attention_parts: list[str] | None = None
 
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -341,8 +357,8 @@ class NLQConfig(PreTrainedConfig):
                     plan[f"self_attn.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
                     plan |= {f"self_attn.{name[0]}_bottleneck.fc1": "colwise", f"self_attn.{name[0]}_bottleneck.fc2": "rowwise"}
-            if layer.attention_gate is not None:
-                plan["self_attn.gate_proj"] = "colwise"
+            for part in parts_of(layer):
+                plan |= {f"self_attn.{name}": style for name, style in part.split_layers(layer).items()}
         plan |= {"self_attn.o_proj": "rowwise"}
         if self.mlp_type == "gated":
             plan |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
@@ -359,6 +375,16 @@ class NLQConfig(PreTrainedConfig):
         plan["layers"] = (["hidden_states", "attention_mask"], ["hidden_states"])
         plan["norm"] = (["hidden_states"], ["hidden_states"])
         return plan
+
+    @property
+    def num_query_heads(self) -> int:
+        """How many heads of queries a layer computes (of one layer)."""
+        return max((part.query_heads(self) for part in parts_of(self)), default=self.num_attention_heads)
+
+    @property
+    def needs_first_values(self) -> bool:
+        """Whether some layer reads the values of the first one."""
+        return any(part.needs_first_values for layer in self.per_layer_config for part in parts_of(layer))
 
     @property
     def score_scaling(self) -> float:
@@ -463,7 +489,7 @@ def _check_layer(layer: NLQConfig) -> None:
         if (value := getattr(layer, name)) not in PROJECTIONS:
             suggestion = did_you_mean(value, PROJECTIONS)
             raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(PROJECTIONS)}")
-        heads = layer.num_attention_heads if kind == "query" else layer.num_key_value_heads
+        heads = layer.num_query_heads if kind == "query" else layer.num_key_value_heads
         if PROJECTIONS[value].identity and heads * layer.head_dim != layer.hidden_size:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             raise ValueError(
@@ -503,10 +529,12 @@ def _check_layer(layer: NLQConfig) -> None:
             )
         if layer.sliding_window < 2:  # Transformers' cache does not take 1
             raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")
-    if layer.attention_sink is not None and activation.name != "softmax":
-        raise ValueError(
-            f"attention_sink={layer.attention_sink!r} needs attention_activation='softmax', not {activation.name!r}"
-        )
+    for part in parts_of(layer):
+        part.check(layer)
+        # Linear attention has no scores and no weights, and its state is its own
+        hooks = [hook for hook in HOOKS if hook not in ("change_projections", "change_output") and part.has_hook(hook)]
+        if activation.kind == "linear" and hooks:
+            raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
     for name in ("attention_scaling", "attention_output_scaling"):
         if (value := getattr(layer, name)) is not None and not math.isfinite(value):
             raise ValueError(f"{name}={value!r} must be finite")

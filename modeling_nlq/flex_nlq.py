@@ -13,6 +13,7 @@ from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation
 from .attention_nlq import counts_as_zero, keep_from_overflow
+from .attention_parts_nlq import ScoreBias
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,7 @@ def flex_attention_with_log_forward(
     attention_mask: FlexMask | BlockMask,
     scaling: float,
     dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
@@ -57,6 +59,7 @@ def flex_attention_with_log_forward(
         attention_mask: a `FlexMask`, or a block mask alone.
         scaling: factor of the scores.
         dropout: must be 0.
+        score_bias: a bias of the scores.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -70,7 +73,7 @@ def flex_attention_with_log_forward(
     block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else FlexMask(attention_mask)
     activation, normalization = module.activation, module.normalization
     _check_flex_attention_on_cpu(module, query, key, value)
-    if activation.name == "softmax" and module.sink is None:
+    if activation.name == "softmax" and module.sink is None and score_bias is None:
         output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
         return output, None
     needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
@@ -84,12 +87,22 @@ def flex_attention_with_log_forward(
         visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
         log_count = visible_count.log() if normalization == "none" else None
 
+    if score_bias is not None:
+        # Each sum as a float32 number and what it leaves, because only differences count
+        query_bias, key_bias = (_in_two_parts(bias) for bias in score_bias)
+
     def score_mod(score, batch, head, query_index, key_index):
+        if score_bias is not None:
+            large, small = (
+                part[batch, head, query_index] - other[batch, head, key_index] for part, other in zip(query_bias, key_bias)
+            )
+            score = score + (large + small)
         if log_count is not None:
             score = score - log_count[batch, query_index]
         return score if activation.name == "softmax" else log_function(activation, score)
 
-    query = keep_from_overflow(query, key, scaling, activation, normalization)
+    if score_bias is None:
+        query = keep_from_overflow(query, key, scaling, activation, normalization)
     needs_sum = normalization != "sum" or module.sink is not None
     result = compile_friendly_flex_attention(
         query,
@@ -114,6 +127,11 @@ def flex_attention_with_log_forward(
         factor = log_sum.exp()
     output = (output * factor[..., None]).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _in_two_parts(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    large = bias.float()
+    return large, (bias - large).float()
 
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:

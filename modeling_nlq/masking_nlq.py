@@ -50,6 +50,20 @@ class Visibility(NamedTuple):
         return visible
 
 
+class Places(NamedTuple):
+    """Where the tokens of a call stand.
+
+    Attributes:
+        visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
+        query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching.
+        is_valid: `(batch, query)`, false for padding; `None` if there is none.
+    """
+
+    visible_count: torch.Tensor
+    query_index: torch.Tensor | None = None
+    is_valid: torch.Tensor | None = None
+
+
 def make_visibility(
     query_length: int,
     key_length: int,
@@ -217,6 +231,27 @@ class Sequences(NamedTuple):
             sliding_window,
             key_offset,
         )
+
+    def places(
+        self, cache: Cache | None, layer_idx: int, sliding_window: int | None, mask: Visibility | torch.Tensor | None
+    ) -> Places:
+        """Returns where the tokens of this call stand in a layer.
+
+        Args:
+            cache, layer_idx, sliding_window: as in `visibility`.
+            mask: the mask that the layer's backend takes. A caller's own 4-D mask decides what is visible.
+        """
+        if self.is_paged:  # each request is one text without padding
+            count = self.position_ids[:, None] + 1
+            return Places(count if sliding_window is None else count.clamp(max=sliding_window))
+        visibility = self.visibility(cache, layer_idx, sliding_window)
+        count, is_valid = visibility.visible_count[:, None], None
+        if visibility.key_is_valid is not None:
+            is_valid = visibility.key_is_valid[:, visibility.query_index]
+        caller_mask = self.mask_of(sliding_window)
+        if isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 4 and isinstance(mask, torch.Tensor):
+            count = mask[..., : visibility.key_length].sum(dim=-1)
+        return Places(count, visibility.query_index, is_valid)
 
     def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
         """Returns the caller's mask for layers with this window."""

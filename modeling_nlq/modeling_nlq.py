@@ -29,7 +29,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .adapters_nlq import NLQAdaptersMixin, register_default_targets
 from .arguments_nlq import CACHE_NAME, check_arguments, choose_cache
 from .attention_nlq import eager_attention_forward
-from .attention_projections_nlq import NLQAttentionProjections, NLQHeadProjection, NLQL2Norm
+from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
+from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
     ATTENTION_BACKENDS,
     LINEAR_ATTENTION,
@@ -46,9 +47,10 @@ from .configuration_nlq import AUTOMATIC, NLQConfig, warn_of_untested_transforme
 from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import Sequences, Visibility, read_sequences
+from .masking_nlq import Places, Sequences, Visibility, read_sequences
 from .operations_nlq import record_use
 from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
+from .part_table_nlq import check_distribution
 
 
 logger = logging.get_logger(__name__)
@@ -107,9 +109,8 @@ class NLQAttention(NLQAttentionProjections):
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
-        if layer.attention_sink == "learned":
-            # `bias` in its name keeps it out of Trainer's weight decay
-            self.sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
+        # `bias` in its name keeps it out of Trainer's weight decay
+        self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
 
     @property
     def normalization(self) -> str:
@@ -137,9 +138,44 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        return find_backend(
-            implementation, [self.layer_idx], Needs(self.activation, self.attention_sink, dropout, weights, inputs)
-        )
+        has_bias = bool(self.parts.with_hook("score_bias"))
+        needs = Needs(self.activation, self.attention_sink, has_bias, dropout, weights, inputs)
+        return find_backend(implementation, [self.layer_idx], needs)
+
+    def prepare(
+        self,
+        call: AttentionCall,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
+        """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
+
+        Args:
+            call, position_embeddings: as in `project`.
+            cache: the cache, which the new tokens are added to.
+            kwargs: arguments of flash attention, which a paged cache changes.
+        """
+        query_states, key_states, value_states = self.project(call, position_embeddings)
+        states = [part.token_state(call) for part in self.parts.with_hook("token_state")]
+        if states:
+            check_state_cache(cache, self)
+            key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
+        if cache is not None:
+            # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
+            # changes the arguments that flash attention gets
+            more = {"kwargs": kwargs} if isinstance(cache, PagedAttentionCache) else {}
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
+        state, bias = {}, None
+        if states:
+            key_states, columns = key_states.split([self.head_dim, column_count(self.parts, key_states.dtype)], dim=-1)
+            state = from_columns(columns, self.parts)
+        for part in self.parts.with_hook("score_bias"):
+            own = part.score_bias(call, state.get(part.name))
+            bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
+        for part in self.parts.with_hook("change_attended"):
+            query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
+        return query_states, key_states, value_states, bias
 
     def forward(
         self,
@@ -148,19 +184,20 @@ class NLQAttention(NLQAttentionProjections):
         attention_mask: Visibility | torch.Tensor | None = None,
         cache: Cache | None = None,
         backend: str | None = None,
+        places: Places | None = None,
+        first_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
 
-        `backend` is a result of `find_backend`, which the model asks once for all layers of a kind.
+        `backend` is a result of `find_backend`, which the model asks once for all layers of a kind. `places` and `first_values`
+        are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query, groups, head_dim)`.
         """
         name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings)
-        if cache is not None:
-            # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
-            # changes the arguments that flash attention gets
-            more = {"kwargs": kwargs} if isinstance(cache, PagedAttentionCache) else {}
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
+        call = AttentionCall(self, hidden_states, places, first_values)
+        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, **kwargs)
+        if bias is not None:
+            kwargs["score_bias"] = bias
 
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
@@ -179,7 +216,11 @@ class NLQAttention(NLQAttentionProjections):
             sliding_window=self.sliding_window,  # for flash attention; the other masks have it
             **kwargs,
         )
-        return self.project_output(hidden_states, attn_output), attn_weights
+        if attn_weights is not None:
+            for part in self.parts.with_hook("change_weights"):
+                attn_weights = part.change_weights(call, attn_weights)
+        output = self.project_output(call, attn_output)
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.hands_on_values else (output, attn_weights)
 
 
 class NLQLinearAttention(NLQAttentionProjections):
@@ -227,12 +268,15 @@ class NLQLinearAttention(NLQAttentionProjections):
         attention_mask: Visibility | None = None,
         cache: Cache | None = None,
         backend: str | None = None,
+        places: Places | None = None,
+        first_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, None]:
-        """`(batch, query, hidden)` -> the same shape, and no weights; `backend` as in `NLQAttention`."""
+    ) -> tuple[torch.Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
         if backend is None:
             self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
-        query_states, key_states, value_states = self.project(hidden_states)  # rotary positions come after the feature map
+        call = AttentionCall(self, hidden_states, places, first_values)
+        query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         cache_layer = state = None
         if cache is not None:
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
@@ -259,7 +303,17 @@ class NLQLinearAttention(NLQAttentionProjections):
         )
         if cache_layer is not None:
             cache_layer.set_state(state, hidden_states.shape[1])
-        return self.project_output(hidden_states, attn_output), None
+        output = self.project_output(call, attn_output)
+        return (output, None, call.values.transpose(1, 2)) if self.hands_on_values else (output, None)
+
+    def initialize(self) -> None:
+        """Sets the initial values of the layer's own parameters."""
+        if self.linear_attention_decay == "learned":
+            init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
+
+
+# The two kinds of attention, by the `kind` of the activation
+ATTENTIONS = {"linear": NLQLinearAttention}
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
@@ -279,8 +333,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
-        is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
-        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
+        self.self_attn = ATTENTIONS.get(config.per_layer_config[layer_idx].activation.kind, NLQAttention)(config, layer_idx)
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -305,18 +358,21 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
+        first_values: torch.Tensor | None = None,
         attention_mask: Visibility | torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """`(batch, query, hidden)` -> the same shape."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that hands them on."""
+        # diff with Llama: `first_values` is no keyword, because reentrant gradient checkpointing differentiates the others only
         residual = hidden_states
-        output, _ = self.self_attn(
+        output, _, *values = self.self_attn(
             self._before(hidden_states, self.self_attn_norm),
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
+            first_values=first_values,
             **kwargs,
         )
         hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
@@ -324,7 +380,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         output = self.mlp(self._before(residual, self.mlp_norm))
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
-        return self._after(hidden_states, self.mlp_norm)
+        hidden_states = self._after(hidden_states, self.mlp_norm)
+        return (hidden_states, *values) if values else hidden_states
 
 
 def _function(name: str | None) -> nn.Module | None:
@@ -380,14 +437,10 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
-        elif isinstance(module, NLQHeadProjection):
-            init.copy_(module.weight, torch.eye(module.weight.shape[-1]).expand_as(module.weight))
-        elif isinstance(module, NLQL2Norm) and module.scale is not None:
-            init.constant_(module.scale, math.sqrt(module.head_dim))
-        elif isinstance(module, NLQAttention) and module.attention_sink == "learned":
-            init.zeros_(module.sink_bias)
-        elif isinstance(module, NLQLinearAttention) and module.linear_attention_decay == "learned":
-            init.copy_(module.decay_bias, initial_decay_bias(len(module.decay_bias)))
+        elif isinstance(module, NLQAttentionProjections):
+            module.initialize()
+            for part in module.parts.values():
+                part.initialize(module)
 
     @property
     def _supports_flash_attn(self) -> bool:
@@ -408,6 +461,7 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
         if mesh_manager is None:
             return model
         check_sizes(model.config, distributed_config, can_be_staged=isinstance(model, NLQForCausalLM))
+        check_distribution(model.config, distributed_config.tp_size, distributed_config.pp_size)
         is_staged = distributed_config.pp_size > 1
         if is_staged:
             for module in (model, model.model):
@@ -505,7 +559,7 @@ class NLQModel(NLQPreTrainedModel):
         # diff with Llama: layers differ in backend and window. One mask for each pair, made before a layer advances the cache
         request = backend_request(self.config, inputs_embeds, **kwargs)
         kinds = [(layer.self_attn.find_backend(*request), layer.self_attn.sliding_window) for layer in layers]
-        masks = {}
+        masks, places = {}, {}
         for layer, kind in zip(layers, kinds):
             if kind not in masks:
                 backend, sliding_window = kind
@@ -519,16 +573,22 @@ class NLQModel(NLQPreTrainedModel):
                     layer.self_attn.layer_idx,
                     sliding_window,
                 )
+            if kind not in places and layer.self_attn.parts.needs_places:
+                places[kind] = sequences.places(cache, layer.self_attn.layer_idx, kind[1], masks[kind])
+        first_values = None
         for layer, kind in zip(layers, kinds):
-            hidden_states = layer(
+            output = layer(
                 hidden_states,
+                first_values,
                 attention_mask=masks[kind],
                 position_embeddings=position_embeddings if layer.self_attn.has_rotary_positions else None,
                 position_ids=sequences.packed_position_ids,
                 cache=cache,
                 backend=kind[0],
+                places=places.get(kind),
                 **kwargs,
             )
+            hidden_states, first_values = output if layer.self_attn.hands_on_values else (output, first_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:

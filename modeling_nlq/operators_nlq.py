@@ -1,8 +1,8 @@
 """PyTorch operators of attention in linear memory.
 
 Each pass is one operator of `torch.library`, which `torch.compile` keeps as one node. An exporting model calls none of them
-(`backends_nlq.find_backend`). Both passes take the query, key and value, the number of keys that each query sees, the fields of
-a `Visibility` or a boolean mask, a seed for dropout, and the options.
+(`backends_nlq.find_backend`). Both passes take the query, key and value, a `ScoreBias` where they know one, the number of keys
+that each query sees, the fields of a `Visibility` or a boolean mask, a seed for dropout, and the options.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility, read_mask
 
 
@@ -33,14 +34,17 @@ class DifferentiableAttention:
     Args:
         forward: `(query, key, value, visible_count, query_index, key_is_valid, first_key, visible, seed, activation,
             normalization, scaling, dropout)` to the output `(batch, query, heads, head_dim)` and other tensors for backward.
-            Its operators need no gradients of their own.
-        backward: the gradient of the output, query, key, value, all results of `forward`, and the rest of its arguments, to
-            the gradients of query, key and value.
+            Its operators need no gradients of their own. With `has_bias`, the bias of queries and that of keys follow the
+            value, or `None` twice.
+        backward: the gradient of the output, query, key, value (and biases), all results of `forward`, and the rest of its
+            arguments, to the gradients of query, key and value (and biases).
         seed_device: where the passes read the seed: `"cpu"`, or that of the query if `None`.
+        has_bias: whether they know a bias of the scores.
     """
 
-    def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):
-        self.forward, self.backward, self.seed_device = forward, backward, seed_device
+    def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None, has_bias: bool = False):
+        self.forward, self.backward, self.seed_device, self.has_bias = forward, backward, seed_device, has_bias
+        states = 5 if has_bias else 3
 
         class Attention(torch.autograd.Function):
             # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses this class
@@ -52,13 +56,15 @@ class DifferentiableAttention:
 
             @staticmethod
             def setup_context(ctx, inputs, outputs):
-                tensors, ctx.options = inputs[:9], inputs[9:]
+                tensors, ctx.options = inputs[:-4], inputs[-4:]
                 ctx.mark_non_differentiable(*outputs[1:])
-                ctx.save_for_backward(*tensors[:3], *outputs, *tensors[3:])
+                ctx.save_for_backward(*tensors[:states], *outputs, *tensors[states:])
 
             @staticmethod
             def backward(ctx, gradient, *_):
-                return (*backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 10)
+                gradients = backward(gradient, *ctx.saved_tensors, *ctx.options)
+                given = ctx.saved_tensors[:states]  # an operator cannot return None for a bias that there is not
+                return (*(None if one is None else other for one, other in zip(given, gradients)), *[None] * 10)
 
         self.function = Attention
 
@@ -71,6 +77,7 @@ class DifferentiableAttention:
         attention_mask: Visibility | torch.Tensor | None,
         scaling: float,
         dropout: float,
+        score_bias: ScoreBias | None = None,
     ) -> torch.Tensor:
         """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
         mask, visible_count = read_mask(attention_mask, query, key)
@@ -82,10 +89,13 @@ class DifferentiableAttention:
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
         # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
-        has_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value))
+        states = [query, key, value]
+        if self.has_bias:
+            states += [None, None] if score_bias is None else score_bias
+        has_gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in states)
         is_plain = torch.compiler.is_compiling() and not has_gradient
         function = self.forward if is_plain else self.function.apply
-        output, *_ = function(query, key, value, visible_count, *masks, seed, *options)
+        output, *_ = function(*states, visible_count, *masks, seed, *options)
         return output
 
 
@@ -94,9 +104,9 @@ class AttentionOperators(DifferentiableAttention):
 
     Args:
         name: name of the forward operator. The name of the backward operator ends in `_backward`.
-        forward, backward, seed_device: as in `DifferentiableAttention`.
+        forward, backward, seed_device, has_bias: as in `DifferentiableAttention`.
         new_results: makes the results of `forward`, empty, from its arguments.
-        new_gradient: makes an empty gradient of a query, key or value, with the strides that `backward` returns.
+        new_gradient: makes an empty gradient of one of the first arguments, with the strides that `backward` returns.
         tags: PyTorch's tags of both operators.
         namespace: namespace of the operators.
     """
@@ -111,6 +121,7 @@ class AttentionOperators(DifferentiableAttention):
         tags: Sequence[torch.Tag] = (),
         seed_device: str | None = None,
         namespace: str = NAMESPACE,
+        has_bias: bool = False,
     ):
         if not hasattr(operators := getattr(torch.ops, namespace), name):
             options = {"mutates_args": (), "tags": tuple(tags)}
@@ -120,10 +131,11 @@ class AttentionOperators(DifferentiableAttention):
             definition.register_fake(new_results)
 
             @backward_definition.register_fake
-            def _(gradient, query, key, value, *inputs):
-                return new_gradient(query), new_gradient(key), new_gradient(value)
+            def _(gradient, *inputs):
+                return tuple(map(new_gradient, inputs[: 5 if has_bias else 3]))
 
-        super().__init__(getattr(operators, name).default, getattr(operators, f"{name}_backward").default, seed_device)
+        passes = getattr(operators, name).default, getattr(operators, f"{name}_backward").default
+        super().__init__(*passes, seed_device, has_bias)
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype:

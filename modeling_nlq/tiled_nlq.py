@@ -1,4 +1,4 @@
-"""`nlq_tiled`: attention for every elementwise activation in memory linear in the length, by PyTorch's operators.
+"""`nlq_tiled`: attention for every elementwise activation, and for softmax with a bias, in memory linear in the length.
 
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
 over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
@@ -10,7 +10,10 @@ With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G =
 
     dV = P^T G,    dP = G V^T,    dS = phi'(S) * dP,    dQ = scaling * dS K,    dK = scaling * dS^T Q,
 
-where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`.
+where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`. A bias of the scores,
+`query_i - key_j`, has the sums of `dS` over rows and columns as its gradients.
+
+Softmax is rescaled between tiles. Its `Z` is part of `P`: backward subtracts the logarithm of `Z` from the scores.
 
 Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its keys.
 """
@@ -25,7 +28,8 @@ from torch import nn
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import get_attention_activation
-from .attention_nlq import LARGEST_SUM, counts_as_zero, keep_from_overflow, one_query_attention
+from .attention_nlq import LARGEST_SUM, counts_as_zero, keep_from_overflow, one_query_attention, one_query_by_pytorch
+from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision
 
@@ -120,6 +124,8 @@ class _TiledCall:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        query_bias: torch.Tensor | None,
+        key_bias: torch.Tensor | None,
         visible_count: torch.Tensor,
         masks: tuple[torch.Tensor | None, ...],
         seed: torch.Tensor | None,
@@ -144,6 +150,8 @@ class _TiledCall:
         self.count = self._by_head(visible_count).clamp(min=1).to(self.sum_dtype)
         has_bias = self.activation.subtract_log_count and normalization == "none"
         self.log_count = self.count.log() if has_bias else None
+        self.query_bias, self.key_bias = query_bias, key_bias
+        self.log_normalizer: torch.Tensor | None = None  # of softmax in the backward pass, `(batch, heads, query)`
 
         tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
         query_tile = max(min(tile, query_length), 1)
@@ -169,17 +177,33 @@ class _TiledCall:
         start, end = self.key_tiles[j]
         return tensor[:, start:end]
 
-    def hide(self, i: int, j: int, *tiles: torch.Tensor) -> list[torch.Tensor]:
-        """Returns tiles `(batch * key_value_heads, group * query tile, key tile)` with 0 for hidden keys."""
+    def hide(self, i: int, j: int, *tiles: torch.Tensor, value: float = 0.0) -> list[torch.Tensor]:
+        """Returns tiles `(batch * key_value_heads, group * query tile, key tile)` with `value` for hidden keys."""
         hidden = self.masks.hidden(i, j)
         if hidden is None:
             return list(tiles)
         start, end = self.query_tiles[i]
         by_head = (tile.view(*self.shape, end - start, tile.shape[-1]) for tile in tiles)
-        return [tile.masked_fill(self._by_head(hidden), 0.0).flatten(0, 1).flatten(1, 2) for tile in by_head]
+        return [tile.masked_fill(self._by_head(hidden), value).flatten(0, 1).flatten(1, 2) for tile in by_head]
 
     def scores(self, i: int, j: int) -> torch.Tensor:
         """Returns the scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
+        scores = self._scores_without_bias(i, j)
+        if self.query_bias is None and self.log_normalizer is None:
+            return scores
+        (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
+        by_head = scores.view(*self.shape, end - start, key_end - key_start)
+        if self.query_bias is not None:
+            # Both sums count from the tile's first query, so that numbers that matter are small
+            first = self.query_bias[..., start : start + 1]
+            rows, columns = self.query_bias[..., start:end] - first, self.key_bias[..., key_start:key_end] - first
+            by_head.add_(self._by_head(rows.to(scores.dtype))[..., None])
+            by_head.sub_(self._by_head(columns.to(scores.dtype))[..., None, :])
+        if self.log_normalizer is not None:
+            by_head.sub_(self._by_head(self.log_normalizer[..., start:end])[..., None])
+        return scores
+
+    def _scores_without_bias(self, i: int, j: int) -> torch.Tensor:
         rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
         start, end = self.query_tiles[i]
         has_bias = self.log_count is not None
@@ -247,6 +271,8 @@ def _tiled_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
@@ -258,13 +284,19 @@ def _tiled_attention(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and `1 / Z`, as `_new_results` makes them."""
+    """The output and `1 / Z`, or `log Z` of softmax, as `_new_results` makes them."""
     masks = (query_index, key_is_valid, first_key, visible)
     options = (activation, normalization, scaling, dropout)
-    output, inverse_normalizer = _new_results(query, key, value, visible_count, *masks, seed, *options)
+    biases = (query_bias, key_bias)
+    output, inverse_normalizer = _new_results(query, key, value, *biases, visible_count, *masks, seed, *options)
     with torch.autocast(query.device.type, enabled=False):
-        call = _TiledCall(query, key, value, visible_count, masks, seed, *options)
+        call = _TiledCall(query, key, value, *biases, visible_count, masks, seed, *options)
         for i, (start, end) in enumerate(call.query_tiles):
+            if activation == "softmax":
+                weighted, log_normalizer = _softmax_of_tile(call, i)
+                inverse_normalizer[..., start:end] = log_normalizer.view(*call.shape, end - start).flatten(1, 2)
+                output[:, start:end] = weighted.view(*call.shape, end - start, -1).flatten(1, 2).transpose(1, 2)
+                continue
             weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
             for j in call.masks.key_tiles_of(i):
@@ -290,11 +322,32 @@ def _tiled_attention(
     return output, inverse_normalizer
 
 
+def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`; 0 without keys."""
+    weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
+    total = torch.zeros_like(weighted[..., 0])
+    largest = torch.full_like(total, torch.finfo(total.dtype).min)
+    for j in call.masks.key_tiles_of(i):
+        scores = call.hide(i, j, call.scores(i, j), value=-torch.inf)[0]
+        before, largest = largest, torch.maximum(largest, scores.amax(dim=-1))
+        weights, factor = torch.exp(scores - largest[..., None]), torch.exp(before - largest)
+        total = total * factor + weights.sum(dim=-1)
+        if (factors := call.dropout_factors(i, j)) is not None:
+            weights = weights * factors
+        weighted *= factor[..., None]
+        call.add_product(weighted, weights, call.columns(call.value, j))
+    is_empty = total == 0.0
+    total = total.masked_fill(is_empty, 1.0)
+    return weighted / total[..., None], (largest + total.log()).masked_fill(is_empty, 0.0)
+
+
 def _tiled_attention_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
     output: torch.Tensor,
     inverse_normalizer: torch.Tensor,
     visible_count: torch.Tensor,
@@ -307,16 +360,22 @@ def _tiled_attention_backward(
     normalization: str,
     scaling: float,
     dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, in their shapes, given that of the output."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key, value and the biases, in their shapes, given that of the output; empty without a bias."""
     masks = (query_index, key_is_valid, first_key, visible)
+    options = (activation, normalization, scaling, dropout)
     with torch.autocast(query.device.type, enabled=False):
-        call = _TiledCall(query, key, value, visible_count, masks, seed, activation, normalization, scaling, dropout)
+        call = _TiledCall(query, key, value, query_bias, key_bias, visible_count, masks, seed, *options)
+        if activation == "softmax":
+            call.log_normalizer, inverse_normalizer = inverse_normalizer, torch.ones_like(inverse_normalizer)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
         delta = call.delta(scaled, output, inverse_normalizer) if normalization == "sum" else None
 
         query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
         key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (call.key, call.value))
+        bias_gradients = tuple(
+            query.new_empty(0) if bias is None else torch.zeros_like(bias) for bias in (query_bias, key_bias)
+        )
         for j, (key_start, key_end) in enumerate(call.key_tiles):
             keys = call.columns(call.key, j)
             key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))
@@ -330,6 +389,10 @@ def _tiled_attention_backward(
                 weights, scores_gradient = call.hide(i, j, weights, scores_gradient)
                 if factors is not None:
                     weights = weights * factors
+                if query_bias is not None:
+                    by_head = scores_gradient.view(*call.shape, end - start, key_end - key_start)
+                    bias_gradients[0][..., start:end] += by_head.sum(dim=-1).flatten(1, 2)
+                    bias_gradients[1][..., key_start:key_end] -= by_head.sum(dim=-2).flatten(1, 2)
                 call.add_product(value_sum, weights.transpose(1, 2), rows)
                 call.add_product(key_sum, scores_gradient.transpose(1, 2), call.rows(call.query, i))
                 query_sum = torch.zeros_like(rows, dtype=call.sum_dtype)
@@ -338,13 +401,16 @@ def _tiled_attention_backward(
             key_gradient[:, key_start:key_end] = key_sum * scaling
             value_gradient[:, key_start:key_end] = value_sum
         query_gradient = (query_gradient * scaling).to(query.dtype)
-    return query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
+    gradients = query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
+    return (*gradients, *bias_gradients)
 
 
 def _new_results(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    query_bias: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
     visible_count: torch.Tensor,
     query_index: torch.Tensor | None,
     key_is_valid: torch.Tensor | None,
@@ -362,14 +428,19 @@ def _new_results(
     return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
+def _new_gradient(states: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(0) if states is None else states.new_empty(states.shape)
+
+
 _operators = AttentionOperators(
     "tiled_attention",
     _tiled_attention,
     _tiled_attention_backward,
     new_results=_new_results,
-    new_gradient=lambda states: states.new_empty(states.shape),
+    new_gradient=_new_gradient,
     tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
     seed_device="cpu",
+    has_bias=True,
 )
 
 
@@ -381,9 +452,10 @@ def tiled_attention_forward(
     attention_mask: Visibility | torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for every elementwise activation, in memory linear in the length.
+    """Attention for every elementwise activation, and softmax without a sink, in memory linear in the length.
 
     Args:
         module: the attention layer, whose `activation` and `normalization` say what to compute.
@@ -392,11 +464,13 @@ def tiled_attention_forward(
         attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
         scaling: factor of the scores.
         dropout: probability of dropping a weight, drawn from PyTorch's random number generator.
+        score_bias: a bias of the scores.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    return attend_in_scale(_operators.attend, module, query, key, value, attention_mask, scaling, dropout), None
+    inputs = (module, query, key, value, attention_mask, scaling, dropout)
+    return attend_in_scale(_operators.attend, *inputs, score_bias), None
 
 
 def attend_in_scale(
@@ -408,6 +482,7 @@ def attend_in_scale(
     attention_mask: Visibility | torch.Tensor | None,
     scaling: float,
     dropout: float,
+    score_bias: ScoreBias | None = None,
 ) -> torch.Tensor:
     """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
@@ -416,7 +491,12 @@ def attend_in_scale(
     """
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (key, value, attention_mask, scaling)
-    if query.shape[2] == 1 and not (dropout and module.training):
+    is_single = query.shape[2] == 1 and not (dropout and module.training)
+    if score_bias is not None:  # which no common factor of the scores leaves as it is
+        if is_single:
+            return one_query_by_pytorch(module, query, *inputs, score_bias)
+        return attend(module, query, *inputs, dropout, score_bias)
+    if is_single:
         # A single query needs no tiles, and hardly any memory
         attend = one_query_attention
     else:

@@ -1,6 +1,7 @@
 """Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from modeling_nlq import NLQConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
+from modeling_nlq.part_table_nlq import parts_of
 
 from .text import check_number
 
@@ -105,12 +108,18 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
             matrix_operations += round(share * _operations(parameter))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
-    spans = 0
-    for kind, sizes in zip(*get_layer_types_and_kwargs(config)):
-        spans += head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
+    spans = [
+        head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
+        for kind, sizes in zip(*get_layer_types_and_kwargs(config))
+    ]
     # Those with keys and with values, whose heads differ in multi-head latent attention
     widths = getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
-    products = spans * config.num_attention_heads * sum(widths)
+    if isinstance(config, NLQConfig):
+        # A layer's parts may compute more heads, or wider values
+        costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in config.per_layer_config]
+    else:
+        costs = [1.0] * len(spans)
+    products = round(sum(span * cost for span, cost in zip(spans, costs))) * config.num_attention_heads * sum(widths)
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body.values()),

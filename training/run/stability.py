@@ -14,6 +14,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import attention_weights
+from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
@@ -91,10 +92,11 @@ def attention_statistics(
     def record(layer: NLQAttentionProjections, inputs: tuple, keyword_inputs: dict) -> None:
         records[layer.layer_idx] = {}
         if layer.activation.kind != "linear":
-            query, key, _ = layer.project(*inputs, keyword_inputs["position_embeddings"])
+            call = AttentionCall(layer, *inputs, keyword_inputs["places"], keyword_inputs["first_values"])
+            query, key, _, bias = layer.prepare(call, keyword_inputs["position_embeddings"])
             window = layer.sliding_window
             visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
-            records[layer.layer_idx] = _layer_statistics(layer, query, key, visibility)
+            records[layer.layer_idx] = _layer_statistics(layer, query, key, bias, visibility)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
@@ -114,7 +116,9 @@ def attention_statistics(
     return [records[layer.layer_idx] for layer in layers]
 
 
-def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility) -> dict[str, float]:
+def _layer_statistics(
+    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
+) -> dict[str, float]:
     """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or fewer."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
@@ -129,7 +133,8 @@ def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tenso
                 visible_count=visibility.visible_count[:, places],
                 first_key=None if visibility.first_key is None else visibility.first_key[:, places],
             )
-            chunks.append(_row_statistics(layer, query[:, :, places], seen, part))
+            own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : places.stop])
+            chunks.append(_row_statistics(layer, query[:, :, places], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
 
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
@@ -149,12 +154,14 @@ def _layer_statistics(layer: NLQAttention, query: torch.Tensor, key: torch.Tenso
 
 
 def _row_statistics(
-    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, visibility: Visibility
+    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
     """Each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
     visible = visibility.dense()
     count, sink = visibility.visible_count[:, None], layer.sink
     scores = layer.scaling * (query @ key.transpose(2, 3))
+    if bias is not None:
+        scores = scores + bias.dense(scores.dtype)
     weights = attention_weights(scores, visible, count, layer.activation, layer.normalization, sink).abs()
     total = weights.sum(dim=-1, keepdim=True)
     shares = weights / total

@@ -1,0 +1,280 @@
+"""The seam of an attention layer: what a part is, what it may read and change, and the parts that a user registers.
+
+A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion want to
+know of it, they ask it. `part_table_nlq.py` has the parts that come with NLQ, in the order in which they are applied.
+
+Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and those of
+this call), head_dim.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from .masking_nlq import Places
+
+
+if TYPE_CHECKING:
+    from .attention_projections_nlq import NLQAttentionProjections
+    from .configuration_nlq import NLQConfig
+
+
+class ScoreBias(NamedTuple):
+    """A bias of the scores that is a difference, `query_i - key_j`, which backends add without a matrix of it.
+
+    Attributes:
+        query: `(batch, heads, query)`, in float64 where the device has it: the difference of two large sums must be exact.
+        key: `(batch, heads, key)`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the matrix `(batch, heads, query, key)`."""
+        return (self.query[..., :, None] - self.key[..., None, :]).to(dtype)
+
+
+@dataclass
+class AttentionCall:
+    """One call of an attention layer, as its parts see it.
+
+    Attributes:
+        layer: the attention layer.
+        hidden_states: `(batch, query, hidden)`, its input.
+        places: where the tokens stand. Only parts with `needs_places` may read it.
+        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
+            `needs_first_values` may read it.
+        values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set before `attended`.
+    """
+
+    layer: "NLQAttentionProjections"
+    hidden_states: torch.Tensor
+    places: Places | None = None
+    first_values: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    @property
+    def tp_mesh(self):
+        """The processes that share the heads, or `None`."""
+        return self.layer.tp_mesh
+
+
+class AttentionPart(nn.Module):
+    """What an attention layer may have beside its projections, positions and activation.
+
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
+    nothing. The hooks run in this order: `change_projections`, rotary positions, `token_state`, the cache, `change_attended`,
+    `score_bias`, the attention weights (`change_weights` if they are returned), `change_output`, the output projection.
+
+    Attributes:
+        name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
+            name in the field `attention_parts`.
+        formula: what it computes, in one line.
+        source: where the formula comes from.
+        needs_places: whether its hooks read `call.places`.
+        needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
+        state_size: numbers that it keeps in the cache for each token and group of keys.
+        has_bias: whether it adds a bias to the scores.
+    """
+
+    name: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    needs_places: ClassVar[bool] = False
+    needs_first_values: ClassVar[bool] = False
+    has_bias: ClassVar[bool] = False
+
+    tp_mesh = None  # the processes that share the heads
+    state_size = 0
+
+    def __init__(self, config: "NLQConfig", layer_idx: int):
+        """`config` is the configuration of the layer, with the values of its own; `layer_idx` its number."""
+        super().__init__()
+
+    @classmethod
+    def has_hook(cls, hook: str) -> bool:
+        """Tells whether the part overrides one of the `HOOKS`."""
+        return getattr(cls, hook) is not getattr(AttentionPart, hook)
+
+    # What the configuration asks of the class
+
+    @classmethod
+    def check(cls, config: "NLQConfig") -> None:
+        """Raises `ValueError` for a configuration (of one layer) that the part cannot have."""
+
+    @classmethod
+    def query_heads(cls, config: "NLQConfig") -> int:
+        """Returns how many heads of queries the layer computes."""
+        return config.num_attention_heads
+
+    @classmethod
+    def product_cost(cls, config: "NLQConfig") -> float:
+        """Returns by which factor the part multiplies the cost of the products with keys and values."""
+        return 1.0
+
+    @classmethod
+    def refuse_split(cls, config: "NLQConfig") -> str | None:
+        """Returns the reason why tensor parallelism cannot give each process some of the heads, if there is one."""
+        return None
+
+    @classmethod
+    def refuse_paged(cls, config: "NLQConfig") -> str | None:
+        """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
+        if cls.has_hook("token_state"):
+            return "the paged cache has no place for what it keeps"
+        return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
+
+    @classmethod
+    def split_layers(cls, config: "NLQConfig") -> dict[str, str]:
+        """Returns the linear layers that tensor parallelism splits, by their names in the attention layer, and how."""
+        return {}
+
+    @classmethod
+    def layer_modules(cls, config: "NLQConfig") -> dict[str, nn.Module]:
+        """Returns modules that the layer itself holds, under names that checkpoints and other programs know."""
+        return {}
+
+    def initialize(self, layer: "NLQAttentionProjections") -> None:
+        """Sets the initial values of the part's own parameters; by default those that `__init__` gives them.
+
+        Linear layers inside the part are initialised as everywhere in the model.
+        """
+        own = dict(self.named_parameters(recurse=False))
+        if not own:
+            return
+        with torch.device("cpu"):
+            fresh = type(self)(layer.config.per_layer_config[layer.layer_idx], layer.layer_idx)
+        for name, parameter in own.items():
+            init.copy_(parameter, getattr(fresh, name))
+
+    def start_without_effect(self, layer: "NLQAttentionProjections") -> str | None:
+        """Sets parameters so that a trained layer computes what it computed without the part (`nlq convert --upcycle`).
+
+        Returns:
+            `None`, or the reason why there is no such start.
+        """
+        return "it has no start without effect"
+
+    # Hooks of a call
+
+    def change_projections(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before positions."""
+        raise NotImplementedError
+
+    def token_state(self, call: AttentionCall) -> torch.Tensor:
+        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is kept."""
+        raise NotImplementedError
+
+    def change_attended(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens `(batch, groups, key, ...)`."""
+        raise NotImplementedError
+
+    def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
+        """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
+        raise NotImplementedError
+
+    def change_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output changes."""
+        raise NotImplementedError
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
+        raise NotImplementedError
+
+
+HOOKS = ("change_projections", "token_state", "change_attended", "score_bias", "change_weights", "change_output")
+
+
+class AttentionParts(nn.ModuleDict):
+    """The parts of one layer, by name."""
+
+    def __init__(self, parts: dict[str, AttentionPart]):
+        super().__init__(parts)
+        self._by_hook: dict[str, list[str]] = {
+            hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS
+        }
+        self.needs_places = any(part.needs_places for part in parts.values())
+        self.needs_first_values = any(part.needs_first_values for part in parts.values())
+
+    def with_hook(self, hook: str) -> list[AttentionPart]:
+        """Returns the parts that have a hook, in order."""
+        return [self[name] for name in self._by_hook[hook]]
+
+
+def column_count(parts: AttentionParts, dtype: torch.dtype) -> int:
+    """Returns how many columns `to_columns` makes for the parts' states."""
+    total = sum(part.state_size for part in parts.with_hook("token_state"))
+    return total * (2 if _is_half(dtype) else 1)
+
+
+def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
+
+    In half precision a number takes two columns, what the type can hold of it and the rest.
+    """
+    state = torch.cat(states, dim=-1)
+    columns = state.to(dtype)
+    return torch.cat([columns, (state - columns).to(dtype)], dim=-1) if _is_half(dtype) else columns
+
+
+def from_columns(columns: torch.Tensor, parts: AttentionParts) -> dict[str, torch.Tensor]:
+    """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
+    if _is_half(columns.dtype):
+        columns = sum(half.float() for half in columns.chunk(2, dim=-1))
+    owners = parts.with_hook("token_state")
+    return dict(zip((part.name for part in owners), columns.split([part.state_size for part in owners], dim=-1)))
+
+
+def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> None:
+    """Raises `ValueError` if a cache would round the states that parts of a layer keep beside its keys."""
+    if cache is None or layer.layer_idx >= len(cache.layers):
+        return
+    if any("Quantized" in base.__name__ for base in type(cache.layers[layer.layer_idx]).__mro__):
+        names = ", ".join(part.name for part in layer.parts.with_hook("token_state"))
+        raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits < 32
+
+
+_REGISTERED: dict[str, type[AttentionPart]] = {}
+
+
+def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
+    """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
+
+    Args:
+        part: a subclass of `AttentionPart`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: if it is no such class, or its name is no identifier or is taken by other code.
+    """
+    if not (isinstance(part, type) and issubclass(part, AttentionPart)):
+        raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
+    if not isinstance(part.name, str) or not part.name.isidentifier():
+        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
+    _REGISTERED[part.name] = part
+    return part
+
+
+def registered_parts() -> dict[str, type[AttentionPart]]:
+    """Returns the parts that this process has registered, by name."""
+    return _REGISTERED
+
+
+def is_on(value: Any) -> bool:
+    """True if the value of a part's field turns the part on."""
+    return value is not None and value is not False

@@ -1,0 +1,163 @@
+"""The parts that a layer has under fields of their own: norms of queries and keys, the sink, and what follows each head."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from .attention_parts_nlq import AttentionCall, AttentionPart
+from .parallel_nlq import own_heads, shared_by_heads, sum_over_processes
+
+
+class NLQRMSNorm(nn.RMSNorm):
+    """RMSNorm of each head, with one gain for all heads."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        return nn.functional.rms_norm(heads, self.normalized_shape, shared_by_heads(self.weight, self.tp_mesh), self.eps)
+
+
+class NLQAllHeadsRMSNorm(nn.RMSNorm):
+    """RMSNorm over the width of all heads, with a gain for each element (OLMo 2, arXiv 2501.00656)."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        states = heads.flatten(2)
+        if self.tp_mesh is None:
+            return super().forward(states).view(heads.shape)
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        total = sum_over_processes(states.to(dtype).square().sum(dim=-1, keepdim=True), self.tp_mesh)
+        states = states.to(dtype) * torch.rsqrt(total / self.normalized_shape[0] + self.eps)
+        return (states * own_heads(self.weight, self.tp_mesh, dim=0)).to(heads.dtype).view(heads.shape)
+
+
+class NLQL2Norm(nn.Module):
+    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def __init__(self, head_dim: int, num_heads: int | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
+        return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
+
+
+class NLQHeadProjection(nn.Module):
+    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def __init__(self, num_heads: int, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> the same shape."""
+        return torch.einsum("bqhd,hde->bqhe", heads, own_heads(self.weight, self.tp_mesh, dim=0))
+
+
+class QKNorm(AttentionPart):
+    name = "qk_norm"
+    formula = "norm(q_i) . norm(k_j)"
+    source = "Henry et al. 2020, arXiv 2010.04245 (l2); OLMo 2, arXiv 2501.00656 (rms_all_heads)"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        head_dim, eps, query_heads = config.head_dim, config.layer_norm_eps, config.num_query_heads
+        if config.qk_norm == "rms":
+            return {"q_norm": NLQRMSNorm(head_dim, eps=eps), "k_norm": NLQRMSNorm(head_dim, eps=eps)}
+        if config.qk_norm == "rms_all_heads":
+            widths = {"q_norm": query_heads * head_dim, "k_norm": config.num_key_value_heads * head_dim}
+            return {name: NLQAllHeadsRMSNorm(width, eps=eps) for name, width in widths.items()}
+        return {"q_norm": NLQL2Norm(head_dim, query_heads), "k_norm": NLQL2Norm(head_dim)}
+
+    def change_projections(self, call, query, key, value):
+        return call.layer.q_norm(query), call.layer.k_norm(key), value
+
+
+class AttentionSink(AttentionPart):
+    """Backends read the logits from the layer, which is why this part has no hook."""
+
+    name = "attention_sink"
+    formula = "exp(s_j) / (exp(b_h) + sum_k exp(s_k))"
+    source = "gpt-oss; Xiao et al. 2023, arXiv 2309.17453"
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.activation.name != "softmax":
+            raise ValueError(
+                f"attention_sink={config.attention_sink!r} needs attention_activation='softmax', not {config.activation.name!r}"
+            )
+
+    def initialize(self, layer) -> None:
+        if layer.sink_bias is not None:
+            init.zeros_(layer.sink_bias)
+
+
+class HeadProjection(AttentionPart):
+    name = "head_projection"
+    formula = "y_i W_h"
+    source = "the fourth matrix beside query, key and value"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        return {"head_proj": NLQHeadProjection(config.num_attention_heads, config.head_dim)}
+
+    def initialize(self, layer) -> None:
+        weight = layer.head_proj.weight
+        init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return call.layer.head_proj(heads)
+
+
+class OutputScaling(AttentionPart):
+    name = "attention_output_scaling"
+    formula = "c y_i"
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return heads * call.layer.output_scaling
+
+
+class OutputActivation(AttentionPart):
+    name = "attention_output_activation"
+    formula = "act(y_i)"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        return {"output_activation": ACT2FN[config.attention_output_activation]}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return call.layer.output_activation(heads)
+
+
+class AttentionGate(AttentionPart):
+    name = "attention_gate"
+    formula = "y_i * sigmoid(x_i W_g)"
+    source = "Qiu et al. 2025, arXiv 2505.06708"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        width = config.num_attention_heads * (config.head_dim if config.attention_gate == "elementwise" else 1)
+        return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
+
+    @classmethod
+    def split_layers(cls, config) -> dict[str, str]:
+        return {"gate_proj": "colwise"}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(call.layer.gate_proj(call.hidden_states))
+        return heads * gate.unflatten(-1, (heads.shape[2], -1))
