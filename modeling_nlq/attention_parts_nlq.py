@@ -95,6 +95,7 @@ class AttentionPart(nn.Module):
     def __init__(self, config: "NLQConfig", layer_idx: int):
         """`config` is the configuration of the layer, with the values of its own; `layer_idx` its number."""
         super().__init__()
+        self.config, self.layer_idx = config, layer_idx
 
     @classmethod
     def has_hook(cls, hook: str) -> bool:
@@ -139,7 +140,7 @@ class AttentionPart(nn.Module):
         """Returns modules that the layer itself holds, under names that checkpoints and other programs know."""
         return {}
 
-    def initialize(self, layer: "NLQAttentionProjections") -> None:
+    def initialize(self) -> None:
         """Sets the initial values of the part's own parameters; by default those that `__init__` gives them.
 
         Linear layers inside the part are initialised as everywhere in the model.
@@ -148,7 +149,7 @@ class AttentionPart(nn.Module):
         if not own:
             return
         with torch.device("cpu"):
-            fresh = type(self)(layer.config.per_layer_config[layer.layer_idx], layer.layer_idx)
+            fresh = type(self)(self.config, self.layer_idx)
         for name, parameter in own.items():
             init.copy_(parameter, getattr(fresh, name))
 

@@ -62,21 +62,17 @@ class NLQAttentionProjections(nn.Module):
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         # What a layer may have under a name of its own is `None` where it has none
-        for name in ("q_norm", "k_norm", "head_proj", "output_activation", "gate_proj"):
-            self.register_module(name, None)
+        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = None
         parts = {}
         for part in parts_of(layer):
             if part.needs_first_values and layer_idx == 0:
                 continue  # they are its own
             for name, module in part.layer_modules(layer).items():
-                self.register_module(name, module)
+                setattr(self, name, module)
             parts[part.name] = part(layer, layer_idx)
         self.parts = AttentionParts(parts)
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
-
-    def initialize(self) -> None:
-        """Sets the initial values of the layer's own parameters, apart from its modules."""
 
     @property
     def activation(self) -> AttentionActivation:

@@ -112,6 +112,11 @@ class NLQAttention(NLQAttentionProjections):
         # `bias` in its name keeps it out of Trainer's weight decay
         self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
 
+    def initialize(self) -> None:
+        """Sets the initial values of the layer's own parameters."""
+        if self.sink_bias is not None:
+            init.zeros_(self.sink_bias)
+
     @property
     def normalization(self) -> str:
         """The normaliser of the weights."""
@@ -147,14 +152,14 @@ class NLQAttention(NLQAttentionProjections):
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
-        **kwargs,
+        arguments: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
         """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
 
         Args:
             call, position_embeddings: as in `project`.
             cache: the cache, which the new tokens are added to.
-            kwargs: arguments of flash attention, which a paged cache changes.
+            arguments: those of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
         states = [part.token_state(call) for part in self.parts.with_hook("token_state")]
@@ -164,7 +169,7 @@ class NLQAttention(NLQAttentionProjections):
         if cache is not None:
             # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
             # changes the arguments that flash attention gets
-            more = {"kwargs": kwargs} if isinstance(cache, PagedAttentionCache) else {}
+            more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
         state, bias = {}, None
         if states:
@@ -195,7 +200,7 @@ class NLQAttention(NLQAttentionProjections):
         """
         name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         call = AttentionCall(self, hidden_states, places, first_values)
-        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, **kwargs)
+        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
 
@@ -437,10 +442,8 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
-        elif isinstance(module, NLQAttentionProjections):
+        elif hasattr(module, "initialize"):  # a module of our own that begins with other numbers than PyTorch's
             module.initialize()
-            for part in module.parts.values():
-                part.initialize(module)
 
     @property
     def _supports_flash_attn(self) -> bool:
