@@ -7,6 +7,7 @@ Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of
 this call), head_dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -195,26 +196,9 @@ class AttentionPart(nn.Module):
 HOOKS = ("change_projections", "token_state", "change_attended", "score_bias", "change_weights", "change_output")
 
 
-class AttentionParts(nn.ModuleDict):
-    """The parts of one layer, by name."""
-
-    def __init__(self, parts: dict[str, AttentionPart]):
-        super().__init__(parts)
-        self._by_hook: dict[str, list[str]] = {
-            hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS
-        }
-        self.needs_places = any(part.needs_places for part in parts.values())
-        self.needs_first_values = any(part.needs_first_values for part in parts.values())
-
-    def with_hook(self, hook: str) -> list[AttentionPart]:
-        """Returns the parts that have a hook, in order."""
-        return [self[name] for name in self._by_hook[hook]]
-
-
-def column_count(parts: AttentionParts, dtype: torch.dtype) -> int:
-    """Returns how many columns `to_columns` makes for the parts' states."""
-    total = sum(part.state_size for part in parts.with_hook("token_state"))
-    return total * (2 if _is_half(dtype) else 1)
+def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:
+    """Returns how many columns `to_columns` makes for the states of some parts."""
+    return sum(part.state_size for part in parts) * (2 if _is_half(dtype) else 1)
 
 
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -227,12 +211,11 @@ def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([columns, (state - columns).to(dtype)], dim=-1) if _is_half(dtype) else columns
 
 
-def from_columns(columns: torch.Tensor, parts: AttentionParts) -> dict[str, torch.Tensor]:
+def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
     """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
     if _is_half(columns.dtype):
         columns = sum(half.float() for half in columns.chunk(2, dim=-1))
-    owners = parts.with_hook("token_state")
-    return dict(zip((part.name for part in owners), columns.split([part.state_size for part in owners], dim=-1)))
+    return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
 
 
 def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> None:
@@ -240,7 +223,7 @@ def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> 
     if cache is None or layer.layer_idx >= len(cache.layers):
         return
     if any("Quantized" in base.__name__ for base in type(cache.layers[layer.layer_idx]).__mro__):
-        names = ", ".join(part.name for part in layer.parts.with_hook("token_state"))
+        names = ", ".join(part.name for part in layer.parts_with("token_state"))
         raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")
 
 

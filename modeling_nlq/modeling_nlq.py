@@ -143,7 +143,7 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        has_bias = bool(self.parts.with_hook("score_bias"))
+        has_bias = bool(self.parts_with("score_bias"))
         needs = Needs(self.activation, self.attention_sink, has_bias, dropout, weights, inputs)
         return find_backend(implementation, [self.layer_idx], needs)
 
@@ -162,8 +162,9 @@ class NLQAttention(NLQAttentionProjections):
             arguments: those of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
-        states = [part.token_state(call) for part in self.parts.with_hook("token_state")]
-        if states:
+        owners = self.parts_with("token_state")
+        if owners:
+            states = [part.token_state(call) for part in owners]
             check_state_cache(cache, self)
             key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
         if cache is not None:
@@ -172,13 +173,13 @@ class NLQAttention(NLQAttentionProjections):
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
         state, bias = {}, None
-        if states:
-            key_states, columns = key_states.split([self.head_dim, column_count(self.parts, key_states.dtype)], dim=-1)
-            state = from_columns(columns, self.parts)
-        for part in self.parts.with_hook("score_bias"):
+        if owners:
+            key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+            state = from_columns(columns, owners)
+        for part in self.parts_with("score_bias"):
             own = part.score_bias(call, state.get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
-        for part in self.parts.with_hook("change_attended"):
+        for part in self.parts_with("change_attended"):
             query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
         return query_states, key_states, value_states, bias
 
@@ -222,7 +223,7 @@ class NLQAttention(NLQAttentionProjections):
             **kwargs,
         )
         if attn_weights is not None:
-            for part in self.parts.with_hook("change_weights"):
+            for part in self.parts_with("change_weights"):
                 attn_weights = part.change_weights(call, attn_weights)
         output = self.project_output(call, attn_output)
         return (output, attn_weights, call.values.transpose(1, 2)) if self.hands_on_values else (output, attn_weights)
@@ -576,7 +577,7 @@ class NLQModel(NLQPreTrainedModel):
                     layer.self_attn.layer_idx,
                     sliding_window,
                 )
-            if kind not in places and layer.self_attn.parts.needs_places:
+            if kind not in places and layer.self_attn.needs_places:
                 places[kind] = sequences.places(cache, layer.self_attn.layer_idx, kind[1], masks[kind])
         first_values = None
         for layer, kind in zip(layers, kinds):
