@@ -6,6 +6,7 @@ import torch
 from support.conversion_cases import randomize
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -113,6 +114,9 @@ FAMILY_CASES = {
     "olmo2-all_heads": (Olmo2Config, {**_SIZES, "hidden_size": 24}),
     "olmo2-grouped": (Olmo2Config, {**_GROUPED, "rms_norm_eps": 0.1, "tie_word_embeddings": True}),
     "olmo2-biases_and_wide_heads": (Olmo2Config, {**_GROUPED, "head_dim": 10, "attention_bias": True}),
+    "diffllama-grouped": (DiffLlamaConfig, _GROUPED),
+    "diffllama-biases": (DiffLlamaConfig, {**_SIZES, "attention_bias": True, "rms_norm_eps": 0.1}),
+    "diffllama-wide_heads": (DiffLlamaConfig, {**_GROUPED, "head_dim": 6, "tie_word_embeddings": True}),
     "gpt_neox-partial": (GPTNeoXConfig, {**_SIZES, "hidden_size": 32}),
     "gpt_neox-sequential": (
         GPTNeoXConfig,
@@ -143,6 +147,7 @@ ONE_OF_EACH = {
     "qwen3": "qwen3-windows_and_bias",
     "smollm3": "smollm3-windows_and_biases",
     "olmo2": "olmo2-grouped",
+    "diffllama": "diffllama-grouped",
     "gpt_neox": "gpt_neox-partial",
 }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    DiffLlamaConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -362,6 +363,13 @@ _ROWS = (
             "self_attn_output_norm": "post_attention_layernorm",
             "mlp_output_norm": "post_feedforward_layernorm",
         },
+    ),
+    Family(
+        DiffLlamaConfig,
+        {**_LLAMA_BLOCK, "differential_attention": "v1"},
+        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS),
+        without_effect=("lambda_std_dev",),
+        block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
     ),
     Family(
         GPTNeoXConfig,

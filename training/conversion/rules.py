@@ -13,7 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq.attention_parts_nlq import is_on
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
+from modeling_nlq.part_table_nlq import ATTENTION_PARTS
 from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
 
 
@@ -146,9 +148,10 @@ def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
 
     def carry(change: LayerChange) -> str | None:
         source, target = _projection_of(change.source, kind), _projection_of(change.target, kind)
-        if kind != "query" and change.differs("num_key_value_heads"):
+        heads = "num_query_heads" if kind == "query" else "num_key_value_heads"
+        if change.differs(heads):
             source = copy.deepcopy(source)
-            _expand_heads(source, change.before.num_key_value_heads, change.after.num_key_value_heads)
+            _expand_heads(source, getattr(change.before, heads), getattr(change.after, heads))
         return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field))
 
     return carry
@@ -216,7 +219,7 @@ def _projection_activation(change: LayerChange) -> str | None:
 
 
 def _expand_heads(terms: _Terms, before: int, after: int) -> None:
-    """Gives each group of query heads that shared a key or value head copies of it, in place."""
+    """Puts copies of each head in its place, for query heads that shared a key or value head, or for pairs of query heads."""
     modules = [terms.linear]
     if terms.bottleneck is not None:
         modules += [terms.bottleneck.fc2, terms.bottleneck.output_norm]
@@ -311,6 +314,19 @@ def _qk_norm(change: LayerChange) -> str | None:
     return None
 
 
+def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
+    def start(change: LayerChange) -> str | None:
+        if not change.differs(field):
+            return None
+        if is_on(getattr(change.before, field)):
+            return "what the model has learned with it would change"
+        if field not in change.target.parts:
+            return None  # the first layer may do without
+        return change.target.parts[field].start_without_effect(change.target)
+
+    return start
+
+
 def _unchanged(field: str, reason: str) -> Callable[[LayerChange], str | None]:
     return lambda change: reason if change.differs(field) else None
 
@@ -334,3 +350,4 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
     "attention_gate": _attention_gate,
 }
+LAYER_RULES |= {field: _rule_of_part(field) for field in ATTENTION_PARTS if field not in LAYER_RULES}
