@@ -166,6 +166,14 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
             (getattr(old, field), getattr(new, field)) for old, new in zip(before.per_layer_config, after.per_layer_config)
         ]
         found += _by_layer([[refusal(field, old, new, reason)] if old != new else [] for old, new in values])
+    reason = "query heads that the model has learned would be lost"
+    versions = [
+        (old.differential_attention, new.differential_attention, old.num_query_heads > new.num_query_heads)
+        for old, new in zip(before.per_layer_config, after.per_layer_config)
+    ]
+    found += _by_layer(
+        [[refusal("differential_attention", old, new, reason)] if is_less else [] for old, new, is_less in versions]
+    )
     known = {*_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
     other = sorted(
         field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)
