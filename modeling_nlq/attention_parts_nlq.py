@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from transformers import cache_utils
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
@@ -22,6 +23,12 @@ from .masking_nlq import Places
 if TYPE_CHECKING:
     from .attention_projections_nlq import NLQAttentionProjections
     from .configuration_nlq import NLQConfig
+
+
+# Releases before 5.24 do not have the first
+_QUANTIZED_LAYERS = tuple(
+    getattr(cache_utils, name) for name in ("BaseQuantizedLayer", "QuantizedLayer") if hasattr(cache_utils, name)
+)
 
 
 class ScoreBias(NamedTuple):
@@ -80,7 +87,6 @@ class AttentionPart(nn.Module):
         needs_places: whether its hooks read `call.places`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
         state_size: numbers that it keeps in the cache for each token and group of keys.
-        has_bias: whether it adds a bias to the scores.
     """
 
     name: ClassVar[str] = ""
@@ -88,7 +94,6 @@ class AttentionPart(nn.Module):
     source: ClassVar[str] = ""
     needs_places: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
-    has_bias: ClassVar[bool] = False
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
@@ -222,7 +227,7 @@ def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> 
     """Raises `ValueError` if a cache would round the states that parts of a layer keep beside its keys."""
     if cache is None or layer.layer_idx >= len(cache.layers):
         return
-    if any("Quantized" in base.__name__ for base in type(cache.layers[layer.layer_idx]).__mro__):
+    if isinstance(cache.layers[layer.layer_idx], _QUANTIZED_LAYERS):
         names = ", ".join(part.name for part in layer.parts_with("token_state"))
         raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")
 

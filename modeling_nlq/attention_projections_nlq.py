@@ -75,6 +75,7 @@ class NLQAttentionProjections(nn.Module):
         self.parts = nn.ModuleDict(parts)
         # Names, because copies of the layer on other devices have other modules
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
+        self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.needs_places = any(part.needs_places for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values

@@ -325,7 +325,7 @@ def _attention_layers(config: NLQConfig) -> list[Needs]:
 
 def needs_of(layer: NLQConfig) -> Needs:
     """Returns what a layer asks of any call; `layer` is its configuration."""
-    return Needs(layer.activation, layer.attention_sink, any(part.has_bias for part in parts_of(layer)))
+    return Needs(layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts_of(layer)))
 
 
 def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:

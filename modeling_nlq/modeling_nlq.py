@@ -143,8 +143,7 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        has_bias = bool(self.parts_with("score_bias"))
-        needs = Needs(self.activation, self.attention_sink, has_bias, dropout, weights, inputs)
+        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, dropout, weights, inputs)
         return find_backend(implementation, [self.layer_idx], needs)
 
     def prepare(

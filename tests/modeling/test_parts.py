@@ -6,6 +6,7 @@ from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import check
 from support.model_cases import PART_SWITCHES, random_tokens
 from transformers import DynamicCache, GenerationConfig, QuantizedCache
+from transformers.cache_utils import QuantizedLayer
 
 from modeling_nlq import NLQConfig, tiled_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
@@ -110,7 +111,7 @@ def test_compiles_without_a_break(make_model, name):
     tokens = random_tokens(2, 6)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for inputs in ({"input_ids": tokens}, {"input_ids": tokens, "labels": tokens}):
+    for inputs in ({"input_ids": tokens, "use_cache": False}, {"input_ids": tokens, "labels": tokens, "use_cache": False}):
         expected, actual = model(**inputs), compiled(**inputs)
         torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
     expected.loss.backward()
@@ -211,6 +212,7 @@ class TestRefusals:
     def test_quantized_cache(self, make_model):
         model = make_model(**PART_SWITCHES["forget_gate_learned"])
         cache = QuantizedCache.__new__(QuantizedCache)  # its backends are other packages
-        cache.layers = [type("QuantizedLayer", (), {})()]
+        methods = dict.fromkeys(("_quantize", "_dequantize"), lambda self: None)
+        cache.layers = [object.__new__(type("Layer", (QuantizedLayer,), methods))]
         with pytest.raises(ValueError, match=r"^forget_gate \(layer 0\): a quantized cache would round"):
             check_state_cache(cache, model.model.layers[0].self_attn)
