@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
+from .attention_parts_nlq import AttentionCall, AttentionPart, Places, ScoreBias
 from .configuration_nlq import NLQConfig, __version__
 from .kernels import kernelize
 from .modeling_nlq import (
@@ -20,6 +21,8 @@ from .modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
+from .own_parts_nlq import load_attention_parts, register_attention_part
+from .part_table_nlq import ATTENTION_PARTS
 from .projections_nlq import PROJECTIONS
 
 
@@ -32,7 +35,10 @@ AutoModelForQuestionAnswering.register(NLQConfig, NLQForQuestionAnswering, exist
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",
+    "ATTENTION_PARTS",
     "PROJECTIONS",
+    "AttentionCall",
+    "AttentionPart",
     "NLQConfig",
     "NLQForCausalLM",
     "NLQForQuestionAnswering",
@@ -40,7 +46,11 @@ __all__ = [
     "NLQForTokenClassification",
     "NLQModel",
     "NLQPreTrainedModel",
+    "Places",
+    "ScoreBias",
     "__version__",
     "kernelize",
+    "load_attention_parts",
     "register_attention_activation",
+    "register_attention_part",
 ]

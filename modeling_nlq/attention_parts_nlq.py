@@ -236,34 +236,6 @@ def _is_half(dtype: torch.dtype) -> bool:
     return torch.finfo(dtype).bits < 32
 
 
-_REGISTERED: dict[str, type[AttentionPart]] = {}
-
-
-def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
-    """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
-
-    Args:
-        part: a subclass of `AttentionPart`.
-
-    Returns:
-        The class itself.
-
-    Raises:
-        ValueError: if it is no such class, or its name is no identifier or is taken by other code.
-    """
-    if not (isinstance(part, type) and issubclass(part, AttentionPart)):
-        raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
-    if not isinstance(part.name, str) or not part.name.isidentifier():
-        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
-    _REGISTERED[part.name] = part
-    return part
-
-
-def registered_parts() -> dict[str, type[AttentionPart]]:
-    """Returns the parts that this process has registered, by name."""
-    return _REGISTERED
-
-
 def is_on(value: Any) -> bool:
     """True if the value of a part's field turns the part on."""
     return value is not None and value is not False

@@ -9,6 +9,7 @@ MINIMUM_TRANSFORMERS = "5.21.0"
 NEWEST_TRANSFORMERS = "5.24.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
+import contextlib
 import math
 from dataclasses import fields
 from types import ModuleType
@@ -21,9 +22,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
-from .attention_parts_nlq import HOOKS
+from .attention_parts_nlq import HOOKS, AttentionPart
 from .cache_nlq import LAYER_TYPE
+from .own_parts_nlq import code_of, find_part, save_parts
 from .part_table_nlq import ATTENTION_PARTS, parts_of
+from .parts_nlq import PARTS
 from .projections_nlq import PROJECTIONS
 
 
@@ -171,7 +174,8 @@ class NLQConfig(PreTrainedConfig):
         differential_attention (`str`, *optional*): the difference of two softmax maps
             ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of twice as many
             query heads.
-        attention_parts (`list[str]`, *optional*): names of parts of your own; see `register_attention_part`.
+        attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
+        attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the latest.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
         use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids.
@@ -231,6 +235,7 @@ class NLQConfig(PreTrainedConfig):
     attention_length_scaling: Literal["log"] | None = None
     differential_attention: Literal["v1", "v2"] | None = None
     attention_parts: list[str] | None = None
+    attention_parts_code: dict[str, str] | None = None
 
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -264,9 +269,29 @@ class NLQConfig(PreTrainedConfig):
             if self.projection_bottleneck_size is None:
                 self.projection_bottleneck_size = self.hidden_size // 2
         super().__post_init__(**kwargs)
+        self._remember_code()
         # Always this code, whatever an old file says: saving this configuration copies this code beside it.
         self.auto_map = dict(AUTO_MAP)
         self.nlq_version = __version__
+
+    def _own_parts(self) -> dict[str, type[AttentionPart]]:
+        """The user's own parts in any layer, by name."""
+        names = dict.fromkeys(name for layer in self.per_layer_config for name in layer.attention_parts or ())
+        return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
+
+    def _remember_code(self) -> None:
+        """Notes the code of the user's own parts, as they are now."""
+        with contextlib.suppress(ValueError):  # an unknown part; the validation reports it
+            if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
+                self.attention_parts_code = codes
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
+        own = [part for part in self._own_parts().values() if part not in PARTS]
+        result = super().save_pretrained(save_directory, *args, **kwargs)
+        if own:
+            save_parts(save_directory, own)
+        return result
 
     def _check_unknown_keys(self, keys, is_saved: bool) -> None:
         """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.

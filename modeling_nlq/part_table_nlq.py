@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from .activations_nlq import did_you_mean
-from .attention_parts_nlq import AttentionPart, is_on, registered_parts
+from .attention_parts_nlq import AttentionPart, is_on
 from .differential_attention_nlq import DifferentialAttention
 from .exclusive_attention_nlq import ExclusiveAttention
 from .forget_gate_nlq import ForgetGate
 from .layer_parts_nlq import AttentionGate, AttentionSink, HeadProjection, OutputActivation, OutputScaling, QKNorm
 from .length_scaling_nlq import LengthScaling
+from .own_parts_nlq import find_part
 from .value_residual_nlq import ValueResidual
 
 
@@ -44,15 +44,8 @@ def parts_of(config: "NLQConfig") -> list[type[AttentionPart]]:
         ValueError: for a name in `attention_parts` that no part has.
     """
     parts = [part for name, part in ATTENTION_PARTS.items() if is_on(getattr(config, name))]
-    for name in config.attention_parts or ():
-        if name not in registered_parts():
-            choices = ", ".join(registered_parts()) or "none"
-            raise ValueError(
-                f"attention_parts: {name!r} is unknown; {did_you_mean(name, registered_parts())}registered are: {choices}. "
-                "Register the class by register_attention_part"
-            )
-        parts.append(registered_parts()[name])
-    return parts
+    codes = config.attention_parts_code or {}
+    return parts + [find_part(name, codes.get(name)) for name in config.attention_parts or ()]
 
 
 def check_distribution(config: "NLQConfig", tp_size: int, pp_size: int) -> None:

@@ -35,12 +35,14 @@ MODEL_ROWS = (
     ("attention_nlq", "attention_projections_nlq", "operators_nlq"),
     ("configuration_nlq",),
     ("part_table_nlq",),
+    ("own_parts_nlq",),
     (
         "differential_attention_nlq",
         "exclusive_attention_nlq",
         "forget_gate_nlq",
         "layer_parts_nlq",
         "length_scaling_nlq",
+        "parts_nlq",
         "value_residual_nlq",
     ),
     ("attention_parts_nlq",),
@@ -58,7 +60,7 @@ MODEL_ROWS = (
     ("operations_nlq",),
 )
 # What the table of parts is made of
-PART_MODULES = {name for row in MODEL_ROWS[7:10] for name in row}
+PART_MODULES = {name for row in MODEL_ROWS[7:11] for name in row}
 TRAINING_ROWS = (
     ("__main__",),
     ("sharing",),

@@ -1,6 +1,7 @@
 """Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
 
 import errno
+import hashlib
 import json
 import re
 import shutil
@@ -204,7 +205,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Lists the fields that differ between what a folder holds and what is asked for now; empty if they agree."""
     before, now = _flatten(before), _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return ", ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in changed)
+    shown = {key: [_short(fields.get(key)) for fields in (before, now)] for key in changed}
+    return ", ".join(f"{key}: {there} there, {here} now" for key, (there, here) in shown.items())
+
+
+def _short(value: Any) -> str:
+    """A value in one line; of a text of several lines a hash."""
+    if isinstance(value, str) and "\n" in value:
+        return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}"
+    return repr(value)
 
 
 def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ import yaml
 from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig
+from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
@@ -89,6 +89,10 @@ class Recipe:
             "help": "`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved "
             "model, else `bpe:8192`."
         },
+    )
+    parts: list[str] | None = field(
+        default=None,
+        metadata={"help": "Python files with attention parts of your own, which the model's `attention_parts` name."},
     )
     block_size: int = field(default=1024, metadata={"help": "Length of a training sample, in tokens."})
     packing: Literal["stream", "documents"] = field(
@@ -317,6 +321,8 @@ def resolve_recipe(
     switches.update(read_section(overrides.pop("switches", None), "arguments: switches"))
     content.update({name: value for name, value in overrides.items() if name in recipe_fields})
     training.update({name: value for name, value in overrides.items() if name in training_fields})
+    if content.get("parts"):
+        content["parts"] = read_parts(content["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
     if not is_address(training["output_dir"]):
         training["output_dir"] = str(open_folder(training["output_dir"]))
@@ -333,6 +339,29 @@ def resolve_recipe(
         content["lora"] = recipe.lora  # a mapping, also if the command line gave a text
     given = {**content, "switches": switches, "training": without_private(training)}
     return ResolvedRecipe(recipe, switches, training_arguments, given)
+
+
+def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Loads files of attention parts, and returns their texts by name: a recipe holds them, so that other machines can run it.
+
+    Args:
+        parts: files, in the folder of the recipe or the working directory; or what this function has returned.
+        folder: the folder of the recipe.
+
+    Raises:
+        ValueError: as `load_attention_parts` does.
+    """
+    texts = parts
+    if not isinstance(parts, Mapping):
+        texts = {}
+        for name in [parts] if isinstance(parts, str) else parts:
+            path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
+            if path is None:
+                raise ValueError(f"parts: there is no file {name}")
+            texts[path.name] = path.read_text(encoding="utf-8")
+    for name, text in texts.items():
+        load_attention_parts(name, text)
+    return dict(texts)
 
 
 def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""Attention parts of a user's own: files that are loaded, told apart by a hash of their code, and saved beside a model."""
+
+import ast
+import hashlib
+import linecache
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from .attention_parts_nlq import AttentionPart
+from .parts_nlq import PARTS
+
+
+# What a file may import of this package: names that every saved model brings
+_PUBLISHED = "attention_parts_nlq"
+_ORIGINS = ("modeling_nlq", f"modeling_nlq.{_PUBLISHED}", f".{_PUBLISHED}")
+
+# By name and hash of the code. The latest of a name is what a new configuration means by it
+_registered: dict[tuple[str, str], type[AttentionPart]] = {}
+_latest: dict[str, str] = {}
+# By module: name of the file, and its text as it is published
+_files: dict[str, tuple[str, str]] = {}
+
+
+def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
+    """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
+
+    A configuration remembers the code that it was made with. A model whose part is defined in a notebook or a script can be
+    used, but not saved: put the class into a file, and load it by `load_attention_parts`.
+
+    Args:
+        part: a subclass of `AttentionPart`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: if it is no such class, or its name is no identifier.
+    """
+    if not (isinstance(part, type) and issubclass(part, AttentionPart)):
+        raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
+    if not isinstance(part.name, str) or not part.name.isidentifier():
+        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
+    code = code_of(part)
+    _registered[part.name, code] = part
+    _latest[part.name] = code
+    return part
+
+
+def load_attention_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:
+    """Runs a file, and registers the attention parts that it defines.
+
+    It may import PyTorch, Transformers, the standard library, and what `modeling_nlq.attention_parts_nlq` defines.
+
+    Args:
+        source: the file, such as `my_idea.py`.
+        text: its text, if it is not to be read.
+
+    Returns:
+        The parts. The same text is run once in a process.
+
+    Raises:
+        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part.
+    """
+    path = Path(source)
+    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
+        raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
+    if text is None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    text = published_text(text, str(source))
+    name = f"{__package__}.{path.stem}_{_hash(text)}"
+    if (module := sys.modules.get(name)) is None:
+        module = _run(name, path.name, text)
+    parts = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, AttentionPart) and value.__module__ == name
+    ]
+    if not parts:
+        raise ValueError(f"{source} defines no subclass of AttentionPart")
+    return [register_attention_part(part) for part in parts]
+
+
+def _run(name: str, file: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__package__, module.__file__ = __package__, f"<{file} {name[-12:]}>"
+    # For tracebacks and `inspect`, as there may be no such file here
+    linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
+    sys.modules[name] = module
+    _files[name] = (file, text)
+    try:
+        exec(compile(text, module.__file__, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name], _files[name]
+        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def published_text(text: str, source: str) -> str:
+    """Returns the text of a file of parts as it lies beside a saved model, where this package may be missing.
+
+    Raises:
+        ValueError: if it is no Python, or imports what a saved model does not bring.
+    """
+    text = "\n".join(text.splitlines()) + "\n"
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{source}, line {error.lineno}: {error.msg}") from error
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign = [alias.name for alias in node.names if alias.name.split(".")[0] == "modeling_nlq"]
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            foreign = [origin] if origin not in _ORIGINS and (node.level or origin.split(".")[0] == "modeling_nlq") else []
+            if origin in _ORIGINS:
+                names = [alias.name if alias.asname is None else f"{alias.name} as {alias.asname}" for alias in node.names]
+                if missing := [alias.name for alias in node.names if alias.name not in _NAMES]:
+                    foreign = missing
+                new = f"{' ' * node.col_offset}from .{_PUBLISHED} import {', '.join(names)}\n"
+                lines[node.lineno - 1 : node.end_lineno] = [new] + ["\n"] * (node.end_lineno - node.lineno)
+        else:
+            continue
+        if foreign:
+            raise ValueError(
+                f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
+                f"`from modeling_nlq import ...` with {', '.join(_NAMES)}"
+            )
+    return "".join(lines)
+
+
+_NAMES = ("AttentionCall", "AttentionPart", "Places", "ScoreBias")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def code_of(part: type[AttentionPart]) -> str:
+    """Returns the hash of the file that defines a part, as it is published; `""` for one that is defined in no file."""
+    if part.__module__ in _files:
+        return _hash(_files[part.__module__][1])
+    if part not in PARTS:
+        return ""
+    return _hash(published_text(Path(sys.modules[part.__module__].__file__).read_text(encoding="utf-8"), part.__module__))
+
+
+def find_part(name: str, code: str | None) -> type[AttentionPart]:
+    """Returns the part of a name.
+
+    Args:
+        name: its name.
+        code: the hash of its code, or `None` for the latest.
+
+    Raises:
+        ValueError: if there is none, or only one with other code.
+    """
+    own = {part.name: part for part in PARTS}
+    if name in own and code in (None, code_of(own[name])):
+        return own[name]
+    wanted = _latest.get(name) if code is None else code
+    if (name, wanted) in _registered:
+        return _registered[name, wanted]
+    if name in own or name in _latest:
+        found = code_of(own[name]) if name in own else _latest[name]
+        raise ValueError(
+            f"attention_parts: the model was made with another {name!r} (code {code}) than the one here (code {found}); load "
+            "the file that lies beside the model by load_attention_parts"
+        )
+    raise ValueError(
+        f"attention_parts: {name!r} is unknown here; if you trust its file, which lies beside the model, load it by "
+        "load_attention_parts('FILE.py') or --parts FILE.py"
+    )
+
+
+def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None:
+    """Writes the files of parts into the folder of a saved model, and a `parts_nlq.py` that imports them.
+
+    Raises:
+        ValueError: for a part that is defined in no file.
+    """
+    files: dict[str, tuple[str, list[str]]] = {}
+    for part in parts:
+        if part.__module__ not in _files:
+            raise ValueError(
+                f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; put the "
+                "class into a file, and load it by load_attention_parts"
+            )
+        file, text = _files[part.__module__]
+        if files.setdefault(file, (text, []))[0] != text:
+            raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
+        files[file][1].append(part.__name__)
+    for file, (text, _) in files.items():
+        Path(folder, file).write_text(text, encoding="utf-8")
+    imports = [f"from .{file.removesuffix('.py')} import {', '.join(names)}" for file, (_, names) in files.items()]
+    classes = ", ".join(name for _, names in files.values() for name in names)
+    title = '"""The attention parts that the author of this model wrote."""'
+    lines = [title, "", *imports, "", "", f"PARTS = ({classes},)", ""]
+    Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")

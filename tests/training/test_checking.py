@@ -1,0 +1,64 @@
+"""`nlq check`: a part that is right passes, and each of the usual faults is named with its smallest case."""
+
+import textwrap
+
+import pytest
+from support.own_parts import DISTANCE, FAULTS
+
+from modeling_nlq.training.checking import INVARIANTS, describe
+
+
+def write(folder, text, name="my_idea.py"):
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_a_right_part_passes(tmp_path):
+    lines, holds = describe(write(tmp_path, DISTANCE))
+    assert holds
+    assert len(lines) == 1 + len(INVARIANTS)
+    assert all("holds" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(tmp_path, fault):
+    text, invariant, case = FAULTS[fault]
+    lines, holds = describe(write(tmp_path, text))
+    assert not holds
+    assert f"  {invariant}" in lines[-1]
+    assert "FAILS" in lines[-1]
+    assert case in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("x = 1", "defines no subclass of AttentionPart"),
+        ("def f(:", "line 1"),
+        ("import not_there", "cannot be run: ModuleNotFoundError"),
+        ("import modeling_nlq", "cannot import modeling_nlq"),
+        ("from modeling_nlq import NLQConfig", "cannot import NLQConfig"),
+        ("from .other import x", "cannot import .other"),
+        (
+            "from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = 'not a name'",
+            "must be a Python identifier",
+        ),
+        (
+            "from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = 'a'\n"
+            "    def __init__(self, config, layer_idx):\n        self.x = config.nothing",
+            "a cannot be made: AttributeError",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        describe(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "name, message", [("missing.py", "cannot be read"), ("a-b.py", "such as my_idea.py"), ("x.txt", "such as")]
+)
+def test_bad_names(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        describe(tmp_path / name)
