@@ -69,6 +69,8 @@ class DifferentialAttention(AttentionPart):
     def start_without_effect(self, layer) -> str | None:
         if self.version == "v1":
             return "the norm of the difference has no counterpart; use 'v2'"
+        if layer.output_activation is not None:
+            return "the attention_output_activation comes before the weights that would be doubled"
         self.proj.weight.zero_()
         if self.proj.bias is not None:
             self.proj.bias.zero_()
