@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    DiffLlamaConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -324,6 +325,7 @@ _HIDDEN_DROPOUT = Part(
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
     lambda layers: {"hidden_dropout": layers[0].residual_dropout},
 )
+_NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
 _WINDOW = _equal(sliding_window="sliding_window")
@@ -362,6 +364,13 @@ _ROWS = (
             "self_attn_output_norm": "post_attention_layernorm",
             "mlp_output_norm": "post_feedforward_layernorm",
         },
+    ),
+    Family(
+        DiffLlamaConfig,
+        {**_LLAMA_BLOCK, "differential_attention": "v1"},
+        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        without_effect=("lambda_std_dev",),  # of the initial vectors
+        block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
     ),
     Family(
         GPTNeoXConfig,
