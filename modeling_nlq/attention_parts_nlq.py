@@ -7,11 +7,13 @@ Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of
 this call), head_dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from transformers import cache_utils
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
@@ -21,6 +23,12 @@ from .masking_nlq import Places
 if TYPE_CHECKING:
     from .attention_projections_nlq import NLQAttentionProjections
     from .configuration_nlq import NLQConfig
+
+
+# Releases before 5.24 do not have the first
+_QUANTIZED_LAYERS = tuple(
+    getattr(cache_utils, name) for name in ("BaseQuantizedLayer", "QuantizedLayer") if hasattr(cache_utils, name)
+)
 
 
 class ScoreBias(NamedTuple):
@@ -79,7 +87,6 @@ class AttentionPart(nn.Module):
         needs_places: whether its hooks read `call.places`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
         state_size: numbers that it keeps in the cache for each token and group of keys.
-        has_bias: whether it adds a bias to the scores.
     """
 
     name: ClassVar[str] = ""
@@ -87,7 +94,6 @@ class AttentionPart(nn.Module):
     source: ClassVar[str] = ""
     needs_places: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
-    has_bias: ClassVar[bool] = False
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
@@ -95,6 +101,7 @@ class AttentionPart(nn.Module):
     def __init__(self, config: "NLQConfig", layer_idx: int):
         """`config` is the configuration of the layer, with the values of its own; `layer_idx` its number."""
         super().__init__()
+        self.config, self.layer_idx = config, layer_idx
 
     @classmethod
     def has_hook(cls, hook: str) -> bool:
@@ -144,7 +151,7 @@ class AttentionPart(nn.Module):
         """Returns modules that the layer itself holds, under names that checkpoints and other programs know."""
         return {}
 
-    def initialize(self, layer: "NLQAttentionProjections") -> None:
+    def initialize(self) -> None:
         """Sets the initial values of the part's own parameters; by default those that `__init__` gives them.
 
         Linear layers inside the part are initialised as everywhere in the model.
@@ -153,7 +160,7 @@ class AttentionPart(nn.Module):
         if not own:
             return
         with torch.device("cpu"):
-            fresh = type(self)(layer.config.per_layer_config[layer.layer_idx], layer.layer_idx)
+            fresh = type(self)(self.config, self.layer_idx)
         for name, parameter in own.items():
             init.copy_(parameter, getattr(fresh, name))
 
@@ -199,26 +206,9 @@ class AttentionPart(nn.Module):
 HOOKS = ("change_projections", "token_state", "change_attended", "score_bias", "change_weights", "change_output")
 
 
-class AttentionParts(nn.ModuleDict):
-    """The parts of one layer, by name."""
-
-    def __init__(self, parts: dict[str, AttentionPart]):
-        super().__init__(parts)
-        self._by_hook: dict[str, list[str]] = {
-            hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS
-        }
-        self.needs_places = any(part.needs_places for part in parts.values())
-        self.needs_first_values = any(part.needs_first_values for part in parts.values())
-
-    def with_hook(self, hook: str) -> list[AttentionPart]:
-        """Returns the parts that have a hook, in order."""
-        return [self[name] for name in self._by_hook[hook]]
-
-
-def column_count(parts: AttentionParts, dtype: torch.dtype) -> int:
-    """Returns how many columns `to_columns` makes for the parts' states."""
-    total = sum(part.state_size for part in parts.with_hook("token_state"))
-    return total * (2 if _is_half(dtype) else 1)
+def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:
+    """Returns how many columns `to_columns` makes for the states of some parts."""
+    return sum(part.state_size for part in parts) * (2 if _is_half(dtype) else 1)
 
 
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -231,20 +221,19 @@ def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([columns, (state - columns).to(dtype)], dim=-1) if _is_half(dtype) else columns
 
 
-def from_columns(columns: torch.Tensor, parts: AttentionParts) -> dict[str, torch.Tensor]:
+def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
     """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
     if _is_half(columns.dtype):
         columns = sum(half.float() for half in columns.chunk(2, dim=-1))
-    owners = parts.with_hook("token_state")
-    return dict(zip((part.name for part in owners), columns.split([part.state_size for part in owners], dim=-1)))
+    return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
 
 
 def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> None:
     """Raises `ValueError` if a cache would round the states that parts of a layer keep beside its keys."""
     if cache is None or layer.layer_idx >= len(cache.layers):
         return
-    if any("Quantized" in base.__name__ for base in type(cache.layers[layer.layer_idx]).__mro__):
-        names = ", ".join(part.name for part in layer.parts.with_hook("token_state"))
+    if isinstance(cache.layers[layer.layer_idx], _QUANTIZED_LAYERS):
+        names = ", ".join(part.name for part in layer.parts_with("token_state"))
         raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")
 
 

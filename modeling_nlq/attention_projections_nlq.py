@@ -1,10 +1,12 @@
 """The projections of one attention layer: query, key and value before the attention, and the output after it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from .activations_nlq import AttentionActivation, get_attention_activation
-from .attention_parts_nlq import AttentionCall, AttentionParts
+from .attention_parts_nlq import HOOKS, AttentionCall, AttentionPart
 from .configuration_nlq import NLQConfig
 from .parallel_nlq import own_heads
 from .part_table_nlq import parts_of
@@ -62,26 +64,31 @@ class NLQAttentionProjections(nn.Module):
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         # What a layer may have under a name of its own is `None` where it has none
-        for name in ("q_norm", "k_norm", "head_proj", "output_activation", "gate_proj"):
-            self.register_module(name, None)
+        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = None
         parts = {}
         for part in parts_of(layer):
             if part.needs_first_values and layer_idx == 0:
                 continue  # they are its own
             for name, module in part.layer_modules(layer).items():
-                self.register_module(name, module)
+                setattr(self, name, module)
             parts[part.name] = part(layer, layer_idx)
-        self.parts = AttentionParts(parts)
+        self.parts = nn.ModuleDict(parts)
+        # Names, because copies of the layer on other devices have other modules
+        self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
+        self.has_score_bias = bool(self._names_by_hook["score_bias"])
+        self.needs_places = any(part.needs_places for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
-
-    def initialize(self) -> None:
-        """Sets the initial values of the layer's own parameters, apart from its modules."""
 
     @property
     def activation(self) -> AttentionActivation:
         """The row of the table, found by name: a registered function may be replaced, and few functions can be pickled."""
         return get_attention_activation(self.attention_activation)
+
+    def parts_with(self, hook: str) -> Sequence[AttentionPart]:
+        """Returns the parts that have a hook, in order."""
+        names = self._names_by_hook[hook]
+        return [self.parts[name] for name in names] if names else ()
 
     def project(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -96,7 +103,7 @@ class NLQAttentionProjections(nn.Module):
         query_states = self._apply_projection("query", call.hidden_states)
         key_states = self._apply_projection("key", call.hidden_states)
         value_states = self._apply_projection("value", call.hidden_states)
-        for part in self.parts.with_hook("change_projections"):
+        for part in self.parts_with("change_projections"):
             query_states, key_states, value_states = part.change_projections(call, query_states, key_states, value_states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
@@ -121,6 +128,6 @@ class NLQAttentionProjections(nn.Module):
 
     def project_output(self, call: AttentionCall, attn_output: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`."""
-        for part in self.parts.with_hook("change_output"):
+        for part in self.parts_with("change_output"):
             attn_output = part.change_output(call, attn_output)
         return self.o_proj(attn_output.flatten(2))

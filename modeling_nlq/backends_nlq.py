@@ -71,8 +71,11 @@ def sdpa_with_sink_forward(
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    if query.shape[0] == 0:  # Transformers' function cannot infer a size there
-        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout)[0], None
+    # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported length
+    has_fixed_length = torch.compiler.is_exporting() and module.sink is not None and module.num_key_value_groups > 1
+    if query.shape[0] == 0 or has_fixed_length:
+        inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
+        return eager_attention_forward(*inputs)[0], None
     if score_bias is not None:
         attention_mask = _with_bias(attention_mask, score_bias, query, key)
     if scaling <= 0.0:
@@ -323,7 +326,7 @@ def _attention_layers(config: NLQConfig) -> list[Needs]:
 
 def needs_of(layer: NLQConfig) -> Needs:
     """Returns what a layer asks of any call; `layer` is its configuration."""
-    return Needs(layer.activation, layer.attention_sink, any(part.has_bias for part in parts_of(layer)))
+    return Needs(layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts_of(layer)))
 
 
 def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:

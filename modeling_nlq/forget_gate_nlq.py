@@ -23,7 +23,6 @@ class ForgetGate(AttentionPart):
     formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
     source = "Lin et al. 2025, arXiv 2503.02130"
     needs_places = True
-    has_bias = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -47,6 +47,10 @@ class NLQL2Norm(nn.Module):
         self.head_dim = head_dim
         self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
 
+    def initialize(self) -> None:
+        if self.scale is not None:
+            init.constant_(self.scale, math.sqrt(self.head_dim))
+
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
         # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
@@ -63,6 +67,9 @@ class NLQHeadProjection(nn.Module):
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def initialize(self) -> None:
+        init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> the same shape."""
@@ -102,10 +109,6 @@ class AttentionSink(AttentionPart):
                 f"attention_sink={config.attention_sink!r} needs attention_activation='softmax', not {config.activation.name!r}"
             )
 
-    def initialize(self, layer) -> None:
-        if layer.sink_bias is not None:
-            init.zeros_(layer.sink_bias)
-
 
 class HeadProjection(AttentionPart):
     name = "head_projection"
@@ -115,10 +118,6 @@ class HeadProjection(AttentionPart):
     @classmethod
     def layer_modules(cls, config) -> dict[str, nn.Module]:
         return {"head_proj": NLQHeadProjection(config.num_attention_heads, config.head_dim)}
-
-    def initialize(self, layer) -> None:
-        weight = layer.head_proj.weight
-        init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         return call.layer.head_proj(heads)

@@ -112,6 +112,11 @@ class NLQAttention(NLQAttentionProjections):
         # `bias` in its name keeps it out of Trainer's weight decay
         self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
 
+    def initialize(self) -> None:
+        """Sets the initial values of the layer's own parameters."""
+        if self.sink_bias is not None:
+            init.zeros_(self.sink_bias)
+
     @property
     def normalization(self) -> str:
         """The normaliser of the weights."""
@@ -138,8 +143,7 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        has_bias = bool(self.parts.with_hook("score_bias"))
-        needs = Needs(self.activation, self.attention_sink, has_bias, dropout, weights, inputs)
+        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, dropout, weights, inputs)
         return find_backend(implementation, [self.layer_idx], needs)
 
     def prepare(
@@ -147,33 +151,34 @@ class NLQAttention(NLQAttentionProjections):
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
-        **kwargs,
+        arguments: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
         """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
 
         Args:
             call, position_embeddings: as in `project`.
             cache: the cache, which the new tokens are added to.
-            kwargs: arguments of flash attention, which a paged cache changes.
+            arguments: those of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
-        states = [part.token_state(call) for part in self.parts.with_hook("token_state")]
-        if states:
+        owners = self.parts_with("token_state")
+        if owners:
+            states = [part.token_state(call) for part in owners]
             check_state_cache(cache, self)
             key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
         if cache is not None:
             # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
             # changes the arguments that flash attention gets
-            more = {"kwargs": kwargs} if isinstance(cache, PagedAttentionCache) else {}
+            more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
         state, bias = {}, None
-        if states:
-            key_states, columns = key_states.split([self.head_dim, column_count(self.parts, key_states.dtype)], dim=-1)
-            state = from_columns(columns, self.parts)
-        for part in self.parts.with_hook("score_bias"):
+        if owners:
+            key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+            state = from_columns(columns, owners)
+        for part in self.parts_with("score_bias"):
             own = part.score_bias(call, state.get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
-        for part in self.parts.with_hook("change_attended"):
+        for part in self.parts_with("change_attended"):
             query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
         return query_states, key_states, value_states, bias
 
@@ -195,7 +200,7 @@ class NLQAttention(NLQAttentionProjections):
         """
         name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
         call = AttentionCall(self, hidden_states, places, first_values)
-        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, **kwargs)
+        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
 
@@ -217,7 +222,7 @@ class NLQAttention(NLQAttentionProjections):
             **kwargs,
         )
         if attn_weights is not None:
-            for part in self.parts.with_hook("change_weights"):
+            for part in self.parts_with("change_weights"):
                 attn_weights = part.change_weights(call, attn_weights)
         output = self.project_output(call, attn_output)
         return (output, attn_weights, call.values.transpose(1, 2)) if self.hands_on_values else (output, attn_weights)
@@ -437,10 +442,8 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
-        elif isinstance(module, NLQAttentionProjections):
+        elif hasattr(module, "initialize"):  # a module of our own that begins with other numbers than PyTorch's
             module.initialize()
-            for part in module.parts.values():
-                part.initialize(module)
 
     @property
     def _supports_flash_attn(self) -> bool:
@@ -573,7 +576,7 @@ class NLQModel(NLQPreTrainedModel):
                     layer.self_attn.layer_idx,
                     sliding_window,
                 )
-            if kind not in places and layer.self_attn.parts.needs_places:
+            if kind not in places and layer.self_attn.needs_places:
                 places[kind] = sequences.places(cache, layer.self_attn.layer_idx, kind[1], masks[kind])
         first_values = None
         for layer, kind in zip(layers, kinds):

@@ -62,9 +62,11 @@ class DifferentiableAttention:
 
             @staticmethod
             def backward(ctx, gradient, *_):
-                gradients = backward(gradient, *ctx.saved_tensors, *ctx.options)
-                given = ctx.saved_tensors[:states]  # an operator cannot return None for a bias that there is not
-                return (*(None if one is None else other for one, other in zip(given, gradients)), *[None] * 10)
+                saved = ctx.saved_tensors
+                gradients = backward(gradient, *saved, *ctx.options)
+                # An operator cannot return None for a bias that there is not
+                given = (None if one is None else other for one, other in zip(saved[:states], gradients))
+                return (*given, *[None] * 10)
 
         self.function = Attention
 

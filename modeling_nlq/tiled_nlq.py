@@ -373,9 +373,7 @@ def _tiled_attention_backward(
 
         query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
         key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (call.key, call.value))
-        bias_gradients = tuple(
-            query.new_empty(0) if bias is None else torch.zeros_like(bias) for bias in (query_bias, key_bias)
-        )
+        bias_gradients = tuple(torch.empty(0) if bias is None else torch.zeros_like(bias) for bias in (query_bias, key_bias))
         for j, (key_start, key_end) in enumerate(call.key_tiles):
             keys = call.columns(call.key, j)
             key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))

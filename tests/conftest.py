@@ -71,9 +71,11 @@ def _make_model(dtype=torch.float32, implementation="eager", seed=0, **switches)
     # In the initial state biases are 0, gains 1 and scores nearly 0, which would hide whatever they multiply.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim == 1:
+            if ".lambda_" in name:  # these begin with random numbers
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)

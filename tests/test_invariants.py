@@ -1,5 +1,6 @@
 """Properties of every configuration and backend; hypothesis chooses switches, shapes, paddings, packings and chunks."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -79,7 +80,7 @@ def switches_of(kind, implementation):
 
 
 @st.composite
-def attention_switches(draw, kind, implementation):
+def attention_switches(draw, kind, implementation, key_value_heads):
     """The switches of the scores, weights and heads' outputs of one layer."""
     switches = {
         "query_projection": draw(st.sampled_from(PROJECTIONS)),
@@ -100,7 +101,31 @@ def attention_switches(draw, kind, implementation):
         allowed = ["sum"]
     else:
         allowed = [None, "length", "none"] + (["sum"] if kind in NON_NEGATIVE else [])
-    return {**switches, "attention_normalization": draw(st.sampled_from(allowed))}
+    switches["attention_normalization"] = draw(st.sampled_from(allowed))
+    return {**switches, **draw(attention_parts(switches, key_value_heads))}
+
+
+PARTS = {
+    # With "fixed", a query that sees itself alone has the output 0, and a norm after it enlarges what rounding leaves
+    "exclusive_attention": ("learned",),
+    "value_residual": ("fixed", "learned"),
+    "attention_length_scaling": ("log",),
+    "forget_gate": ("fixed", "learned"),
+    "differential_attention": ("v1", "v2"),
+}
+
+
+@st.composite
+def attention_parts(draw, switches, key_value_heads):
+    """Parts that a layer with these switches may have; a third of the layers have none."""
+    parts = dict.fromkeys(PARTS)  # an absent one would be inherited from the model
+    for name in draw(st.lists(st.sampled_from(tuple(PARTS)), max_size=2)):
+        chosen = {**parts, name: draw(st.sampled_from(PARTS[name]))}
+        sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": key_value_heads}
+        with contextlib.suppress(StrictDataclassError):  # not with these switches
+            NLQConfig(**sizes, **{**switches, **chosen})
+            parts = chosen
+    return parts
 
 
 @st.composite
@@ -109,7 +134,7 @@ def switch_combinations(draw, kind, implementation, others):
     key_value_heads = draw(st.sampled_from([4, 2, 1]))
     projections = PROJECTIONS if key_value_heads == 4 else WITHOUT_IDENTITY
     switches = {
-        **draw(attention_switches(kind, implementation)),
+        **draw(attention_switches(kind, implementation, key_value_heads)),
         **BLOCKS[draw(st.sampled_from(["design_a", "design_b", "pre", "sandwich", "parallel_output", "llama"]))],
         "num_key_value_heads": key_value_heads,
         "key_projection": draw(st.sampled_from(projections)),
@@ -126,7 +151,7 @@ def switch_combinations(draw, kind, implementation, others):
         switches["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": rotated}
     if draw(st.booleans()):
         other = draw(st.sampled_from([other for other in BACKENDS[implementation] if other in others]))
-        other = draw(attention_switches(other, implementation))
+        other = draw(attention_switches(other, implementation, key_value_heads))
         if switches["position_embedding"] == "rope":
             other["position_embedding"] = draw(st.sampled_from(["rope", "none"]))
         switches["per_layer_config"] = {draw(st.sampled_from([0, 1])): other}

@@ -86,6 +86,16 @@ CONFIGURATIONS = {
         "per_layer_config": {"0": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
     },
     "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
+    "parts": {
+        "query_projection": "linear",
+        "position_embedding": "rope",
+        "num_key_value_heads": 2,
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+        "attention_length_scaling": "log",
+        "forget_gate": "learned",
+        "differential_attention": "v2",
+    },
     "upcycled-softmax-modern": {
         "query_projection": "upcycled",
         "position_embedding": "rope",
@@ -100,8 +110,8 @@ CONFIGURATIONS = {
     },
 }
 EVERY = tuple(CONFIGURATIONS)
-NOT_SOFTMAX = EVERY[1:-1]
-ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "upcycled-softmax-modern")
+NOT_SOFTMAX = EVERY[1:-2]
+ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "parts", "upcycled-softmax-modern")
 NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
 RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
 
@@ -161,6 +171,11 @@ DESELECTED = (
         "test_capture_outputs_decorator",
         RECURRENT,
         "It asks for attention weights, which linear layers never form.",
+    ),
+    (
+        "test_retain_grad_hidden_states_attentions",
+        ("parts",),
+        "It looks for a gradient of the weights. Those of differential attention are differences, returned beside the output.",
     ),
     (
         "test_retain_grad_hidden_states_attentions",
@@ -291,6 +306,10 @@ class LinearHybridRopeTest(TransformersSuite, unittest.TestCase):
 
 class NonlinearEntmax15Test(TransformersSuite, unittest.TestCase):
     configuration = "nonlinear-entmax15"
+
+
+class PartsTest(TransformersSuite, unittest.TestCase):
+    configuration = "parts"
 
 
 class UpcycledSoftmaxModernTest(TransformersSuite, unittest.TestCase):

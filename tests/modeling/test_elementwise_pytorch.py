@@ -163,6 +163,8 @@ def test_tiled_operators(name, dropout, dtype):
     layout = LAYOUTS[name]
     states = [tensor.detach() for tensor in layout.states(getattr(torch, dtype))]
     rest = operator_inputs(TILED, layout, states, dropout)
+    biases = [torch.rand(*tensor.shape[:1], states[0].shape[1], tensor.shape[2]).double() for tensor in states[:2]]
+    states += biases if name == "packed" else [None, None]
     torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))
     results = tiled_nlq._operators.forward(*states, *rest)
     torch.library.opcheck(tiled_nlq._operators.backward, (torch.randn_like(results[0]), *states, *results, *rest))

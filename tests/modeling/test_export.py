@@ -10,7 +10,16 @@ import sys
 import pytest
 import torch
 from support.grids import slow_except
-from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS, SWITCHES, VOCABULARY
+from support.model_cases import (
+    ELEMENTWISE_KINDS,
+    LINEAR_KINDS,
+    PART_SWITCHES,
+    PROJECTIONS,
+    SOFTMAX_KINDS,
+    SPARSE_KINDS,
+    SWITCHES,
+    VOCABULARY,
+)
 from transformers import DynamicCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
 
@@ -84,6 +93,15 @@ def test_switches(make_model):
     layers = {0: {**KINDS["sigmoid"], "qk_norm": "l2"}, 1: {**KINDS["linear_learned"], "qk_norm": "rms"}}
     model = make_model(implementation="nlq", use_cache=False, query_projection="linear", per_layer_config=layers, **switches)
     program = export(model, batch_of(2, 5, padding=2))
+    check(program, model, batch_of(3, 11, padding=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PART_SWITCHES)
+def test_parts(make_model, name):
+    model = make_model(implementation="nlq", use_cache=False, **PART_SWITCHES[name])
+    program = export(model, batch_of(2, 5, padding=2))
+    assert operators(program) == {"aten"}
     check(program, model, batch_of(3, 11, padding=4))
 
 

@@ -8,6 +8,7 @@ from support.model_cases import (
     ACTIVATION_AND_NORMALIZATION,
     BLOCKS,
     LINEAR_SWITCHES,
+    PART_SWITCHES,
     PROJECTIONS,
     ROTARY,
     SWITCHES,
@@ -75,7 +76,7 @@ class TestReference:
         check_against_reference(model, random_tokens(2, 6))
 
     @pytest.mark.parametrize("use_bias", [False, True], ids=["no_bias", "bias"])
-    @parametrize_switches(SWITCHES)
+    @parametrize_switches(SWITCHES | PART_SWITCHES)
     def test_switch(self, make_model, switches, use_bias):
         model = make_model(torch.float64, use_bias=use_bias, **switches)
         check_against_reference(model, random_tokens(2, 6), attention_mask=mask_of("001111", "111110"))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.grids import parametrize_grid, slow_except
-from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, SOFTMAX_KINDS, SPARSE_KINDS
+from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PART_SWITCHES, SOFTMAX_KINDS, SPARSE_KINDS
 from transformers import CompileConfig, DynamicCache
 
 
@@ -52,16 +52,42 @@ WINDOWS = {
         "per_layer_config": {0: {**LINEAR_KINDS["linear_learned"], "sliding_window": None}, 2: {"sliding_window": 2}},
     },
 }
-KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | BY_SUM | HYBRID | SPARSE_KINDS | LINEAR_KINDS | LINEAR_HYBRID | WINDOWS
+# Parts that keep something in the cache, count visible keys, or hand values from layer to layer
+PARTS = {
+    "forget_gate": {"forget_gate": "learned", "num_key_value_heads": 2, "query_projection": "linear"},
+    "forget_gate_and_window": {"forget_gate": "learned", "sliding_window": 3, "attention_length_scaling": "log"},
+    "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "value_residual": "learned"},
+    "differential_v1": {"differential_attention": "v1"},
+    "all_parts": PART_SWITCHES["all_parts"],
+}
+KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **BY_SUM, **HYBRID, **SPARSE_KINDS, **LINEAR_KINDS, **LINEAR_HYBRID, **WINDOWS}
+KINDS |= PARTS
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
-    "sdpa": (*SOFTMAX_KINDS, "window"),
-    "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM, "window_in_one_layer"),
-    "flex_attention": ("softmax", "squared", "softplus", "window", *BY_SUM),  # on the CPU: the sum only, and no sink
+    "sdpa": (*SOFTMAX_KINDS, "window", "forget_gate", "forget_gate_and_window", "differential_v1", "all_parts"),
+    "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM, "window_in_one_layer", "forget_gate", "forget_gate_of_sigmoid"),
+    "flex_attention": (
+        "softmax",
+        "squared",
+        "softplus",
+        "window",
+        "forget_gate",
+        *BY_SUM,
+    ),  # on the CPU: the sum only, and no sink
 }
 CASES = [(kind, implementation) for implementation, kinds in BACKENDS.items() for kind in kinds]
-COMPILED_KINDS = ("softmax_sink_learned", "sigmoid", "relu", "hybrid", "entmax15", "linear_learned", *LINEAR_HYBRID, *WINDOWS)
+COMPILED_KINDS = (
+    "softmax_sink_learned",
+    "sigmoid",
+    "relu",
+    "hybrid",
+    "entmax15",
+    "linear_learned",
+    *LINEAR_HYBRID,
+    *WINDOWS,
+    *PARTS,
+)
 CASES_WITH_STATIC_CACHE = [case for case in CASES if case[1] != "flex_attention"]
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6,))
 NEW_TOKENS = 8
@@ -189,7 +215,13 @@ class TestGreedy:
         "kind, implementation",
         slow_except(
             tuple(itertools.product(COMPILED_KINDS, ("nlq", "eager"))),
-            (("softmax_sink_learned", "nlq"), ("sigmoid", "nlq"), ("hybrid", "eager"), ("linear_last", "nlq")),
+            (
+                ("softmax_sink_learned", "nlq"),
+                ("sigmoid", "nlq"),
+                ("hybrid", "eager"),
+                ("linear_last", "nlq"),
+                ("all_parts", "nlq"),
+            ),
         ),
     )
     def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
@@ -211,7 +243,7 @@ class TestGreedy:
         with torch.compiler.set_stance("default"):
             generated = make_kind(kind, implementation).generate(**padded_prompts(), **options)
         assert new_tokens(generated) == expected_tokens(kind)
-        assert len(graphs) <= (3 if kind in WINDOWS else 1)
+        assert len(graphs) <= (3 if kind in WINDOWS or "window" in kind else 1)
 
 
 class TestBeamSearch:
@@ -262,7 +294,7 @@ class TestAssisted:
         assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"
         assert sum(lengths) > sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS), "no proposal was wrong"
 
-    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid"])
+    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid", "all_parts"])
     def test_first_layer_of_the_model_itself(self, make_kind, expected_tokens, kind):
         model = make_kind(kind)
         generated = [model.generate(**row(prompt), assistant_early_exit=1, **OPTIONS) for prompt in PROMPTS]

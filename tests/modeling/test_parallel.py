@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.model_cases import LINEAR_SWITCHES, SWITCHES
+from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
@@ -116,7 +116,8 @@ def check(cases, make_model, folder):
 
 
 def test_equals_one_process(make_model, tmp_path):
-    check({name: (CASES[name], SIZES["tp2"]) for name in QUICK}, make_model, tmp_path)
+    cases = {**{name: CASES[name] for name in QUICK}, "parts": PART_SWITCHES["all_parts"]}
+    check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)
 
 
 @pytest.mark.slow
@@ -129,13 +130,17 @@ def test_every_split(sizes, make_model, tmp_path):
 @pytest.mark.parametrize("sizes", ["tp2", "pp2"])
 def test_every_switch(sizes, make_model, tmp_path):
     linear = {"attention_activation": "linear_attention"}
-    cases = SWITCHES | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
+    whole = ("value_residual", "all_parts", "parts_of_linear") if sizes == "pp2" else ("differential_v1",)  # refused
+    parts = {name: switches for name, switches in PART_SWITCHES.items() if not name.startswith(whole)}
+    if sizes == "tp2":
+        parts = {name: switches for name, switches in parts.items() if switches.get("num_key_value_heads") != 1}
+    cases = SWITCHES | parts | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
     check({name: (switches, SIZES[sizes]) for name, switches in cases.items()}, make_model, tmp_path)
 
 
 def test_plan_names_existing_modules(make_model):
     """Transformers would only warn of a rule that names nothing."""
-    for switches in CASES.values():
+    for switches in (*CASES.values(), PART_SWITCHES["all_parts"]):
         model = make_model(**switches)
         names = {name.replace(".0.", ".*.").replace(".1.", ".*.") for name, _ in model.named_modules()}
         assert model.tp_plan.keys() - names <= {"model.layers.*.self_attn.k_proj"}

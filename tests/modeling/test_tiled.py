@@ -171,7 +171,10 @@ class TestWork:
         output.sum().backward()
         assert sizes == [(4, 4)] * pairs * 2
 
-    @parametrize_grid({"activation, normalization": THREE, "mask": ("causal", "padding", "packed", "window")}, strength=1)
+    @parametrize_grid(
+        {"activation, normalization": (*THREE, ("softmax", "sum")), "mask": ("causal", "padding", "packed", "window")},
+        strength=1,
+    )
     def test_memory_is_linear(self, monkeypatch, activation, normalization, mask):
         monkeypatch.setenv("NLQ_CPP", "0")  # the C++ code takes its memory elsewhere
         set_tiled_tiles(monkeypatch, 16, 16, 0)
@@ -192,17 +195,20 @@ class TestWork:
             "packed": packed("a" * 30 + "b" * (length - 30)),
             "window": chunk(length, length, 0, batch=1, window=20),
         }[mask]
-        query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
+        states = [torch.randn(1, 2, length, 8) for _ in range(3)]
+        # Of softmax, `nlq_tiled` computes what has a bias
+        total = torch.rand(1, 2, length, dtype=torch.float64)
+        biases = [total, total] if activation == "softmax" else [None, None]
         visibility = layout.mask()
         with LiveMemory() as memory:
             if tiled:
                 # The functions behind the operators: a dispatch mode cannot look inside operators
                 masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
                 rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
-                results = tiled_nlq._tiled_attention(query, key, value, *rest)
-                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), query, key, value, *results, *rest)
+                results = tiled_nlq._tiled_attention(*states, *biases, *rest)
+                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), *states, *biases, *results, *rest)
             else:
-                eager_attention_forward(layer(activation, normalization), query, key, value, visibility, scaling=SCALING)
+                eager_attention_forward(layer(activation, normalization), *states, visibility, scaling=SCALING)
         return memory
 
 

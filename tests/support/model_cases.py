@@ -96,6 +96,45 @@ SWITCHES = {
     },
     "only_one_layer_has_sinks": {"per_layer_config": {0: {"attention_sink": "learned"}}},
 }
+# Parts, each with what strains it most
+PART_SWITCHES = {
+    "exclusive_fixed": {"exclusive_attention": "fixed", "num_key_value_heads": 2, "head_projection": True},
+    "exclusive_learned": {"exclusive_attention": "learned", "attention_gate": "elementwise"},
+    "value_residual_fixed": {"value_residual": "fixed", "num_hidden_layers": 3, "num_key_value_heads": 2},
+    "value_residual_learned": {"value_residual": "learned", "per_layer_config": {0: {"attention_activation": "squared"}}},
+    "length_scaling": {"attention_length_scaling": "log", "attention_sink": "learned", "qk_norm": "l2"},
+    "length_scaling_of_relu": {"attention_length_scaling": "log", "attention_activation": "relu", "sliding_window": 3},
+    "forget_gate_fixed": {"forget_gate": "fixed", "num_key_value_heads": 1, "attention_sink": "learned"},
+    "forget_gate_learned": {"forget_gate": "learned", "num_key_value_heads": 2},
+    "forget_gate_and_window": {"forget_gate": "learned", "sliding_window": 3},
+    "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "num_key_value_heads": 2},
+    "forget_gate_of_relu_sums": {
+        "forget_gate": "learned",
+        "attention_activation": "relu_squared",
+        "attention_normalization": "sum",
+    },
+    "forget_gate_of_entmax": {"forget_gate": "learned", "attention_activation": "entmax15"},
+    "differential_v1": {"differential_attention": "v1", "num_key_value_heads": 2, "qk_norm": "rms"},
+    "differential_v2": {"differential_attention": "v2", "query_projection": "bottleneck", "attention_sink": "learned"},
+    "all_parts": {
+        "query_projection": "linear",
+        "num_key_value_heads": 2,
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+        "attention_length_scaling": "log",
+        "forget_gate": "learned",
+        "differential_attention": "v2",
+        "attention_sink": "learned",
+        "qk_norm": "l2",
+        "head_projection": True,
+        "attention_gate": "headwise",
+    },
+    "parts_of_linear_attention": {
+        "attention_activation": "linear_attention",
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+    },
+}
 LINEAR_SWITCHES = {
     "plain": {},
     "fixed_decay": {"linear_attention_decay": "fixed"},

@@ -249,8 +249,51 @@ def after_the_weights(layer, head, output, parameters, gates, own):
     return output * gates[:, own] if layer.attention_gate == "elementwise" else output
 
 
-def attention(config, layer, x, parameters, positions, visible):
-    """One sequence through the attention sub-layer. `visible` is `(heads, length, length)`, true where a query sees a key."""
+def forget_rates(config, layer, x, parameters, head, heads):
+    """The logarithm of what is kept at each token, `(length,)`, for a head of the queries."""
+    if layer.forget_gate == "learned":
+        return torch.log(sigmoid(linear(x, parameters.below("parts.forget_gate.proj"))[:, head]))
+    exponent = head / (heads - 1) if heads > 1 else 0.0
+    return torch.full((len(x),), -1.0 / (2.0 * (config.max_position_embeddings / 2.0) ** exponent), dtype=torch.float64)
+
+
+def differences(config, layer, x, parameters, maps, index):
+    """Differential attention: pairs of the maps `(length, ...)` of all query heads; those of outputs are also normalised."""
+    own = parameters.below("parts.differential_attention")
+    if layer.differential_attention == "v2":
+        factors = sigmoid(linear(x, own.below("proj")))
+        return [maps[2 * head] - factors[:, head : head + 1] * maps[2 * head + 1] for head in range(len(maps) // 2)]
+    factor = torch.exp((own["lambda_q1"] * own["lambda_k1"]).sum()) - torch.exp((own["lambda_q2"] * own["lambda_k2"]).sum())
+    factor = factor + 0.8 - 0.6 * math.exp(-0.3 * index)
+    half = len(maps) // 2
+    return [maps[pair] - factor * maps[pair + half] for pair in range(half)]
+
+
+def normalised_pairs(config, pairs, index):
+    """The two heads of each pair of the first version of differential attention, one after the other."""
+    share = 1 - (0.8 - 0.6 * math.exp(-0.3 * index))
+    normed = [share * rms_norm(pair, 1.0, config.layer_norm_eps) for pair in pairs]
+    return [half for pair in normed for half in pair.chunk(2, dim=-1)]
+
+
+def without_own_value(output, value, share):
+    """Exclusive attention: what the output loses along the token's own value."""
+    direction = unit(value)
+    return output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
+
+
+def attention(config, layer, x, parameters, positions, visible, is_token, index=0, first_values=None):
+    """One sequence through the attention sub-layer.
+
+    Args:
+        visible: `(1 or heads, length, length)`, true where a query sees a key.
+        is_token: `(length,)`, false for padding.
+        index: the number of the layer.
+        first_values: `(length, width)`, the values of the first layer.
+
+    Returns:
+        The output, the weights of each head, and the values of the layer.
+    """
     eps, head_dim = config.layer_norm_eps, config.head_dim
     options = {"activation": layer.projection_activation, "eps": eps}
     queries = projection(layer.query_projection, "q", x, parameters, **options)
@@ -259,15 +302,26 @@ def attention(config, layer, x, parameters, positions, visible):
     if layer.qk_norm == "rms_all_heads":
         queries = rms_norm(queries, parameters["q_norm.weight"], eps)
         keys = rms_norm(keys, parameters["k_norm.weight"], eps)
+    if layer.value_residual is not None and index > 0:
+        first, own = 0.5, 0.5
+        if layer.value_residual == "learned":
+            first, own = parameters["parts.value_residual.mixing_bias"]
+        values = first * first_values + own * values
     gates = None if layer.attention_gate is None else sigmoid(linear(x, parameters.below("gate_proj")))
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
-    queries_per_key = config.num_attention_heads // config.num_key_value_heads
+    groups, version = config.num_key_value_heads, layer.differential_attention
+    query_heads = config.num_attention_heads * (2 if version == "v2" else 1)
+    visible = visible.expand(query_heads, -1, -1)
+
+    def of_group(states, group):
+        return states[:, group * head_dim : (group + 1) * head_dim]
 
     outputs, all_weights = [], []
-    for head in range(config.num_attention_heads):
-        own = slice(head * head_dim, (head + 1) * head_dim)
-        shared = slice(head // queries_per_key * head_dim, (head // queries_per_key + 1) * head_dim)
-        query, key, value = queries[:, own], keys[:, shared], values[:, shared]
+    for head in range(query_heads):
+        group = head // (query_heads // groups)
+        query, key, value = queries[:, head * head_dim : (head + 1) * head_dim], of_group(keys, group), of_group(values, group)
+        if version == "v1":
+            value = torch.cat([of_group(values, group % (groups // 2) + side) for side in (0, groups // 2)], dim=-1)
         if layer.qk_norm == "rms":
             query = rms_norm(query, parameters["q_norm.weight"], eps)
             key = rms_norm(key, parameters["k_norm.weight"], eps)
@@ -275,15 +329,14 @@ def attention(config, layer, x, parameters, positions, visible):
             query = unit(query) * parameters["q_norm.scale"][head]
             key = unit(key)
         if layer.attention_activation == "linear_attention":
-            key_head = head // queries_per_key
-            decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(key_head)
+            decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(group)
             if layer.linear_attention_decay == "learned":
-                decay = sigmoid(parameters["decay_bias"][key_head])
+                decay = sigmoid(parameters["decay_bias"][group])
             turn = None
             if layer.position_embedding == "rope":
                 turn = functools.partial(rotate, positions=positions, config=config)
             output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
-            outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
+            outputs.append(output)
             all_weights.append(weights)
             continue
         if layer.position_embedding == "rope":
@@ -291,19 +344,41 @@ def attention(config, layer, x, parameters, positions, visible):
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
         if layer.attention_sink == "learned":
             sink = sink[head]
+        kept = torch.zeros(len(x), dtype=torch.float64)
+        if layer.forget_gate is not None:
+            kept = forget_rates(config, layer, x, parameters, head, query_heads)
+            kept = torch.where(is_token, kept, 0.0)
 
-        output, weights = torch.zeros_like(query), torch.zeros(len(x), len(x), dtype=torch.float64)
+        output, weights = torch.zeros_like(value), torch.zeros(len(x), len(x), dtype=torch.float64)
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
                 seen = seen[i - seen < layer.sliding_window]
-            scores = torch.stack([scaling * (query[i] * key[j]).sum() for j in seen]) if len(seen) else torch.zeros(0)
+            factor = scaling
+            if layer.attention_length_scaling is not None and len(seen):
+                factor = scaling * parameters["parts.attention_length_scaling.scale_bias"][head] * math.log(len(seen))
+            scores = [factor * (query[i] * key[j]).sum() + kept[j + 1 : i + 1].sum() for j in seen]
+            scores = torch.stack(scores) if scores else torch.zeros(0)
             weights[i, seen] = weights_of_query(layer, scores.double(), sink)
             for j in seen:
                 output[i] += weights[i, j] * value[j]
+        outputs.append(output)
         all_weights.append(weights)
-        outputs.append(after_the_weights(layer, head, output, parameters, gates, own))
-    return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights)
+    if version is not None:
+        outputs = differences(config, layer, x, parameters, outputs, index)
+        all_weights = differences(config, layer, x, parameters, all_weights, index)
+        outputs = outputs if version == "v2" else normalised_pairs(config, outputs, index)
+    if layer.exclusive_attention is not None:
+        for head, output in enumerate(outputs):
+            own = of_group(values, head // (config.num_attention_heads // groups))
+            is_learned = layer.exclusive_attention == "learned"
+            share = torch.tanh(parameters["parts.exclusive_attention.alpha"][head]) if is_learned else 1.0
+            outputs[head] = without_own_value(output, own, share)
+    outputs = [
+        after_the_weights(layer, head, output, parameters, gates, slice(head * head_dim, (head + 1) * head_dim))
+        for head, output in enumerate(outputs)
+    ]
+    return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights), values
 
 
 def mlp(config, x, parameters):
@@ -325,25 +400,27 @@ def visible_keys(attention_mask, position_ids):
     return visible
 
 
-def forward_sequence(config, parameters, tokens, positions, visible):
+def forward_sequence(config, parameters, tokens, positions, visible, is_token):
     """The logits `(length, vocabulary)` and each layer's weights `(heads, length, length)` for one sequence."""
     eps = config.layer_norm_eps
     before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
-    visible = visible.expand(config.num_attention_heads, -1, -1)
     is_rms = config.norm_type == "rmsnorm"
     model = parameters.below("model")
 
     x = model["embed_tokens.weight"][tokens]
     if config.per_layer_config[0].position_embedding == "learned":
         x = x + model["embed_positions.weight"][positions]
-    weights = []
+    weights, first_values = [], []
     for index in range(config.num_hidden_layers):
         layer = config.per_layer_config[index]
         block = model.below(f"layers.{index}")
 
-        def attend(x, layer=layer, block=block):
-            output, layer_weights = attention(config, layer, x, block.below("self_attn"), positions, visible)
+        def attend(x, index=index, layer=layer, block=block):
+            first = first_values[0] if first_values else None
+            own = block.below("self_attn")
+            output, layer_weights, values = attention(config, layer, x, own, positions, visible, is_token, index, first)
             weights.append(layer_weights)
+            first_values.append(values)
             return output
 
         def feed_forward(x, block=block):
@@ -396,7 +473,8 @@ def forward(config, state_dict, input_ids, attention_mask=None, position_ids=Non
     rows = []
     for row in range(len(input_ids)):
         seen = visible_keys(attention_mask[row], position_ids[row])[None] if visible is None else visible[row]
-        rows.append(forward_sequence(config, Parameters(state_dict), input_ids[row], position_ids[row], seen))
+        is_token = attention_mask[row].bool()
+        rows.append(forward_sequence(config, Parameters(state_dict), input_ids[row], position_ids[row], seen, is_token))
     logits = torch.stack([row[0] for row in rows])
     weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
     return logits, weights

@@ -148,6 +148,7 @@ OTHER_UPCYCLING = {
         {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
         {"num_key_value_heads": 4},
     ),
+    "more_keys_of_pairs": ({"differential_attention": "v2", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
     "parts_in_one_layer": ({}, {"per_layer_config": {1: {"exclusive_attention": "learned", "value_residual": "learned"}}}),
     "no_values_before_the_first_layer": ({}, {"per_layer_config": {0: {"value_residual": "fixed"}}}),
     "dropouts": ({}, {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.3}),

@@ -150,6 +150,16 @@ class TestStatistics:
         assert attention_statistics(model, TOKENS, PACKED) == expected
         assert model.config._attn_implementation == before and before != "eager"
 
+    def test_parts_that_change_scores(self, make_model):
+        """The weights of a record are those that the model returns."""
+        parts = {"forget_gate": "learned", "attention_length_scaling": "log", "value_residual": "learned"}
+        model = make_model(**MODERN, query_projection="linear", **parts)
+        with torch.no_grad():
+            attentions = model(TOKENS, output_attentions=True, use_cache=False).attentions
+        for weights, record in zip(attentions, attention_statistics(model, TOKENS), strict=True):
+            entropy = torch.special.entr(weights[:, :, 1:]).sum(dim=-1).mean().item()
+            assert record["entropy"] == pytest.approx(entropy, rel=1e-5)
+
     def test_rows_of_zeros(self, make_model):
         for activation in ("relu", "squared"):
             model = make_model(attention_activation=activation, attention_scaling=0.0)

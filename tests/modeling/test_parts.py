@@ -1,0 +1,218 @@
+"""What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from support.attention_cases import check
+from support.model_cases import PART_SWITCHES, random_tokens
+from transformers import DynamicCache, GenerationConfig, QuantizedCache
+from transformers.cache_utils import QuantizedLayer
+
+from modeling_nlq import NLQConfig, tiled_nlq
+from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.attention_parts_nlq import AttentionPart, ScoreBias, check_state_cache
+from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
+from modeling_nlq.tiled_nlq import tiled_attention_forward
+
+
+def test_table_is_complete():
+    for name, part in ATTENTION_PARTS.items():
+        assert part.name == name
+        assert name in NLQConfig.__dataclass_fields__
+        assert part.formula
+        assert issubclass(part, AttentionPart)
+
+
+class Layer(torch.nn.Module):
+    """What a backend reads of an attention layer."""
+
+    sink, num_key_value_groups, layer_idx = None, 2, 0
+
+    def __init__(self, activation, normalization):
+        super().__init__()
+        self.activation, self.normalization = NLQConfig(attention_activation=activation).activation, normalization
+
+
+BIASED = [("softmax", "sum"), ("sigmoid", "none"), ("relu_squared", "sum"), ("softplus", "length")]
+
+
+class TestScoreBias:
+    @staticmethod
+    def states(length=9, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, 4, length, 3), (2, 2, length, 3), (2, 2, length, 3)]
+        query, key, value = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+        total = -torch.rand(2, 4, length, generator=generator, dtype=torch.float64).cumsum(dim=-1)
+        return [states.requires_grad_() for states in (query, key, value, total.clone(), total.clone())]
+
+    @pytest.mark.parametrize("activation, normalization", BIASED)
+    def test_tiles_have_the_gradients_of_differences(self, monkeypatch, activation, normalization):
+        monkeypatch.setattr(tiled_nlq, "LARGE_TILE", 4)
+        monkeypatch.setattr(tiled_nlq, "SMALL_TILE", 4)
+        module = Layer(activation, normalization)
+
+        def attend(query, key, value, query_bias, key_bias):
+            bias = ScoreBias(query_bias, key_bias)
+            return tiled_attention_forward(module, query, key, value, None, 0.7, score_bias=bias)[0]
+
+        states = self.states(6)
+        assert torch.autograd.gradcheck(attend, states)
+        expected = eager_attention_forward(module, *states[:3], None, 0.7, score_bias=ScoreBias(*states[3:]))[0]
+        check([attend(*states)], [expected], 1e-12)
+
+    def test_dropout(self, monkeypatch):
+        """Forward and backward drop the same weights, tile by tile."""
+        monkeypatch.setattr(tiled_nlq, "LARGE_TILE", 4)
+        module, states = Layer("softmax", "sum").train(), self.states(6)
+
+        def attend(*states):
+            torch.manual_seed(1)
+            bias = ScoreBias(*states[3:])
+            return tiled_attention_forward(module, *states[:3], None, 0.7, dropout=0.3, score_bias=bias)[0]
+
+        assert torch.autograd.gradcheck(attend, states)
+
+    def test_is_exact_over_32000_tokens(self):
+        """The sums reach 22,000, where float32 is 0.002 apart; 16 queries at the end see the keys just before them."""
+        keys, queries = 32000, 16
+        generator = torch.Generator().manual_seed(0)
+        total = -torch.rand(1, 1, keys, generator=generator, dtype=torch.float64).mul(1.4).cumsum(dim=-1)
+        bias = ScoreBias(total[..., -queries:], total)
+        query, key, value = (torch.randn(1, 1, length, 8, generator=generator) for length in (queries, keys, keys))
+        visible = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+        module = Layer("softmax", "sum")
+        module.num_key_value_groups = 1
+        wide = [states.double() for states in (query, key, value)]
+        expected = eager_attention_forward(module, *wide, visible, 0.3, score_bias=bias)[0]
+        for function in (eager_attention_forward, tiled_attention_forward):
+            check([function(module, query, key, value, visible, 0.3, score_bias=bias)[0]], [expected], 2e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["value_residual_learned", "all_parts", "differential_v1"])
+def test_gradient_checkpointing(make_model, name, reentrant):
+    """Values of the first layer reach all others, and so do their gradients."""
+    switches = {**PART_SWITCHES[name], "num_hidden_layers": 3}
+    gradients, tokens = [], random_tokens(2, 6)
+    for checkpointed in (False, True):
+        model = make_model(torch.float64, implementation="nlq", **switches).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-9, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("name", ["forget_gate_of_sigmoid", "all_parts"])
+def test_compiles_without_a_break(make_model, name):
+    model = make_model(implementation="nlq", **PART_SWITCHES[name])
+    tokens = random_tokens(2, 6)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for inputs in ({"input_ids": tokens, "use_cache": False}, {"input_ids": tokens, "labels": tokens, "use_cache": False}):
+        expected, actual = model(**inputs), compiled(**inputs)
+        torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    expected.loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    actual.loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_and_signed_weights(make_model):
+    """The first layer returns its values too; recorded outputs are those of every model."""
+    model = make_model(**PART_SWITCHES["all_parts"])
+    output = model(random_tokens(2, 5), output_hidden_states=True, output_attentions=True)
+    assert [tuple(states.shape) for states in output.hidden_states] == [(2, 5, 16)] * 3
+    assert [tuple(weights.shape) for weights in output.attentions] == [(2, 4, 5, 5)] * 2
+    assert (output.attentions[0] < 0).any()
+
+
+def test_half_precision_keeps_the_gate(make_model):
+    """Columns in bfloat16 hold what a forget gate keeps as two numbers: decoding stays near a full pass."""
+    model = make_model(torch.bfloat16, implementation="eager", **PART_SWITCHES["forget_gate_learned"])
+    tokens = random_tokens(1, 30)
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        cache = DynamicCache(config=model.config)
+        logits = torch.cat([model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)], dim=1)
+    difference = (logits - expected).abs().max() / expected.abs().max()
+    assert difference < 4 * 2**-8
+
+
+def test_cache_without_a_configuration(make_model):
+    """What a forget gate keeps lies beside the keys, so every cache of keys and values has a place for it."""
+    model, tokens = make_model(**PART_SWITCHES["all_parts"]), random_tokens(2, 7)
+    with torch.no_grad():
+        expected, cache = model(tokens, use_cache=False).logits, DynamicCache()
+        parts = [model(tokens[:, start:end], past_key_values=cache).logits for start, end in ((0, 3), (3, 4), (4, 7))]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_continuous_batching(make_model):
+    """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged cache."""
+    switches = {
+        "query_projection": "linear",
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+        "attention_length_scaling": "log",
+        "differential_attention": "v2",
+    }
+    model = make_model(vocab_size=31, tie_word_embeddings=False, **switches)
+    prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    outputs = model.generate_batch(prompts, generation_config=options).values()
+    found = {tuple(output.prompt_ids): output.generated_tokens for output in outputs}
+    for prompt in prompts:
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
+        assert found[tuple(prompt)] == expected[0, len(prompt) :].tolist()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "switches, message",
+        [
+            (
+                {"forget_gate": "learned", "attention_activation": "squared"},
+                "forget_gate='learned' needs weights that fall",
+            ),
+            ({"forget_gate": "fixed", "attention_activation": "linear_attention"}, "forget_gate='fixed' needs"),
+            ({"attention_length_scaling": "log", "attention_activation": "squared"}, "cancels a factor of the scores"),
+            ({"differential_attention": "v2", "attention_activation": "relu"}, "needs attention_activation='softmax'"),
+            ({"differential_attention": "v1", "num_key_value_heads": 1}, "num_key_value_heads=1 must be even"),
+            ({"differential_attention": "v2", "query_projection": "identity"}, "must have the width hidden_size"),
+            ({"differential_attention": "v1", "exclusive_attention": "fixed"}, "no value of its own"),
+            ({"value_residual": "some"}, "value_residual"),
+            ({"attention_parts": ["unknown_part"]}, "'unknown_part' is unknown"),
+        ],
+    )
+    def test_configuration(self, switches, message):
+        with pytest.raises(StrictDataclassError, match=message):
+            NLQConfig(**{"query_projection": "linear", "num_attention_heads": 4, "hidden_size": 16, **switches})
+
+    def test_backend(self, make_model):
+        with pytest.raises(ValueError, match=r"flash_attention_2' cannot .* with a bias .* use one of nlq, eager, sdpa"):
+            make_model(implementation="flash_attention_2", **PART_SWITCHES["forget_gate_learned"])
+
+    def test_distribution(self):
+        with pytest.raises(ValueError, match=r"^tp_size=2: differential_attention \(layer 0\) cannot be split: .*use 'v2'$"):
+            check_distribution(NLQConfig(query_projection="linear", differential_attention="v1"), 2, 1)
+        with pytest.raises(ValueError, match=r"^pp_size=2: value_residual \(layer 0\) cannot be distributed: .*use tp_size$"):
+            check_distribution(NLQConfig(value_residual="fixed"), 1, 2)
+        check_distribution(NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned"), 2, 2)
+
+    @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1"])
+    def test_continuous_batching(self, make_model, name):
+        model = make_model(**PART_SWITCHES[name])
+        with pytest.raises(ValueError, match="has no continuous batching"):
+            model.generate_batch([[1, 2, 3]])
+
+    def test_quantized_cache(self, make_model):
+        model = make_model(**PART_SWITCHES["forget_gate_learned"])
+        cache = QuantizedCache.__new__(QuantizedCache)  # its backends are other packages
+        methods = dict.fromkeys(("_quantize", "_dequantize"), lambda self: None)
+        cache.layers = [object.__new__(type("Layer", (QuantizedLayer,), methods))]
+        with pytest.raises(ValueError, match=r"^forget_gate \(layer 0\): a quantized cache would round"):
+            check_state_cache(cache, model.model.layers[0].self_attn)
