@@ -137,6 +137,11 @@ class AttentionPart(nn.Module):
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
 
     @classmethod
+    def refuse_change(cls, before: "NLQConfig", after: "NLQConfig") -> str | None:
+        """Returns the reason why a trained layer that keeps the part would compute something else in another configuration."""
+        return None
+
+    @classmethod
     def split_layers(cls, config: "NLQConfig") -> dict[str, str]:
         """Returns the linear layers that tensor parallelism splits, by their names in the attention layer, and how."""
         return {}

@@ -258,7 +258,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     """
     layers = _attention_layers(config)
     if requested is None:
-        if config.output_attentions or not all(map(_is_softmax, layers)):
+        # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
+        if config.output_attentions or not all(_is_softmax(layer) and not layer.bias for layer in layers):
             return AUTOMATIC
         return None
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code

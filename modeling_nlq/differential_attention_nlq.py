@@ -69,8 +69,8 @@ class DifferentialAttention(AttentionPart):
     def start_without_effect(self, layer) -> str | None:
         if self.version == "v1":
             return "the norm of the difference has no counterpart; use 'v2'"
-        if self.config.qk_norm in ("rms_all_heads", "l2") or self.config.attention_sink == "learned":
-            return "a norm or a sink has learned a number for each head, and there would be twice as many heads"
+        if layer.output_activation is not None:
+            return "the attention_output_activation comes before the weights that would be doubled"
         self.proj.weight.zero_()
         if self.proj.bias is not None:
             self.proj.bias.zero_()

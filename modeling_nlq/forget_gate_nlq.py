@@ -44,6 +44,13 @@ class ForgetGate(AttentionPart):
     def split_layers(cls, config) -> dict[str, str]:
         return {"parts.forget_gate.proj": "colwise"} if config.forget_gate == "learned" else {}
 
+    @classmethod
+    def refuse_change(cls, before, after) -> str | None:
+        is_same = all(getattr(before, name) == getattr(after, name) for name in ("max_position_embeddings", "num_query_heads"))
+        if before.forget_gate == "learned" or is_same:
+            return None
+        return "the rates depend on max_position_embeddings and on the number of query heads"
+
     def start_without_effect(self, layer) -> str | None:
         return "a gate that forgets nothing has no gradient"
 

@@ -14,6 +14,7 @@ import conversion
 import generation
 import measure
 import numpy as np
+import parts
 import pytest
 import selection
 import torch
@@ -29,6 +30,7 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
 from modeling_nlq.kernels.triton.attention import TILES, Tiles
+from modeling_nlq.part_table_nlq import ATTENTION_PARTS
 from modeling_nlq.training.parameters import measure as measure_model
 
 
@@ -578,3 +580,18 @@ def test_generation(monkeypatch, capsys):
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row[0].removeprefix("| ") for row in rows] == ["model", *generation.REFERENCES, *generation.CANDIDATES]
     assert rows[1][2] == "1.00" and all(float(row[1]) > 0 for row in rows[1:])
+
+
+def test_parts(monkeypatch, capsys):
+    """Every part has its row, beside the model without it."""
+    monkeypatch.setattr(parts.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
+    monkeypatch.setattr(parts, "SHAPE", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 29})
+    assert set(parts.PARTS) <= set(ATTENTION_PARTS)
+    assert parts.main(["--length", "80", "--new", "3", "--rounds", "2", "--threads", "1"]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0].removeprefix("| ") for row in rows[1:]] == list(parts.candidates_of(list(parts.PARTS)))
+    assert rows[1][2] == "1" and all(float(row[1]) > 0 for row in rows[1:])
+
+    monkeypatch.setattr(parts.NLQForCausalLM, "set_attn_implementation", lambda model, name: model.lm_head.weight.data.mul_(2))
+    with pytest.raises(SystemExit, match="correctness gate: softmax: the logits differ"):
+        parts.main(["--length", "80", "--new", "3", "--rounds", "1", "--parts", "exclusive_attention", "--threads", "1"])

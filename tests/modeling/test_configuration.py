@@ -50,6 +50,24 @@ def test_flops_of_windows():
     assert whole - windowed == 6 * 2 * 2 * (100 - 16) * 4 * 8
 
 
+# (switches, new weights of matrices in a layer, products of all heads with keys and with values per element of head_dim)
+COSTS_OF_PARTS = {
+    "none": ({}, 0, 4 + 4),
+    "v1": ({"differential_attention": "v1"}, 0, 4 + 2 * 4),  # values of twice the width
+    "v2": ({"differential_attention": "v2"}, 32 * 32 + 32 * 4, 8 + 8),  # queries of twice the width, and their factor
+    "v2_of_grouped_keys": ({"differential_attention": "v2", "num_key_value_heads": 2}, 32 * 4, 8 + 8),  # keys save what v2 adds
+    "v2_and_forgetting": ({"differential_attention": "v2", "forget_gate": "learned"}, 32 * 32 + 32 * (4 + 8), 8 + 8),
+    "others": ({"exclusive_attention": "learned", "value_residual": "learned", "attention_length_scaling": "log"}, 0, 4 + 4),
+}
+
+
+@pytest.mark.parametrize("switches, weights, products", COSTS_OF_PARTS.values(), ids=COSTS_OF_PARTS)
+def test_flops_of_parts(switches, weights, products):
+    config = NLQConfig(**TINY, query_projection="linear", **switches)
+    body = 3 * (4 * 32 * 32 + 2 * 32 * 128 + weights) + 32 * 50  # attention, MLP, and the LM head
+    assert measure(config, context=100).flops_per_token == 6 * (body + 3 * 100 * 8 * products)
+
+
 @pytest.mark.parametrize("name", names("models"))
 def test_shipped_models_build(name):
     config = AutoConfig.from_pretrained(find("models", name))

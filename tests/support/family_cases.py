@@ -114,9 +114,17 @@ FAMILY_CASES = {
     "olmo2-all_heads": (Olmo2Config, {**_SIZES, "hidden_size": 24}),
     "olmo2-grouped": (Olmo2Config, {**_GROUPED, "rms_norm_eps": 0.1, "tie_word_embeddings": True}),
     "olmo2-biases_and_wide_heads": (Olmo2Config, {**_GROUPED, "head_dim": 10, "attention_bias": True}),
-    "diffllama-grouped": (DiffLlamaConfig, _GROUPED),
-    "diffllama-biases": (DiffLlamaConfig, {**_SIZES, "attention_bias": True, "rms_norm_eps": 0.1}),
-    "diffllama-wide_heads": (DiffLlamaConfig, {**_GROUPED, "head_dim": 6, "tie_word_embeddings": True}),
+    "diffllama-every_head_has_keys": (DiffLlamaConfig, {**_SIZES, "rms_norm_eps": 0.1, "tie_word_embeddings": True}),
+    "diffllama-grouped": (DiffLlamaConfig, {**_GROUPED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}),
+    "diffllama-bias_and_llama3": (
+        DiffLlamaConfig,
+        {
+            **_GROUPED,
+            "head_dim": 10,
+            "attention_bias": True,
+            "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8},
+        },
+    ),
     "gpt_neox-partial": (GPTNeoXConfig, {**_SIZES, "hidden_size": 32}),
     "gpt_neox-sequential": (
         GPTNeoXConfig,
@@ -147,7 +155,7 @@ ONE_OF_EACH = {
     "qwen3": "qwen3-windows_and_bias",
     "smollm3": "smollm3-windows_and_biases",
     "olmo2": "olmo2-grouped",
-    "diffllama": "diffllama-grouped",
+    "diffllama": "diffllama-bias_and_llama3",
     "gpt_neox": "gpt_neox-partial",
 }
 
@@ -159,7 +167,10 @@ def make_config(name: str, **options) -> PreTrainedConfig:
 
 def make_family_model(name, auto_class=AutoModelForCausalLM, dtype=torch.float32, seed=0, **options):
     """A model of a case, all of whose weights are random."""
-    return randomize(auto_class.from_config(make_config(name, **options)).to(dtype), seed).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # for vectors that begin at random values, to which noise is added
+        model = auto_class.from_config(make_config(name, **options))
+    return randomize(model.to(dtype), seed).eval()
 
 
 @functools.cache

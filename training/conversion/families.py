@@ -325,6 +325,7 @@ _HIDDEN_DROPOUT = Part(
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
     lambda layers: {"hidden_dropout": layers[0].residual_dropout},
 )
+_NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
 _WINDOW = _equal(sliding_window="sliding_window")
@@ -367,8 +368,8 @@ _ROWS = (
     Family(
         DiffLlamaConfig,
         {**_LLAMA_BLOCK, "differential_attention": "v1"},
-        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS),
-        without_effect=("lambda_std_dev",),
+        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        without_effect=("lambda_std_dev",),  # of the initial vectors
         block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
     ),
     Family(

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
-from modeling_nlq.attention_parts_nlq import is_on
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS
 from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
@@ -44,10 +43,24 @@ class LayerChange:
         """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
+    @property
+    def query_heads(self) -> tuple[int, int]:
+        """How many heads of queries there were, and how many there are; the second is a multiple of the first."""
+        return self.before.num_query_heads, self.after.num_query_heads
+
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
     """Says in words why a field cannot change."""
-    return f"{field}={before!r} cannot become {after!r}: {reason}"
+    return f"{field}={before!r} cannot {'stay' if before == after else f'become {after!r}'}: {reason}"
+
+
+def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
+    """Says in words which part takes heads of queries away from a layer."""
+    if after.num_query_heads >= before.num_query_heads:
+        return []
+    changed = [name for name in ATTENTION_PARTS if getattr(before, name) != getattr(after, name)]
+    reason = "heads of queries that the model has learned would be lost"
+    return [refusal(name, getattr(before, name), getattr(after, name), reason) for name in changed]
 
 
 # Rules of the whole model: they take the old model and the new one, and return what is lost
@@ -148,11 +161,13 @@ def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
 
     def carry(change: LayerChange) -> str | None:
         source, target = _projection_of(change.source, kind), _projection_of(change.target, kind)
-        heads = "num_query_heads" if kind == "query" else "num_key_value_heads"
-        if change.differs(heads):
+        heads = change.query_heads
+        if kind != "query":
+            heads = change.before.num_key_value_heads, change.after.num_key_value_heads
+        if heads[0] != heads[1]:
             source = copy.deepcopy(source)
-            _expand_heads(source, getattr(change.before, heads), getattr(change.after, heads))
-        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field))
+            _expand_heads(source, *heads)
+        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field), heads)
 
     return carry
 
@@ -168,7 +183,8 @@ def _projection_of(attention: nn.Module, kind: str) -> _Terms:
     return _Terms(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
 
 
-def _carry_projection(source: _Terms, target: _Terms, before: str, after: str) -> str | None:
+def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, heads: tuple[int, int]) -> str | None:
+    """Sets the weights of a projection of another kind. `source` has the new number of heads already, the second of `heads`."""
     old, new = PROJECTIONS[before], PROJECTIONS[after]
     reason = None
     if old.bottleneck and not new.bottleneck:
@@ -181,7 +197,8 @@ def _carry_projection(source: _Terms, target: _Terms, before: str, after: str) -
         # In float64: X + X W is X (I + W) up to one rounding
         weight = torch.zeros_like(into.weight, dtype=torch.float64) if from_ is None else from_.weight.double()
         if old.identity != new.identity:
-            weight = weight + (1 if old.identity else -1) * torch.eye(len(weight), dtype=torch.float64, device=weight.device)
+            identity = torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
+            weight = weight + (_copy_heads(identity, *heads) if old.identity else -identity)
         into.weight.copy_(weight)
         if from_ is not None and from_.bias is not None and into.bias is not None:
             into.bias.copy_(from_.bias)
@@ -219,14 +236,18 @@ def _projection_activation(change: LayerChange) -> str | None:
 
 
 def _expand_heads(terms: _Terms, before: int, after: int) -> None:
-    """Puts copies of each head in its place, for query heads that shared a key or value head, or for pairs of query heads."""
+    """Puts the copies of each head beside it, in place."""
     modules = [terms.linear]
     if terms.bottleneck is not None:
         modules += [terms.bottleneck.fc2, terms.bottleneck.output_norm]
     for module in filter(None, modules):
         for parameter in module.parameters(recurse=False):
-            heads = parameter.data.unflatten(0, (before, -1))
-            parameter.data = heads.repeat_interleave(after // before, dim=0).flatten(0, 1)
+            parameter.data = _copy_heads(parameter.data, before, after)
+
+
+def _copy_heads(rows: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """Puts the copies of each head's rows beside them."""
+    return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
 
 
 def _attention_scaling(change: LayerChange) -> str | None:
@@ -285,6 +306,8 @@ def _head_projection(change: LayerChange) -> str | None:
 
 def _attention_sink(change: LayerChange) -> str | None:
     before, after = change.before.attention_sink, change.after.attention_sink
+    if before == after == "learned":
+        change.target.sink_bias.copy_(_copy_heads(change.source.sink_bias, *change.query_heads))
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
     if before is None:
@@ -306,25 +329,48 @@ def _attention_normalization(change: LayerChange) -> str | None:
 def _qk_norm(change: LayerChange) -> str | None:
     if change.differs("qk_norm"):
         return "the scores would depend on the lengths of queries and keys, or depend on them no more"
-    if change.after.qk_norm == "rms_all_heads" and change.differs("num_key_value_heads"):
-        # Copies of all heads have the mean square of the heads
-        heads = change.source.k_norm.weight.unflatten(0, (change.before.num_key_value_heads, -1))
-        copies = change.after.num_key_value_heads // change.before.num_key_value_heads
-        change.target.k_norm.weight.copy_(heads.repeat_interleave(copies, dim=0).flatten())
+    if change.after.qk_norm is None:
+        return None
+    # Copies of all heads have the mean square of the heads
+    for name, heads in (
+        ("q_norm", change.query_heads),
+        ("k_norm", (change.before.num_key_value_heads, change.after.num_key_value_heads)),
+    ):
+        for old, new in zip(*(getattr(side, name).parameters() for side in (change.source, change.target))):
+            if old.shape != new.shape:
+                new.copy_(_copy_heads(old, *heads))
     return None
 
 
 def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
-    def start(change: LayerChange) -> str | None:
-        if not change.differs(field):
-            return None
-        if is_on(getattr(change.before, field)):
-            return "what the model has learned with it would change"
-        if field not in change.target.parts:
-            return None  # the first layer may do without
-        return change.target.parts[field].start_without_effect(change.target)
+    """The rule of a field that turns a part on: the part itself says how it starts."""
 
-    return start
+    def carry(change: LayerChange) -> str | None:
+        reasons = (_start_of_part(change, name) for name in dict.fromkeys(_names_of_parts(change, field)))
+        return next(filter(None, reasons), None)
+
+    return carry
+
+
+def _names_of_parts(change: LayerChange, field: str) -> list[str]:
+    values = getattr(change.before, field), getattr(change.after, field)
+    return [field] if field in ATTENTION_PARTS else [name for names in values for name in names or ()]
+
+
+def _start_of_part(change: LayerChange, name: str) -> str | None:
+    """Starts a part that is new in a layer, or gives one that stays its parameters."""
+    if name not in change.target.parts:
+        return "what the part does would be lost" if name in change.source.parts else None
+    part = change.target.parts[name]
+    if name not in change.source.parts:
+        return part.start_without_effect(change.target)
+    if name in ATTENTION_PARTS and change.differs(name):
+        return "the part that the model has learned would compute something else"
+    trained = dict(change.source.parts[name].named_parameters())
+    for key, new in part.named_parameters():
+        if key in trained and trained[key].shape != new.shape:
+            new.copy_(_copy_heads(trained[key], *change.query_heads))
+    return part.refuse_change(change.before, change.after)
 
 
 def _unchanged(field: str, reason: str) -> Callable[[LayerChange], str | None]:
@@ -350,4 +396,5 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
     "attention_gate": _attention_gate,
 }
-LAYER_RULES |= {field: _rule_of_part(field) for field in ATTENTION_PARTS if field not in LAYER_RULES}
+# The parts with a rule of their own are above; others start as they say themselves
+LAYER_RULES |= {field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES}

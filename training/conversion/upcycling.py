@@ -14,7 +14,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from modeling_nlq import NLQConfig
 
 from ..files import check_keys
-from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, refusal
+from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -166,14 +166,8 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
             (getattr(old, field), getattr(new, field)) for old, new in zip(before.per_layer_config, after.per_layer_config)
         ]
         found += _by_layer([[refusal(field, old, new, reason)] if old != new else [] for old, new in values])
-    reason = "query heads that the model has learned would be lost"
-    versions = [
-        (old.differential_attention, new.differential_attention, old.num_query_heads > new.num_query_heads)
-        for old, new in zip(before.per_layer_config, after.per_layer_config)
-    ]
-    found += _by_layer(
-        [[refusal("differential_attention", old, new, reason)] if is_less else [] for old, new, is_less in versions]
-    )
+    layers = zip(before.per_layer_config, after.per_layer_config)
+    found += _by_layer([lost_queries(old, new) for old, new in layers])
     known = {*_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
     other = sorted(
         field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)

@@ -202,6 +202,7 @@ OPTIONS = [
     ("smollm3-windows_and_biases", {"no_rope_layers": [1, 1, 0]}),
     ("llama-one_key_head_and_llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     ("llama-one_key_head_and_llama3", {"rms_norm_eps": 1e-6}),
+    ("diffllama-grouped", {"rms_norm_eps": 0.1}),
     ("gpt_neox-sequential", {"use_parallel_residual": True}),
     ("gpt_neox-partial", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
 ]
@@ -321,6 +322,8 @@ NO_COUNTERPART = {
     "windows_of_some_layers": ("qwen2-windows_in_upper_layers", "llama", ["layers 1, 2: sliding_window=4 cannot become None"]),
     "layers_without_positions": ("smollm3-every_second_layer", "llama", ["layer 1: position_embedding='none'"]),
     "biases": ("llama-biases_and_wide_heads", "mistral", ["query_key_value_bias=True cannot become False", "mlp_bias"]),
+    "differences": ("diffllama-grouped", "llama", ["differential_attention='v1' cannot become None: what the part does"]),
+    "no_differences": ("llama-grouped", "diffllama", ["differential_attention=None cannot become 'v1': the norm of the"]),
     "rotary_positions": ("llama-grouped", "gpt2", ["norm_type='rmsnorm'", "position_embedding='rope'"]),
 }
 
@@ -361,6 +364,15 @@ def test_dropout_that_has_no_counterpart():
     assert log.out == "residual_dropout=0.1: a llama model trains with 0.0 there; what it computes is the same\n"
 
 
+def test_attention_dropout_of_a_difference():
+    """Transformers' class refuses it, and outputs do not depend on it."""
+    theirs = shared_family_model("diffllama-grouped")
+    ours = upcycle(to_nlq(theirs), {"attention_dropout": 0.1})
+    with CaptureLogger(renaming.logger) as log:
+        assert_same_state(from_nlq(ours, "diffllama").state_dict(), theirs.state_dict())
+    assert "attention_dropout=0.1: a diffllama model trains with 0.0 there" in log.out
+
+
 def test_dropout_of_none(tmp_path):
     """Llama's configuration allows it."""
     config = make_config("llama-grouped", attention_dropout=None)
@@ -391,6 +403,10 @@ KEPT = {
     "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
     "factor_of_normalized_scores": ("olmo2-grouped", {"attention_scaling": 1.0}),
     "gate_and_fourth_matrix": ("qwen3-windows_and_bias", {"attention_gate": "elementwise", "head_projection": True}),
+    "part_after_differences": ("diffllama-grouped", {"value_residual": "learned", "attention_gate": "headwise"}),
+    "more_keys_of_differences": ("diffllama-grouped", {"num_key_value_heads": 8}),
+    "pairs_of_grouped_heads": ("qwen3-windows_and_bias", {"differential_attention": "v2", "exclusive_attention": "learned"}),
+    "pairs_of_normalized_heads": ("olmo2-grouped", {"differential_attention": "v2"}),
     "layer_of_its_own": ("smollm3-windows_and_biases", {"value_projection": "upcycled", "attention_output_scaling": 0.5}),
 }
 

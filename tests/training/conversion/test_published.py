@@ -1,6 +1,7 @@
 """Configurations as they are published on the Hub: every field is read, and the sizes are those of the models."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -42,6 +43,41 @@ PUBLISHED = {
             "torch_dtype": "float32",
             "use_cache": True,
             "vocab_size": 32000,
+        },
+    ),
+    "DiffLlama-0.3B-handcut": (
+        1_235_818_496,  # the 4.94 GB of its float32 weights
+        {
+            "architectures": ["DiffLlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "initializer_range": 0.02,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "diffllama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "vocab_size": 128256,
         },
     ),
     "SmolLM2-135M": (
@@ -317,6 +353,7 @@ def test_published_configuration(parameters, values, tmp_path):
     back, plain = nearest_in_family(config.model_type, ours)
     assert only_adds(ours, plain), "a conversion back needs no other numbers"
     extra = {"is_llama_config", "rope_interleaved", "pretraining_tp", "max_window_layers", "use_mrope", "n_ctx"}
+    extra |= {"mlp_bias"} - {field.name for field in dataclasses.fields(config)}
     without_effect = {*extra, "task_specific_params", "no_rope_layer_interval", "architectures", "dtype"}
 
     def comparable(config):

@@ -51,6 +51,24 @@ LINEAR_SOURCES = {
         "per_layer_config": {0: {"attention_activation": "relu", "attention_scaling": 0.9}, 1: {"head_projection": True}}
     },
 }
+# Models in which pairs of queries can begin as copies. Some norms are over all heads, and sum the copies up in another order
+PAIRED_SOURCES = {
+    "linear": ({}, 0.0),
+    "biased": ({"use_bias": True}, 0.0),
+    "grouped_queries": ({"num_key_value_heads": 2}, 0.0),
+    "one_key_head": ({"num_key_value_heads": 1, "position_embedding": "rope"}, 0.0),
+    "qk_norm_rms": ({"qk_norm": "rms", "num_key_value_heads": 2}, 0.0),
+    "qk_norm_l2": ({"qk_norm": "l2", "num_key_value_heads": 2}, 0.0),
+    "qk_norm_rms_all_heads": ({"qk_norm": "rms_all_heads", "use_bias": True}, 1e-6),
+    "sink_and_gate": ({"attention_sink": "learned", "attention_gate": "headwise", "use_bias": True}, 0.0),
+    "fourth_matrix": ({"head_projection": True, "attention_output_scaling": 0.7}, 0.0),
+    "bottleneck": ({"query_projection": "bottleneck", "use_bias": True}, 1e-6),
+    "upcycled": ({"query_projection": "upcycled", "num_key_value_heads": 2}, 1e-6),
+    "forgetting": ({"forget_gate": "learned", "num_key_value_heads": 2}, 0.0),
+    "length_scaling": ({"attention_length_scaling": "log", "sliding_window": 5}, 0.0),
+    "other_parts": ({"exclusive_attention": "learned", "value_residual": "learned"}, 0.0),
+}
+STARTING_PARTS = {"exclusive_attention": "learned", "value_residual": "learned", "differential_attention": "v2"}
 # `None` is the default of the function, not a switch.
 SWITCHES_FOR_ALL = {
     "default": None,
@@ -64,6 +82,8 @@ SWITCHES_FOR_ALL = {
     "output_scaling": {"attention_output_scaling": 0.5},
     "output_scaling_uneven": {"attention_output_scaling": -0.7},
     "wide": {"intermediate_size": 53},
+    "exclusive_attention": {"exclusive_attention": "learned"},
+    "value_residual": {"value_residual": "learned"},
 }
 # Those below are already in place in some of the sources.
 SWITCHES_FOR_SOME = {
@@ -115,16 +135,22 @@ OTHER_UPCYCLING = {
     "rope_more_positions": ({"position_embedding": "rope"}, {"max_position_embeddings": 64}),
     "second_layer_scaling": ({}, {"per_layer_config": {1: {"attention_scaling": 0.3}}}),
     "second_layer_output": ({}, {"per_layer_config": {1: {"attention_output_scaling": 0.3, "head_projection": True}}}),
-    "exclusive": ({"num_key_value_heads": 2}, {"exclusive_attention": "learned"}),
-    "value_residual": ({"use_bias": True}, {"value_residual": "learned"}),
-    "differential": ({"num_key_value_heads": 2, "use_bias": True}, {"differential_attention": "v2"}),
-    "differential_with_norms": ({"qk_norm": "rms", "attention_sink": "zero"}, {"differential_attention": "v2"}),
-    "parts_together": (
-        {"num_key_value_heads": 2},
-        {"differential_attention": "v2", "exclusive_attention": "learned", "value_residual": "learned"},
+    "same_values": ({}, {"attention_activation": "softmax", "query_projection": "linear", "hidden_size": 16}),
+    "parts_stay": (
+        {"exclusive_attention": "learned", "value_residual": "learned", "forget_gate": "fixed", "differential_attention": "v2"},
+        {"value_projection": "upcycled", "attention_gate": "headwise", "use_bias": True},
+    ),
+    "values_of_copied_heads": (
+        {"num_key_value_heads": 2, "differential_attention": "v1", "value_residual": "fixed"},
+        {"num_key_value_heads": 4},
+    ),
+    "forgetting_of_copied_heads": (
+        {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
+        {"num_key_value_heads": 4},
     ),
     "more_keys_of_pairs": ({"differential_attention": "v2", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
-    "same_values": ({}, {"attention_activation": "softmax", "query_projection": "linear", "hidden_size": 16}),
+    "parts_in_one_layer": ({}, {"per_layer_config": {1: {"exclusive_attention": "learned", "value_residual": "learned"}}}),
+    "no_values_before_the_first_layer": ({}, {"per_layer_config": {0: {"value_residual": "fixed"}}}),
     "dropouts": ({}, {"attention_dropout": 0.1, "residual_dropout": 0.2, "embedding_dropout": 0.3}),
     "training_fields": ({}, {"initializer_range": 0.1, "use_cache": False, "eos_token_id": 3}),
 }
@@ -366,6 +392,32 @@ class TestUpcycling:
         assert layer_switches(model.config)[0]["query_projection"] == "linear"
         assert_same_function(model, source, 1e-10)
 
+    @parametrize_cases("switches", {**{name: {name: value} for name, value in STARTING_PARTS.items()}, "all": STARTING_PARTS})
+    @parametrize_cases("source, tolerance", PAIRED_SOURCES)
+    def test_parts_start_without_effect(self, make_source, source, tolerance, switches):
+        """Without a difference, however small, where no number is rounded."""
+        source = make_source(source)
+        switches = {name: value for name, value in switches.items() if getattr(source.config, name) is None}
+        source.set_attn_implementation("eager")
+        model = upcycle(source, switches)
+        model.set_attn_implementation("eager")
+        input_ids = random_tokens(2, 24)
+        logits = output_of(model, input_ids)
+        difference = (logits - output_of(source, input_ids)).abs().max().item()
+        assert difference <= (tolerance if "differential_attention" in switches else 0.0) * logits.abs().max().item()
+        found = gradients(model, input_ids)
+        for name in found.keys() - source.state_dict().keys():
+            assert found[name].abs().max() > 0, name
+
+    def test_pairs_of_identity_queries(self, make_source):
+        """Twice as many heads of queries are wider than the input, which a matrix holds then."""
+        switches = {"differential_attention": "v2", "query_projection": "upcycled"}
+        for kind in ("identity", "residual", "nonlinear"):
+            source = make_source({"query_projection": kind, "use_bias": True}, torch.float64)
+            with pytest.raises(StrictDataclassError, match=f"query_projection='{kind}' adds the input itself"):
+                upcycle(source, {"differential_attention": "v2"})
+            assert_same_function(upcycle(source, switches), source, 1e-10)
+
     @parametrize_cases("source, switches", SAME_OR_REFUSED)
     def test_same_or_refused(self, make_source, source, switches):
         source = make_source(source, torch.float64)
@@ -518,12 +570,18 @@ REFUSED = {
     "one_layer_queries": ({}, {"per_layer_config": {0: {"query_projection": "nonlinear"}}}),
     "exclusive_fixed": ({}, {"exclusive_attention": "fixed"}),
     "exclusive_dropped": ({"exclusive_attention": "learned"}, {"exclusive_attention": None}),
-    "value_residual_fixed": ({}, {"value_residual": "fixed"}),
+    "exclusive_unlearned": ({"exclusive_attention": "learned"}, {"exclusive_attention": "fixed"}),
+    "values_fixed": ({}, {"value_residual": "fixed"}),
+    "values_dropped": ({"value_residual": "fixed"}, {"value_residual": None}),
+    "values_learned": ({"value_residual": "fixed"}, {"value_residual": "learned"}),
     "forget_gate": ({}, {"forget_gate": "learned"}),
+    "forget_gate_fixed": ({}, {"forget_gate": "fixed"}),
     "length_scaling": ({}, {"attention_length_scaling": "log"}),
-    "differential_first_version": ({}, {"differential_attention": "v1"}),
-    "differential_of_learned_sinks": ({"attention_sink": "learned"}, {"differential_attention": "v2"}),
-    "differential_dropped": ({"differential_attention": "v2"}, {"differential_attention": None}),
+    "difference_v1": ({}, {"differential_attention": "v1"}),
+    "difference_of_another_version": ({"differential_attention": "v1"}, {"differential_attention": "v2"}),
+    "difference_dropped": ({"differential_attention": "v2"}, {"differential_attention": None}),
+    "difference_before_function": ({"attention_output_activation": "tanh"}, {"differential_attention": "v2"}),
+    "one_layer_difference": ({}, {"per_layer_config": {1: {"differential_attention": "v1"}}}),
     "good_and_bad": ({}, {"qk_norm": "rms", "query_projection": "upcycled", "attention_gate": "headwise"}),
 }
 
@@ -560,6 +618,11 @@ class TestUpcyclingRefused:
         assert name in message
         assert str(value) in message
         assert len(message) > len(f"{name}={value!r}") + 15, "no reason"
+
+    @pytest.mark.parametrize("switches", [{"max_position_embeddings": 40}, {"differential_attention": "v2"}], ids=str)
+    def test_rates_that_would_change(self, make_source, switches):
+        with pytest.raises(ValueError, match=r"forget_gate='fixed' cannot stay: the rates depend on max_position_embeddings"):
+            upcycle(make_source({"forget_gate": "fixed"}), switches)
 
     @parametrize_cases("switches", NOT_ALLOWED)
     def test_not_allowed(self, make_source, switches):
@@ -613,7 +676,7 @@ VALUES = {
     "head_projection": [False, True],
     "exclusive_attention": [None, "fixed", "learned"],
     "value_residual": [None, "fixed", "learned"],
-    "forget_gate": [None, "learned"],
+    "forget_gate": [None, "fixed", "learned"],
     "attention_length_scaling": [None, "log"],
     "differential_attention": [None, "v1", "v2"],
     "use_bias": [False, True],
