@@ -19,7 +19,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from modeling_nlq.training.comparison.comparing import make_engine
-from modeling_nlq.training.comparison.plan import Comparison
+from modeling_nlq.training.comparison.plan import Comparison, Run
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.results import FinishedRuns, run_folder
 from modeling_nlq.training.run.unattended import Order, train_unattended
@@ -45,25 +45,25 @@ def plan(folder: Path, runs: int) -> Comparison:
     return load_comparison(file)
 
 
-def all_runs(comparison: Comparison) -> list:
-    return [run for model in comparison.variants for run in comparison.reported(model, 1e-3)]
+def all_runs(comparison: Comparison) -> list[Run]:
+    return [Run(model, 1e-3, seed) for model in comparison.variants for seed in comparison.seeds]
 
 
-def on_local(comparison: Comparison, folder: Path, count: int) -> float:
+def on_local(comparison: Comparison, folder: Path, data: Path, count: int) -> float:
     """Seconds for a run that is finished already: a process that starts, looks, and ends."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["modeling_nlq.training.comparison.local"])
     context.Process(target=int).start()
     begin = time.perf_counter()
     for run in all_runs(comparison)[:count]:
-        process = context.Process(target=train_unattended, args=(order(comparison, run, folder, "tokenizer"),))
+        process = context.Process(target=train_unattended, args=(order(comparison, run, folder, data),))
         process.start()
         process.join()
         assert process.exitcode == 0
     return (time.perf_counter() - begin) / count
 
 
-def on_ray(comparison: Comparison, folder: Path, count: int) -> float:
+def on_ray(comparison: Comparison, folder: Path, data: Path, count: int) -> float:
     """The same as a task of Ray, several at once."""
     from modeling_nlq.training.run.ray_jobs import RayJobs, Resources
 
@@ -71,27 +71,27 @@ def on_ray(comparison: Comparison, folder: Path, count: int) -> float:
     with tqdm(disable=True) as progress:
         jobs = RayJobs(Resources(), 0, progress, 1)
         for run in all_runs(comparison)[:count]:
-            jobs.submit(order(comparison, run, folder, "data"))
+            jobs.submit(order(comparison, run, folder, data))
         assert len(list(jobs.finished())) == count
     return (time.perf_counter() - begin) / count
 
 
-def order(comparison: Comparison, run, folder: Path, data: str) -> Order:
+def order(comparison: Comparison, run: Run, folder: Path, data: Path) -> Order:
     path = run_folder(folder, run)
-    return Order(run.name, comparison.resolve(run, path).given, str(path), str(folder / data), threads=1)
+    return Order(run.name, comparison.resolve(run, path).given, str(path), str(data), threads=1)
 
 
 def measure(name: str, comparison: Comparison, folder: Path) -> None:
     """Prints a row of the table."""
     engine, process = make_engine(name, cpus_per_run=1), psutil.Process()
     runs = len(all_runs(comparison))
-    with engine.connected(folder), engine.alone_in(folder):
-        engine.prepare_data(comparison, folder)
+    with engine.connected([comparison], folder), engine.alone_in(folder):
+        data, _ = engine.prepare_data(comparison, folder)
         before, begin = process.memory_info().rss, time.perf_counter()
-        engine.make_runs(comparison, folder, FinishedRuns(folder))
+        engine.make_runs(comparison, folder, data, FinishedRuns(folder))
         seconds = (time.perf_counter() - begin) / runs
         grown = (process.memory_info().rss - before) / 2**20
-        empty = (on_local if name == "local" else on_ray)(comparison, folder, min(runs, 20))
+        empty = (on_local if name == "local" else on_ray)(comparison, folder, data, min(runs, 20))
     memory = process.memory_info().rss / 2**20
     print(f"| {name} | {runs} | {seconds:.2f} | {empty:.2f} | {memory:.0f} | {grown:+.0f} |", flush=True)
 

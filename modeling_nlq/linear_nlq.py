@@ -200,7 +200,7 @@ def _step(
     Args:
         query, rotated_query: `(b, g, r, d)`.
         key, rotated_key, value: `(b, g, d)`.
-        state: of the tokens before, which has decayed by this token already.
+        state: the state of the tokens before, already decayed by this token.
     """
     state = LinearState(state.numerator + rotated_key[..., :, None] * value[..., None, :], state.denominator + key)
     denominator = (query @ state.denominator[..., None]).squeeze(-1)

@@ -58,7 +58,7 @@ class NLQBottleneck(nn.Module):
         bottleneck_size: r.
         activation: a name in Transformers' `ACT2FN`.
         use_bias: whether `W1`, `W2` and the output LayerNorm have biases.
-        eps: of both norms.
+        eps: the epsilon of both norms.
         starts_at_zero: whether the output LayerNorm starts with gain and bias 0.
     """
 

@@ -29,7 +29,7 @@ def train(
     Args:
         recipe: name of a shipped recipe, or a YAML file.
         engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
-        workers, cpus_per_worker, gpus_per_worker, max_retries: of the engine `ray`, see `train_on_ray`.
+        workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
         overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
             `switches`, a mapping of model switches.
 

@@ -49,7 +49,7 @@ def measure(
 
     Args:
         config: configuration of the model.
-        context: in tokens; by default `max_position_embeddings`.
+        context: the context length in tokens; by default `max_position_embeddings`.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 

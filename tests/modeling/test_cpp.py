@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
+from support.grids import slow_except
 from support.remote_code import tiny_config
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
 
 from modeling_nlq import NLQForCausalLM, kernelize
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -187,6 +189,31 @@ class TestKernelize:
         expected = linear(states)
         linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
         torch.testing.assert_close(kernelize(linear)(states), expected)
+
+
+class Answers(Dataset):
+    """What the C++ operators compute from given inputs, in whichever process asks."""
+
+    def __init__(self, states, logits, targets):
+        self.states, self.loss_inputs = states, (logits, targets, None)
+
+    def __len__(self):
+        return 1
+
+    @torch.no_grad()
+    def __getitem__(self, index):
+        return [attend(layer("sigmoid", "none"), *self.states, None, 1.0), *loss_and_gradient(*self.loss_inputs)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", slow_except(("fork", "spawn"), ("fork",)))
+def test_in_another_process(method):
+    """After use in this process. A worker of a DataLoader has one thread: after a fork, several would wait for each other."""
+    answers = Answers(one_query(2, 4, 2, 100, 16), torch.randn(5, 7), torch.randint(7, (5,)))
+    expected = answers[0]
+    (actual,) = DataLoader(answers, batch_size=None, num_workers=1, multiprocessing_context=method, timeout=120)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_use_is_recorded(make_model):

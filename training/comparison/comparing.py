@@ -100,7 +100,7 @@ def compare(
             `s3://bucket/results`.
         engine: `local`, one run after another on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
-        gpus_per_run, workers_per_run, max_retries: of the engine `ray`, see `RayEngine`.
+        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayEngine`.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Returns:
@@ -143,7 +143,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     Args:
         comparison: the runs to make.
         folder: folder of the runs, or an address (see `storage`) if the engine takes one.
-        engine: by default `LocalEngine()`.
+        engine: the engine; by default `LocalEngine()`.
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.

@@ -46,8 +46,8 @@ def read_scores(
     """Reads and judges the scores of the reported runs.
 
     Args:
-        comparison: at one scale.
-        folder: of that scale.
+        comparison: a comparison at one scale.
+        folder: the folder of that scale.
         finished: its runs.
         unsettled: as in `analyse`.
 

@@ -1,4 +1,4 @@
-"""What a plan takes on the machine at hand, by a short trial, and the smallest difference that it can find."""
+"""Estimates the time of a comparison on this machine from a short trial run, and the smallest difference it can find."""
 
 import contextlib
 import copy
@@ -35,15 +35,15 @@ from .statistics import smallest_difference
 from .tables import scales_in
 
 
-# A trial ends after so many seconds, but not before so many steps, unless it is slow
+# A trial ends when it has taken `_SECONDS` and `_STEPS`, or `_SLOW_SECONDS` with fewer steps
 _SECONDS, _STEPS, _SLOW_SECONDS = 2.0, 4, 10.0
-# The range of the time is that of these steps of a trial, without the slowest and the fastest
+# The estimated time and its range use these quantiles of the times of the trial's steps
 _QUANTILES = (0.1, 0.5, 0.9)
-# The largest batch of a trial on a CPU, in tokens and in floating-point operations. There a larger batch is hardly faster
+# The largest batch of a trial on a CPU, in tokens and in floating-point operations. A larger one is hardly faster per token
 _CPU_TOKENS, _CPU_FLOPS = 8192, 1e12
-# Of Python code with 8,192 tokens: in docs/results, 4.24 nats a token are 2.72 bits a byte
+# Python code with a vocabulary of 8,192 tokens: in docs/results, 4.24 nats per token equal 2.72 bits per byte
 _BYTES_PER_TOKEN = 4.24 / math.log(2) / 2.72
-# The training arguments in which a trial differs from its run. A batch is that of a device, not of an optimizer step
+# The training arguments of a trial that differ from those of its run. A trial has no gradient accumulation
 _ARGUMENTS = {
     "gradient_accumulation_steps": 1,
     "torch_compile": False,
@@ -59,14 +59,14 @@ _POWER = 0.8
 def describe_estimate(
     plan: Comparison | Ladder, threads: int | None = None, noise_floors: Mapping[str, float] | None = None
 ) -> Iterator[str]:
-    """How long a plan takes on this machine, and the smallest difference that it finds, line by line.
+    """Describes how long a plan takes on this machine and which difference it can find, line by line.
 
-    The trial of a scale takes some seconds, or one step of the baseline if that takes longer. One that fails gives a warning.
+    The trial of a scale takes some seconds, or one step of the baseline if that takes longer. If it fails, there is a warning.
 
     Args:
         plan: the comparison.
-        threads: of a run; by default as many as PyTorch takes.
-        noise_floors: by scale, in percent of the loss (see `read_noise_floors`).
+        threads: the number of threads of a run; by default that of PyTorch.
+        noise_floors: the noise floor of each scale in percent of the loss (see `read_noise_floors`).
     """
     if warning := machine_warning(plan):
         yield f"warning: {warning}"
@@ -113,13 +113,13 @@ def describe_estimate(
 
 
 def _with_range(seconds: np.ndarray) -> str:
-    """A duration with its range, from its `_QUANTILES`; those that read the same are said once."""
+    """Formats a duration and its range from its `_QUANTILES`, without the range if both ends read the same."""
     low, middle, high = map(duration, seconds)
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _evaluated_tokens(variant: Variant) -> float | None:
-    """About how many tokens a run evaluates, by the size of its text; `None` if that is not known, as on the Hub."""
+    """Estimates how many tokens a run evaluates from the size of its text; `None` if the size is unknown, as on the Hub."""
     resolved = resolve_recipe(variant.content, {"output_dir": "unused"})
     recipe, arguments = resolved.recipe, resolved.training_arguments
     files = files_by_split(recipe)
@@ -141,7 +141,7 @@ def _evaluated_tokens(variant: Variant) -> float | None:
 
 
 def _document_size(recipe: Recipe, files: list[Path]) -> float:
-    """The mean size of a document in bytes: of all in a built-in corpus, else of the first 100 in the first file."""
+    """The mean size in bytes of all documents of a built-in corpus, or of the first 100 documents in the first file."""
     if recipe.dataset in BUILT_IN_CORPORA:  # a document is a file
         return sum(path.stat().st_size for path in files) / len(files)
     first = dataclasses.replace(recipe, dataset=str(files[0]), streaming=True)
@@ -206,12 +206,12 @@ def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a short run of the baseline took.
+    """The times of a short run of the baseline.
 
     Attributes:
-        step: seconds of a token that is trained on, at each of `_QUANTILES`.
-        evaluation: seconds of a token that is evaluated.
-        others: seconds of all else: model, weights, figure and card.
+        step: seconds per training token, at each of `_QUANTILES`.
+        evaluation: seconds per evaluated token.
+        others: seconds for everything else: building the model, saving it, the figure and the card.
     """
 
     step: np.ndarray
@@ -219,12 +219,12 @@ class Trial:
     others: float
 
     def seconds_of_run(self, variant: Variant, base: Variant, evaluated: float) -> np.ndarray:
-        """What a run takes, at each of `_QUANTILES`.
+        """The seconds that a run takes, at each of `_QUANTILES`.
 
         Args:
-            variant: its model.
+            variant: the model of the run.
             base: the baseline.
-            evaluated: the tokens that the run evaluates.
+            evaluated: the number of tokens that the run evaluates.
         """
         share = variant.size.flops_per_token / base.size.flops_per_token
         return self.others + share * (self.step * variant.tokens + self.evaluation * evaluated)
@@ -233,12 +233,12 @@ class Trial:
 def try_run(comparison: Comparison, threads: int | None = None) -> Trial:
     """Makes a run of the baseline as the comparison would, on random tokens, and ends it after a few steps.
 
-    It is evaluated and saved, into a folder that is removed. Nothing is compiled. The batch is that of a device, not of an
-    optimizer step, and on a CPU it has at most 8,192 tokens.
+    The run is evaluated and saved in a folder that is then removed. It is not compiled and has no gradient accumulation. On a
+    CPU, its batch has at most 8,192 tokens.
 
     Args:
-        comparison: at one scale.
-        threads: by default as many as PyTorch takes.
+        comparison: a comparison at one scale.
+        threads: the number of threads; by default that of PyTorch.
     """
     before = torch.get_num_threads()
     try:
@@ -295,8 +295,8 @@ def _save_random_blocks(folder: Path, block_size: int, train: int, held_out: int
     """Saves a tokenizer and random blocks where a run looks for those that are prepared.
 
     Args:
-        folder: of the data.
-        block_size: in tokens.
+        folder: the folder of the data.
+        block_size: the size of a block in tokens.
         train: number of blocks to train on.
         held_out: number of blocks of the validation and of the test split.
     """
@@ -310,11 +310,11 @@ def _save_random_blocks(folder: Path, block_size: int, train: int, held_out: int
 
 
 class _Stopwatch(TrainerCallback):
-    """Stops a trial when it is long enough. The first step warms up.
+    """Measures a trial and stops it when it is long enough. The first step is a warm-up.
 
     Attributes:
-        steps: seconds of each step, with its data.
-        evaluations: seconds of each evaluation.
+        steps: the seconds that each step took, with the loading of its data.
+        evaluations: the seconds that each evaluation took.
     """
 
     def __init__(self):
@@ -336,7 +336,7 @@ class _Stopwatch(TrainerCallback):
 
 
 def _now(args) -> float:
-    """Seconds, when the accelerator has computed all that it was given."""
+    """The time in seconds, after the accelerator has finished its work."""
     if args.device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -14,16 +14,16 @@ from scipy import optimize, special
 from .noise import Estimate, Interval, add_means
 
 
-# For E, a and b, and one that can show how well they describe the losses.
+# Three determine E, a and b. A fourth shows how well they describe the losses.
 SCALES_OF_A_LAW = 4
 
-# Losses do not follow the law if they are so far from it in fewer than one of 20 ladders that do.
+# The level of the lack-of-fit test: of ladders that follow the law, one in 20 is rejected.
 MISFIT = 0.05
 
-# Of log losses. Smaller differences are rounding.
+# Differences of log losses below this are rounding.
 _ROUNDING = 1e-10
 
-# Beyond it, the reducible loss would fall by more than a factor of 100 per decade.
+# With a larger exponent, the reducible loss would fall by more than a factor of 100 per decade of compute.
 _LARGEST_EXPONENT = 2.0
 
 
@@ -38,7 +38,7 @@ class Law:
         irreducible_loss_interval: (low, high) in nats, cut at 0.
         coefficient_interval: (low, high).
         exponent_interval: (low, high), cut at 0.
-        residuals: by scale, the model's mean loss minus the law, in nats.
+        residuals: the model's mean loss minus the law at each scale, in nats.
         curve: points (C, loss, low, high) in FLOPs and nats, from the smallest scale to the largest.
     """
 
@@ -55,26 +55,26 @@ class Law:
 class Fit:
     """A fit of the law to the losses of the baseline, and what is read from it.
 
-    Least squares of `log loss - log L(C)` over all seeds: noise is taken as the same share of the loss at every scale, for
-    three to five seeds cannot tell the weights. Parameters are (E, log A, b), with A = a C^-b at the middle of the ladder.
-    Intervals assume no such equality: to first order, a parameter is a weighted sum of log losses, with weights from the
-    pseudoinverse of the Jacobian, and `add_means` gives the noise of that sum.
+    The fit minimises the squares of `log loss - log L(C)` over all seeds. It assumes that noise is the same share of the loss
+    at every scale, because three to five seeds are too few to estimate weights. The parameters are (E, log A, b), with
+    A = a C^-b at the middle of the ladder. The intervals do not assume equal noise: to first order, a parameter is a weighted
+    sum of log losses, with weights from the pseudoinverse of the Jacobian, and `add_means` gives the noise of that sum.
     """
 
     def __init__(self, flops: Sequence[float], losses: Sequence[np.ndarray]):
         """Fits the law.
 
         Args:
-            flops: of the baseline's run at each scale, rising.
-            losses: of the baseline at each scale `(seed,)`, in nats.
+            flops: the FLOPs of a run of the baseline at each scale, rising.
+            losses: the baseline's test losses at each scale, `(seed,)`, in nats.
 
         Raises:
-            ValueError: if there are too few scales, or the losses follow no such law, by their fall or by a lack-of-fit test at
-                `MISFIT`; the message is a sentence.
+            ValueError: if there are too few scales, if the losses do not fall, or if a lack-of-fit test at level `MISFIT`
+                rejects the law. The report prints the message.
         """
         if len(losses) < SCALES_OF_A_LAW:
-            scales = f"{SCALES_OF_A_LAW} scales at which every run of the baseline finished and no best rate is at an edge"
-            raise ValueError(f"There is no law of compute: it needs {scales}, not {len(losses)}.")
+            scales = f"{SCALES_OF_A_LAW} scales where every run of the baseline finished and no best rate is at an edge"
+            raise ValueError(f"No law of compute was fitted: it needs {scales}, and this ladder has {len(losses)}.")
         self.log_flops = np.log(flops)
         self.middle = self.log_flops.mean()
         self.log_losses = [np.log(values) for values in losses]
@@ -82,7 +82,7 @@ class Fit:
         places, points = np.repeat(self.log_flops, counts), np.concatenate(self.log_losses)
         means = np.array([values.mean() for values in losses])
         if means[-1] >= means[0]:
-            raise ValueError("There is no law of compute: the baseline's loss does not fall.")
+            raise ValueError("No law of compute was fitted: the baseline's loss does not fall.")
         # Starts with half of the lowest loss as E, and the line through log(loss - E)
         lowest = means.min()
         slope, height = np.polyfit(self.log_flops - self.middle, np.log(means - lowest / 2), 1)
@@ -98,7 +98,7 @@ class Fit:
         self.parameters = found.x
         # The solver stays inside of its bounds
         if not found.success or not 1e-3 < found.x[2] < 0.99 * _LARGEST_EXPONENT:
-            raise ValueError("There is no law of compute: the baseline's losses do not follow E + a C^-b.")
+            raise ValueError("No law of compute was fitted: the baseline's losses do not follow E + a C^-b.")
         self._check_fit()
         influence = np.linalg.pinv(self._jacobian(found.x, places))
         self._weights = np.split(influence, np.cumsum(counts)[:-1], axis=1)
@@ -107,8 +107,8 @@ class Fit:
         """The law with its intervals.
 
         Args:
-            names: of the scales.
-            confidence: level of each interval.
+            names: the names of the scales.
+            confidence: the level of each interval.
         """
         floor, height, exponent = map(float, self.parameters)
         log_coefficient = height + exponent * self.middle
@@ -165,7 +165,7 @@ class Fit:
         if p < MISFIT:
             farthest = np.abs(np.exp(logs) - losses).max()
             raise ValueError(
-                "There is no law of compute: the baseline's losses do not follow E + a C^-b. Their means lie up to "
+                "No law of compute was fitted: the baseline's losses do not follow E + a C^-b. Their means are up to "
                 f"{farthest:.2g} nats away, more than noise explains (p = {p:.1g})."
             )
 

@@ -42,9 +42,9 @@ class LossCurve:
         """Checks that there is a curve.
 
         Args:
-            names: of the scales, for messages.
-            flops: of the baseline's run at each scale, rising.
-            losses: of the baseline at each scale `(seed,)`, in nats.
+            names: the names of the scales, for messages.
+            flops: the FLOPs of a run of the baseline at each scale, rising.
+            losses: the baseline's test losses at each scale, `(seed,)`, in nats.
 
         Raises:
             ValueError: if there are too few scales, or the mean loss does not fall; the message is a sentence.

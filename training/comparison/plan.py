@@ -220,7 +220,7 @@ def with_starts(comparison: Comparison, chosen: Mapping[str, Mapping[int, float]
 
     Args:
         comparison: the comparison.
-        chosen: by model, the rates of seeds. Other seeds begin where the file says.
+        chosen: the rates of each model's seeds. Other seeds begin where the file says.
     """
     variants = {
         name: dataclasses.replace(

@@ -53,7 +53,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
 
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
-        overrides: for the recipe that all models share, as in `load_recipe`.
+        overrides: changed fields of the recipe that all models share, as in `load_recipe`.
 
     Returns:
         A `Ladder` if the file has `scales`.
@@ -163,11 +163,11 @@ def _read_comparison(
     """Reads a comparison at one scale.
 
     Args:
-        source: for messages.
+        source: the name of the file, for messages.
         name, command: as in `Comparison`.
         given: the fields of the file.
         shared: the recipe that all models share.
-        overrides: for that recipe.
+        overrides: changed fields of that recipe.
         recipe_source: its origin, for messages.
     """
     models, baseline = given["models"], given["baseline"]

@@ -49,12 +49,12 @@ class Effect:
             is at an edge".
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
-        mean_loss: in nats, over the seeds the model finished.
+        mean_loss: the mean loss in nats over the seeds that the model finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
         difference_deviation: standard deviation of these differences, in nats.
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        standard_error: of `mean_difference`, in nats: `difference_deviation` / sqrt(`pairs`).
+        standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
         p: two-sided, with `pairs` - 1 degrees of freedom.
         holm_p: `p` corrected for the number of models tested.
@@ -84,12 +84,12 @@ class Analysis:
 
     Attributes:
         baseline: the model that the others are compared with.
-        baseline_mean_loss: in nats, over the seeds it finished.
+        baseline_mean_loss: the baseline's mean loss in nats over the seeds that it finished.
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
         noise_floor_percent: the same in percent of `baseline_mean_loss`.
         alpha: the probability that any model at all is wrongly called better or worse, nominally.
         confidence: 1 - `alpha`, the nominal level of each interval.
-        effects: of every model but the baseline.
+        effects: the effect of every model but the baseline.
     """
 
     baseline: str
@@ -169,8 +169,8 @@ def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
     """The |t| that makes a model better or worse at the strictest of Holm's steps.
 
     Args:
-        seeds: of each model, two or more.
-        models: besides the baseline.
+        seeds: the number of seeds of each model, two or more.
+        models: the number of models besides the baseline.
         alpha: family-wise error rate.
     """
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
@@ -188,8 +188,8 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     seed share noise, smaller differences are found.
 
     Args:
-        seeds: of each model, two or more.
-        models: besides the baseline.
+        seeds: the number of seeds of each model, two or more.
+        models: the number of models besides the baseline.
         noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats.
         alpha: family-wise error rate.
         power: between `alpha` and 1.

@@ -27,8 +27,8 @@ class Scale:
     """The runs of all models at one scale, with the same seeds for each.
 
     Attributes:
-        name: of the scale.
-        flops: by model, the FLOPs of a run.
+        name: the name of the scale.
+        flops: the FLOPs of a run of each model.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
     """
@@ -45,7 +45,7 @@ class Step:
     intervals and no multiplier.
 
     Attributes:
-        flops: of a run of the model.
+        flops: the FLOPs of a run of the model.
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         difference: the baseline's loss minus the model's over the pairs, in nats; positive is better.
@@ -79,8 +79,8 @@ class ModelTrend:
     Attributes:
         verdict: "grows", "shrinks" or "cannot tell".
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
-        steps: by scale, in order of compute.
-        slope: of the least-squares line through the improvements, percent of the loss per decade of compute.
+        steps: the model at each scale, in order of compute.
+        slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of compute.
         slope_interval: (low, high).
         p: two-sided, of a slope of 0.
         holm_p: `p` corrected for the number of models tested.
@@ -108,13 +108,13 @@ class Trend:
         baseline: the model that the others are compared with.
         alpha: the chance that any model wrongly grows or shrinks, nominally.
         confidence: 1 - `alpha`, the nominal level of each interval.
-        flops: by scale, in order of compute, the FLOPs of a run of the baseline.
-        noise_floor_percent: by scale, the standard deviation of the baseline's loss over its seeds, in percent of its mean.
-        law: of the baseline.
+        flops: the FLOPs of a run of the baseline at each scale, in order of compute.
+        noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of its mean.
+        law: the law of the baseline, if one was fitted.
         law_note: why there is no law, or empty.
         multiplier_note: why there are no multipliers, or empty.
-        laws: of every model that follows one, the baseline first, over its own compute.
-        models: by name, without the baseline.
+        laws: the law of every model that follows one, over its own compute, the baseline first.
+        models: the trend of each model but the baseline.
     """
 
     baseline: str
@@ -261,10 +261,10 @@ def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray
     """Tests the slope of a model, as yet without Holm's correction and a verdict.
 
     Args:
-        steps: of the model.
+        steps: the model at each scale.
         decades: log10 of the compute of each scale, rising.
         percents: the improvement of each seed, at each scale `(seed,)`.
-        confidence: of the intervals.
+        confidence: the level of the intervals.
     """
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)

@@ -207,7 +207,7 @@ def prepare_data(
         recipe: names the data.
         tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run. If
             `save_blocks` saved the blocks there too, nothing is prepared.
-        seed: for the order of a stream's documents; stored blocks are shuffled by `Trainer`.
+        seed: the seed of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
         return AutoTokenizer.from_pretrained(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
@@ -233,7 +233,7 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
 
     Args:
         blocks: not of a stream.
-        fingerprint: of the documents.
+        fingerprint: the fingerprint of the documents.
         folder: holds the tokenizer; `BLOCKS_FILE` is written last.
     """
     for split, part in blocks.items():

@@ -106,7 +106,7 @@ def evaluate(
         text_column: the dataset's column of text; else "text".
         validation_fraction: as in a recipe; else 0.02.
         max_validation_documents: evaluate at most this many documents.
-        block_size: in tokens; else the model's context.
+        block_size: the size of a block in tokens; by default the model's context.
         packing: as in a recipe; else "stream".
         batch_size: blocks per device.
 

@@ -29,7 +29,7 @@ class Mirror(TrainerCallback):
     """Keeps the folder of a run at an address: takes what is there, sends each checkpoint, and the results at the end.
 
     Args:
-        folder: of this machine.
+        folder: the folder on this machine.
         address: a `upath.UPath`.
     """
 

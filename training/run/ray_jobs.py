@@ -162,7 +162,7 @@ def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: R
 
     Args:
         name, content, folder, data, fields: as those of `Order`; folders are absolute.
-        resources: of the run.
+        resources: the resources of the run.
 
     Raises:
         ValueError: if the workers cannot share the batches.
@@ -205,7 +205,7 @@ class RayJobs:
     At the end of a `with` block, it ends those that still run.
 
     Args:
-        resources: of each run.
+        resources: the resources of each run.
         max_retries: how often a run is retried at most.
         progress: a bar over the steps of all runs; its present count is that of the runs that were finished before.
         steps: the number of steps of each run.

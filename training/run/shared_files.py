@@ -56,7 +56,7 @@ def share_model(model: str, folder: "Path | UPath") -> str | None:
 
     Args:
         model: as in a recipe.
-        folder: for a copy, if it is an address; a folder that all nodes see needs none.
+        folder: the folder of a copy, if it is an address; a folder that all nodes see needs none.
 
     Returns:
         `None` for a model that nodes find by its name.

@@ -71,7 +71,7 @@ class Source:
     """A document and its tokens.
 
     Args:
-        path: of the document.
+        path: the path of the document.
         text: Python source text.
 
     Raises:
@@ -91,7 +91,7 @@ class Source:
         """What stands before an offset, from a line start; empty if the line alone is too long.
 
         Args:
-            offset: in characters.
+            offset: the offset in characters.
             head: text to begin with.
             first: the earliest line start to go on from after `head`.
         """
@@ -248,7 +248,7 @@ def _sampled(candidates: Sequence[str], weights: list[float], number_of: Callabl
 
     Args:
         candidates: what to order.
-        weights: of each.
+        weights: the weight of each.
         number_of: gives each a number in (0, 1) in place of a random one.
     """
     keys = {one: math.log(number_of(one)) / weight for one, weight in zip(candidates, weights)}
@@ -330,7 +330,7 @@ def score_item(item: dict[str, Any], results: list[tuple[float, bool]]) -> dict[
 
     Args:
         item: a row of `make_items`.
-        results: for each choice its log-likelihood in nats, and whether it is the likeliest text.
+        results: the log-likelihood of each choice in nats, and whether it is the likeliest text.
 
     Returns:
         `acc`: 1 if the right choice is the likeliest, else 0; `answer_probability`: its likelihood over the sum of all choices;

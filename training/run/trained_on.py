@@ -41,7 +41,7 @@ def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[s
 
     Args:
         given: the fields of its recipe.
-        fingerprint: of its documents; `None` if it is unknown.
+        fingerprint: the fingerprint of its documents; `None` if it is unknown.
     """
     base = given.get("model")
     before = read_trained_on(base) if base and is_saved_model(base) else []

@@ -122,6 +122,9 @@ def train_recipe(
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
     size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
+    if arguments.torch_compile:
+        # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
+        torch.compiler.reset()
     with full_disk_named(folder):
         run = _build(resolved, size, tokenizer_folder or folder, callbacks)
         _train(run)

@@ -86,10 +86,10 @@ class Progress(TrainerCallback):
 
     Args:
         file: written every `pace` seconds.
-        pace: in seconds.
+        pace: the seconds between two reports.
         report: called with the same content.
-        log: of this machine; it is copied to `log_copy` each time.
-        log_copy: at an address, or `None`.
+        log: the log on this machine; it is copied to `log_copy` each time.
+        log_copy: the address of that copy, or `None`.
     """
 
     def __init__(self, file, pace: float, report: Callable[[dict[str, Any]], None] | None, log: Path, log_copy=None):

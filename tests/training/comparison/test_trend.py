@@ -171,8 +171,8 @@ class TestVerdict:
         scales[1] = dataclasses.replace(scales[1], unsettled={"base"})
         found = analyse_trend(scales, "base")
         assert found.law_note == (
-            "There is no law of compute: it needs 4 scales at which every run of the baseline finished and no best rate is at "
-            "an edge, not 3."
+            "No law of compute was fitted: it needs 4 scales where every run of the baseline finished and no best rate is at "
+            "an edge, and this ladder has 3."
         )
 
     def test_a_single_seed(self):
@@ -229,7 +229,7 @@ class TestLaw:
 
     def test_needs_four_scales_and_a_falling_loss(self):
         found = analyse_trend(make_scales({"a": 1.3}, flops=FLOPS[:3]), "base")
-        assert found.law is None and found.law_note.startswith("There is no law of compute: it needs 4 scales")
+        assert found.law is None and found.law_note.startswith("No law of compute was fitted: it needs 4 scales")
         with pytest.raises(ValueError, match=r"loss does not fall\.$"):
             Fit(FLOPS, [np.array([3.0, 3.1])] * 4)
         with pytest.raises(ValueError, match=r"do not follow E \+ a C\^-b\.$"):
