@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.grids import parametrize_grid
 from support.paths import TESTS
 from support.triton_cases import (
     MARKS,
@@ -49,9 +50,11 @@ class TestCompilation:
         assert all(found["shared"] <= LEAST_SHARED_MEMORY for found in compile_elsewhere(tmp_path, cases))
 
     @slow
-    @pytest.mark.parametrize("capability", SHARED_MEMORY)
-    @pytest.mark.parametrize("head_dim", [4, 64, 80, 128, 256])
-    @pytest.mark.parametrize("state", ["bf16", "fp16", "fp32"])
+    @parametrize_grid(
+        {"state": ("bf16", "fp16", "fp32"), "head_dim": (4, 64, 80, 128, 256), "capability": tuple(SHARED_MEMORY)},
+        strength=1,
+        is_whole=False,
+    )
     def test_every_size(self, tmp_path, state, head_dim, capability):
         cases = [
             {"kernel": name, "state": state, "head_dim": head_dim, "capability": capability, "causal": True} for name in KERNELS
@@ -63,18 +66,17 @@ class TestCompilation:
                     assert found["wgmma"] > 0, case
 
     @slow
-    @pytest.mark.parametrize("capability", SHARED_MEMORY)
     @pytest.mark.parametrize(
-        "options",
+        "options, capability",
         [
-            {"causal": True, "padded": True},
-            {"causal": True, "packed": True},
-            {"masked": True, "normalization": "none"},
-            {"causal": True, "has_dropout": True, "normalization": "length"},
-            {},
-            {"causal": True, "one_head": True},
+            ({"causal": True, "padded": True}, 80),
+            ({"causal": True, "packed": True}, 90),
+            ({"masked": True, "normalization": "none"}, 80),
+            ({"causal": True, "has_dropout": True, "normalization": "length"}, 90),
+            ({}, 80),
+            ({"causal": True, "one_head": True}, 90),
         ],
-        ids=lambda options: "-".join(options) or "full",
+        ids=lambda value: ("-".join(value) or "full") if isinstance(value, dict) else str(value),
     )
     def test_every_mask(self, tmp_path, options, capability):
         cases = [{"kernel": name, "state": "bf16", "head_dim": 64, "capability": capability, **options} for name in KERNELS]
