@@ -1,4 +1,4 @@
-"""The covers of full products that run in `make test`."""
+"""The covers of products that run in `make test`."""
 
 import itertools
 

@@ -68,7 +68,7 @@ TRAINING_ROWS = (
     ("run",),
     ("card",),
     ("models",),
-    ("files", "parameters", "traces"),
+    ("checking", "files", "parameters", "traces"),
     ("storage",),
     ("text",),
 )

@@ -106,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
     command.add_argument("--seed", type=int, default=0)
+    _add_parts(command)
     command.set_defaults(run=_generate, module="run.generation")
 
     command = _add_listing_parser(
@@ -134,12 +135,14 @@ def make_parser() -> argparse.ArgumentParser:
     tasks.add_argument("--num_fewshot", type=int, help="solved examples before each item; by default as the task says")
     tasks.add_argument("--limit", type=float, help="evaluate this many items of each task, or below 1 this share")
     tasks.add_argument("--output", metavar="FILE", help="write lm_eval's results there, as JSON")
+    _add_parts(command)
     command.set_defaults(run=_evaluate, module="run.evaluation")
 
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
     command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
     command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
     command.add_argument("--match", metavar="MODEL_OR_NUMBER", help="print the MLP width that matches this budget, too")
+    _add_parts(command)
     command.set_defaults(run=_params, module="parameters")
 
     command = commands.add_parser(
@@ -162,6 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", default=None, help="folder or Hub name; by default the source's own")
     command.add_argument("--allow-lossy", "--allow_lossy", action="store_true", help="convert even if something is lost")
     command.add_argument("--overwrite", action="store_true", help="replace the model in the target")
+    _add_parts(command)
     command.set_defaults(run=_convert, module="conversion.converting")
 
     command = commands.add_parser(
@@ -185,8 +189,29 @@ def make_parser() -> argparse.ArgumentParser:
         "--license", default=None, help="license of the weights, as the Hub names it; by default apache-2.0 for new weights"
     )
     command.add_argument("--dry-run", "--dry_run", action="store_true", help="list the files and their sizes, and stop")
+    _add_parts(command)
     command.set_defaults(run=_publish, module="sharing.publishing")
+
+    command = commands.add_parser(
+        "check",
+        help="check an attention part of your own",
+        description="Check the attention parts that a Python file defines on small random models: the future, padding, packed "
+        "documents, caches, backends, saving. The first invariant that fails is named, with the smallest case found.",
+        allow_abbrev=False,
+    )
+    command.add_argument("file", metavar="FILE.py", help="a file with subclasses of AttentionPart")
+    command.set_defaults(run=_check, module="checking")
     return parser
+
+
+def _add_parts(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--parts",
+        nargs="+",
+        default=[],
+        metavar="FILE.py",
+        help="run these files, which define parts of the model",
+    )
 
 
 def _add_max_retries(command: argparse.ArgumentParser) -> None:
@@ -410,6 +435,17 @@ def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
     print(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
 
 
+def _check(arguments: argparse.Namespace, _: list[str]) -> int:
+    from transformers.utils import logging
+
+    from modeling_nlq.training.checking import describe
+
+    logging.disable_progress_bar()
+    lines, holds = describe(arguments.file)
+    print("\n".join(lines))
+    return 0 if holds else 1
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; an error that a user can cause ends in one line on stderr and exit status 1."""
     parser = make_parser()
@@ -427,7 +463,12 @@ def main(arguments: list[str] | None = None) -> int:
         import_module("modeling_nlq.training." + ("comparison.status" if getattr(parsed, "status", False) else parsed.module))
         if signal.getsignal(signal.SIGINT) is _stop_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        parsed.run(parsed, rest)
+        if getattr(parsed, "parts", None):
+            from modeling_nlq import load_attention_parts
+
+            for file in parsed.parts:
+                load_attention_parts(file)
+        return parsed.run(parsed, rest) or 0
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
         print(f"nlq: error: {one_line(error)}", file=sys.stderr)
         return 1
@@ -445,7 +486,6 @@ def main(arguments: list[str] | None = None) -> int:
             bar.close()
         print(f"nlq: interrupted{hint}", file=sys.stderr)
         return 130
-    return 0
 
 
 def start() -> int:

@@ -1,0 +1,135 @@
+"""Parts of a user's own: their files travel with a model, and no other code is ever used in their place."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from support.model_cases import random_tokens
+from support.own_parts import DISTANCE
+from support.remote_code import WITHOUT_THIS_PACKAGE
+from transformers import AutoModelForCausalLM
+
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, own_parts_nlq, register_attention_part
+
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+STEEPER = DISTANCE.replace("-5.0", "-6.0")
+
+
+@pytest.fixture(autouse=True)
+def no_parts(monkeypatch):
+    """Each test begins as a new process does."""
+    monkeypatch.setattr(own_parts_nlq, "_registered", {})
+    monkeypatch.setattr(own_parts_nlq, "_latest", {})
+
+
+def load(folder, text, name="my_idea.py"):
+    path = folder / name
+    path.write_text(text)
+    return load_attention_parts(path)
+
+
+def make(seed=0, **switches):
+    torch.manual_seed(seed)
+    return NLQForCausalLM(NLQConfig(**SIZES, attention_parts=["distance"], **switches)).eval()
+
+
+LOADED = """
+import sys
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder, again = sys.argv[1:]
+inputs, expected = torch.arange(12)[None], torch.load(f"{folder}.pt")
+for place in (folder, again):
+    for head in ("", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"):
+        auto_class = getattr(transformers, f"AutoModel{head}")
+        model = auto_class.from_pretrained(place, trust_remote_code=True).eval()
+        if head == "ForCausalLM":
+            torch.testing.assert_close(model(inputs).logits, expected)
+            generated = [model.generate(inputs, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
+            assert torch.equal(*generated)
+            model.save_pretrained(again)
+    assert AutoConfig.from_pretrained(place, trust_remote_code=True).attention_parts == ["distance"]
+open(f"{folder}/my_idea.py", "a").write("# changed\\n")
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+except Exception as error:
+    assert "made with another 'distance'" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("is_installed", [False, True], ids=["no_package", "installed_not_imported"])
+def test_loaded_from_the_folder(tmp_path, is_installed):
+    """Through all Auto classes, and again after it was saved by its own code; a changed file is refused."""
+    load(tmp_path, DISTANCE)
+    model = make()
+    model.save_pretrained(tmp_path / "saved")
+    torch.save(model(torch.arange(12)[None]).logits, tmp_path / "saved.pt")
+    script = LOADED if is_installed else WITHOUT_THIS_PACKAGE + LOADED
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", script, str(tmp_path / "saved"), str(tmp_path / "again")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("refused\n")
+
+
+def test_the_imported_package_runs_no_file_by_itself(tmp_path):
+    """Transformers prefers the package to the folder's code, also under `trust_remote_code=True`."""
+    load(tmp_path, DISTANCE)
+    model, tokens = make(), random_tokens(1, 9)
+    model.save_pretrained(tmp_path / "saved")
+    for register in (list, lambda: load(tmp_path, STEEPER)):
+        own_parts_nlq._registered.clear()
+        own_parts_nlq._latest.clear()
+        register()
+        with pytest.raises(StrictDataclassError, match=r"load it by|the file that lies beside the model"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    load_attention_parts(tmp_path / "saved" / "my_idea.py")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("my_idea.py", "parts_nlq.py"):
+        assert (tmp_path / "again" / name).read_text() == (tmp_path / "saved" / name).read_text()
+
+
+def test_two_files_of_one_name_live_together(tmp_path):
+    load(tmp_path, DISTANCE)
+    first = make()
+    first.save_pretrained(tmp_path / "first")
+    load(tmp_path, STEEPER)
+    second, tokens = make(), random_tokens(1, 9)
+    assert first.config.attention_parts_code != second.config.attention_parts_code
+    again = NLQForCausalLM.from_pretrained(tmp_path / "first").eval()
+    assert torch.equal(again(tokens).logits, first(tokens).logits)
+    assert not torch.equal(again(tokens).logits, second(tokens).logits)
+
+
+def test_in_one_layer(tmp_path):
+    load(tmp_path, DISTANCE.replace("\n", "\r\n"))  # line ends make no other file
+    model = make(per_layer_config={0: {"attention_parts": None}})
+    load(tmp_path, DISTANCE)
+    assert make().config.attention_parts_code == model.config.attention_parts_code
+    assert [list(layer.self_attn.parts) for layer in model.model.layers] == [[], ["distance"]]
+    model.save_pretrained(tmp_path / "saved")
+    loaded = NLQForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
+    class Here(AttentionPart):
+        name = "distance"
+
+    register_attention_part(Here)
+    model = make()
+    assert model.config.attention_parts_code is None
+    with pytest.raises(ValueError, match=r"'distance' is defined in no file"):
+        model.save_pretrained(tmp_path)
+    for bad, message in ((int, "must be a subclass"), (type("B", (AttentionPart,), {"name": "a b"}), "a Python identifier")):
+        with pytest.raises(ValueError, match=message):
+            register_attention_part(bad)
