@@ -16,6 +16,7 @@ from support.paths import REPOSITORY
 from modeling_nlq import ATTENTION_ACTIVATIONS, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.configuration_nlq import AUTOMATIC
+from modeling_nlq.part_table_nlq import ATTENTION_PARTS
 
 
 README = REPOSITORY / "README.md"
@@ -88,6 +89,15 @@ def test_table_of_activations():
     ]
     assert "\n".join(rows) in ATTENTION.read_text()
     assert ", ".join(f"`{name}`" for name in ATTENTION_ACTIVATIONS) in (DOCUMENTS / "switches.md").read_text()
+
+
+def test_table_of_parts():
+    text = (DOCUMENTS / "parts.md").read_text()
+    table = [row for row in text.split("\n\n")[2].splitlines() if row.startswith("| ")]
+    fields = [re.findall(r"`(\w+)`", re.split(r"(?<!\\)\|", row)[2])[0] for row in table[1:]]
+    assert set(fields) == set(ATTENTION_PARTS)
+    for name in ATTENTION_PARTS:
+        assert f"| `{name}` |" in (DOCUMENTS / "switches.md").read_text()
 
 
 def test_table_of_backends():

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQForCausalLM
@@ -25,7 +26,8 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     modules, left = [], set(names)
     for path, module in model.named_modules():  # a module comes before those that it contains
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}
-        if own and own <= left:
+        # PEFT takes no container; the modules in it follow
+        if own and own <= left and not isinstance(module, torch.nn.ModuleDict):
             modules.append(path)
             left -= own
     if left:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.runs import interrupt, logged_losses
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
@@ -21,6 +21,7 @@ from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
 from modeling_nlq.training.run.trainer import train_recipe
+from modeling_nlq.training.sharing.adapter import whole_modules
 from nlq import main
 
 
@@ -256,6 +257,16 @@ class TestAdapter:
         names = [f"model.layers.{layer}.self_attn.sink_bias" for layer in range(2)]
         capsys.readouterr()
         self.check(tmp_path / "run", capsys, f"parts of other modules: {', '.join(names)};")
+
+    def test_attention_parts_are_whole_modules(self):
+        """Each for itself, because PEFT takes no container of them."""
+        parts = {"exclusive_attention": "learned", "value_residual": "learned"}
+        sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+        with torch.device("meta"):
+            model = NLQForCausalLM(NLQConfig(**sizes, **parts))
+        names = [name for name, _ in model.named_parameters() if ".parts." in name]
+        found = ["0.self_attn.parts.exclusive_attention", *(f"1.self_attn.parts.{part}" for part in parts)]
+        assert sorted(whole_modules(model, names)) == [f"model.layers.{name}" for name in sorted(found)]
 
     def test_without_peft(self, tuned, monkeypatch, capsys):
         monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
