@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 from support.own_parts import DISTANCE, FAULTS
+from support.paths import REPOSITORY
 
 from modeling_nlq.training.checking import INVARIANTS, describe
 
@@ -15,6 +16,7 @@ def write(folder, text, name="my_idea.py"):
 
 
 def test_a_right_part_passes(tmp_path):
+    assert DISTANCE.strip() in (REPOSITORY / "docs" / "own_parts.md").read_text()
     lines, holds = describe(write(tmp_path, DISTANCE))
     assert holds
     assert len(lines) == 1 + len(INVARIANTS)
