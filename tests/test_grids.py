@@ -1,4 +1,4 @@
-"""The covers of products that run in `make test`."""
+"""The covers of products that run in `make test` and in `make test-all`."""
 
 import itertools
 
@@ -32,14 +32,25 @@ def test_cover(strength, allowed):
         for letter, digit, pair, last in itertools.product("abc", (1, 2), ((True, "x"), (False, "y")), (0.5, 1.5))
         if allowed is None or (letter, digit) != ("a", 2)
     ]
-    assert values_of(parameters, quick=None) == product
-    quick = values_of(parameters, quick=True)
-    assert len(quick) < len(product) / 2
-    for columns in itertools.combinations(range(5), strength):
-        assert {tuple(row[column] for column in columns) for row in quick} == {
-            tuple(row[column] for column in columns) for row in product
-        }
+    quick, every = values_of(parameters, quick=True), values_of(parameters, quick=None)
+    assert len(quick) < len(product) / 2 and len(quick) < len(every) < len(product)
+    assert every == [row for row in product if row in every]
+    for rows, width in ((quick, strength), (every, strength + 1)):
+        for columns in itertools.combinations(range(5), width):
+            assert {tuple(row[column] for column in columns) for row in rows} == {
+                tuple(row[column] for column in columns) for row in product
+            }
     assert all(mark.name == "slow" for parameter in parameters for mark in parameter.marks)
+
+
+def test_arguments_of_a_joined_axis_are_apart_in_the_slow_cover():
+    axes = {"one, two": [(i, j) for i in range(3) for j in range(3)], "three": range(3)}
+    assert len(values_of(grid(axes, strength=1), quick=True)) == 9
+    assert len(grid(axes, strength=1)) < 27
+
+
+def test_values_that_cannot_be_hashed():
+    assert len(grid({"one": [{"a": 1}, {"b": 2}], "two": {"x": [1], "y": [2]}}, strength=1)) == 4
 
 
 def test_same_each_time():

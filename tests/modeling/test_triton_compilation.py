@@ -8,10 +8,7 @@ import sys
 import pytest
 from support.grids import parametrize_grid
 from support.paths import TESTS
-from support.triton_cases import (
-    MARKS,
-    slow,
-)
+from support.triton_cases import MARKS, slow
 
 
 pytestmark = MARKS
@@ -34,15 +31,15 @@ class TestCompilation:
     """The kernels compile for GPUs that need not be there, in the tiles they are shipped with, and fit into their memory."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kernel", KERNELS)
-    def test_for_hopper(self, tmp_path, kernel):
-        case = {"kernel": kernel, "state": "bf16", "head_dim": 128, "capability": 90, "causal": True}
-        (found,) = compile_elsewhere(tmp_path, [case])
-        assert found["shared"] <= SHARED_MEMORY[90]
-        assert (found["wgmma"] > 0) == (kernel != "split_kernel")  # whose tile is too small for that
+    def test_for_hopper(self, tmp_path):
+        options = {"state": "bf16", "head_dim": 128, "capability": 90, "causal": True}
+        cases = [{"kernel": name, **options} for name in KERNELS]
+        for name, found in zip(KERNELS, compile_elsewhere(tmp_path, cases), strict=True):
+            assert found["shared"] <= SHARED_MEMORY[90]
+            assert (found["wgmma"] > 0) == (name != "split_kernel")  # whose tile is too small for that
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("state", ["bf16", "fp16", "fp32"])
+    @pytest.mark.parametrize("state", ["bf16", "fp32"])
     def test_smallest_tiles(self, tmp_path, state):
         """Some line of `TILES` fits everywhere."""
         options = {"normalization": "none", "head_dim": 256, "capability": 80, "line": -1, "causal": True}
@@ -51,9 +48,7 @@ class TestCompilation:
 
     @slow
     @parametrize_grid(
-        {"state": ("bf16", "fp16", "fp32"), "head_dim": (4, 64, 80, 128, 256), "capability": tuple(SHARED_MEMORY)},
-        strength=1,
-        is_whole=False,
+        {"state": ("bf16", "fp16", "fp32"), "head_dim": (4, 64, 80, 256), "capability": tuple(SHARED_MEMORY)}, strength=1
     )
     def test_every_size(self, tmp_path, state, head_dim, capability):
         cases = [
@@ -67,16 +62,16 @@ class TestCompilation:
 
     @slow
     @pytest.mark.parametrize(
-        "options, capability",
+        "capability, options",
         [
-            ({"causal": True, "padded": True}, 80),
-            ({"causal": True, "packed": True}, 90),
-            ({"masked": True, "normalization": "none"}, 80),
-            ({"causal": True, "has_dropout": True, "normalization": "length"}, 90),
-            ({}, 80),
-            ({"causal": True, "one_head": True}, 90),
+            (80, {"causal": True, "padded": True}),
+            (90, {"causal": True, "packed": True}),
+            (80, {"masked": True, "normalization": "none"}),
+            (90, {"causal": True, "has_dropout": True, "normalization": "length"}),
+            (90, {}),
+            (80, {"causal": True, "one_head": True}),
         ],
-        ids=lambda value: ("-".join(value) or "full") if isinstance(value, dict) else str(value),
+        ids=lambda value: value if isinstance(value, int) else "-".join(value) or "full",
     )
     def test_every_mask(self, tmp_path, options, capability):
         cases = [{"kernel": name, "state": "bf16", "head_dim": 64, "capability": capability, **options} for name in KERNELS]

@@ -1,4 +1,4 @@
-"""Products of test parameters: a small cover of each runs in `make test`, and the rest in `make test-all`."""
+"""Products of test parameters: a small cover of each product runs in `make test`, a larger one in `make test-all`."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -6,48 +6,31 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 
-try:
-    from allpairspy import AllPairs
-except ImportError:  # on a GPU machine without a package index; its covers are larger
-    AllPairs = None
-
-
-def grid(
-    axes: Mapping[str, Mapping | Sequence],
-    allowed: Callable[..., bool] = lambda **row: True,
-    strength: int = 2,
-    is_whole: bool = True,
-) -> list:
+def grid(axes: Mapping[str, Mapping | Sequence], allowed: Callable[..., bool] = lambda **row: True, strength: int = 2) -> list:
     """Parameters for the product of some axes.
 
-    The unmarked parameters hold every allowed combination of values from `strength` axes at least once. All others are marked
-    `slow`. The choice depends on nothing but the arguments.
+    The unmarked parameters hold every allowed combination of values from `strength` axes at least once. Those marked `slow` add
+    every combination from one axis more, where the arguments of a joined axis count as axes of their own. All other rows of the
+    product are left out. The choice depends on nothing but the arguments.
 
     Args:
         axes: the values of each argument of the test, as a sequence of strings and numbers or as a dictionary from ids. An axis
             of several arguments is named `"one, other"`, and its values are tuples.
         allowed: takes a row's values by the names of their axes; the rows that it refuses are left out.
         strength: 2 for every pair of values, 1 for every value.
-        is_whole: whether the other combinations are there too, for tests that take little time.
     """
     columns = [_with_ids(values) for values in axes.values()]
-
-    def is_allowed(places) -> bool:
-        if len(places) < len(columns):  # allpairspy asks about the beginnings of rows too
-            return True
-        return allowed(**{name: column[place][1] for name, column, place in zip(axes, columns, places)})
-
-    rows = [row for row in itertools.product(*map(range, map(len, columns))) if is_allowed(row)]
-    quick = _cover(rows, [list(range(len(column))) for column in columns], is_allowed, strength)
-    parameters = []
-    for row in rows if is_whole else sorted(quick):
-        values = []
-        for name, column, place in zip(axes, columns, row):
-            value = column[place][1]
-            values.extend(value if "," in name else [value])
-        id = "-".join(column[place][0] for column, place in zip(columns, row))
-        parameters.append(pytest.param(*values, id=id, marks=[] if row in quick else pytest.mark.slow))
-    return parameters
+    product = itertools.product(*columns)
+    rows = [row for row in product if allowed(**{name: value for name, (_, value) in zip(axes, row)})]
+    values = [_values(axes, row) for row in rows]
+    quick = _cover([[id for id, _ in row] for row in rows], strength)
+    slow = _cover([[_key(value) for value in row] for row in values], strength + 1) - quick
+    return [
+        pytest.param(
+            *values[place], id="-".join(id for id, _ in rows[place]), marks=[pytest.mark.slow] if place in slow else []
+        )
+        for place in sorted(quick | slow)
+    ]
 
 
 def parametrize_grid(axes: Mapping[str, Mapping | Sequence], **options) -> pytest.MarkDecorator:
@@ -70,16 +53,29 @@ def _with_ids(values: Mapping | Sequence) -> list[tuple[str, object]]:
     return [("-".join(map(str, value)) if isinstance(value, tuple) else str(value), value) for value in values]
 
 
-def _cover(rows: list[tuple], choices: list[list[int]], is_allowed: Callable, strength: int) -> set[tuple]:
-    """Some of the rows, with every combination of `strength` columns' values that occurs in `rows`."""
+def _values(axes: Mapping[str, Mapping | Sequence], row: tuple) -> list:
+    """The arguments of the test, with joined axes taken apart."""
+    values = []
+    for name, (_, value) in zip(axes, row):
+        values.extend(value if "," in name else [value])
+    return values
 
-    def combinations(row):
-        return set(itertools.combinations(enumerate(row), strength))
 
-    chosen = [tuple(row) for row in AllPairs(choices, filter_func=is_allowed, n=strength)] if AllPairs else []
-    covered = set().union(*map(combinations, chosen))
-    for row in rows:  # allpairspy may stop early where rows are refused
-        if not combinations(row) <= covered:
-            chosen.append(row)
-            covered |= combinations(row)
-    return set(chosen)
+def _key(value: object) -> object:
+    """Equal for equal values, as far as they can be hashed."""
+    try:
+        return hash(value), value
+    except TypeError:
+        return id(value)
+
+
+def _cover(rows: list[list], strength: int) -> set[int]:
+    """The places of some rows that hold every combination of `strength` columns' values; the greedy choice."""
+    combinations = [set(itertools.combinations(enumerate(row), strength)) for row in rows]
+    chosen, covered = set(), set()
+    for gain in range(max(map(len, combinations)), 0, -1):
+        for place, found in enumerate(combinations):
+            if len(found - covered) >= gain:
+                chosen.add(place)
+                covered |= found
+    return chosen

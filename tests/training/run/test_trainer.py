@@ -40,12 +40,6 @@ class TestRun:
         assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
         assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
 
-    def test_kernels_of_a_second_compiled_run(self, recipe_file, tmp_path):
-        """A kernel is recorded while its graph is traced, and the second run would find the graphs of the first."""
-        options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "save_strategy": "no"}
-        first, second = (train(recipe_file, output_dir=tmp_path / name, **options) for name in ("first", "second"))
-        assert "attention by" in first["kernels"] and second["kernels"] == first["kernels"]
-
     def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
         batches = []
         real_step = Trainer.training_step
