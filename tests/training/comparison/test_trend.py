@@ -154,7 +154,7 @@ class TestVerdict:
         scales = make_scales({"a": 1.3}, noise=0.003)
         scales[0].losses["base"][0] = None
         found = analyse_trend(scales, "base")
-        assert found.law is None and "4 scales at which every run of the baseline finished and no" in found.law_note
+        assert found.law is None and "4 scales where every run of the baseline finished and no" in found.law_note
         assert found.models["a"].meaning == "no test: the baseline diverged in 1 of 4 runs at scale 0"
         assert found.multiplier_note == "" and found.models["a"].steps["scale 1"].multiplier is not None
 
@@ -240,7 +240,7 @@ class TestLaw:
         errors = np.array([-0.01, 0.0, 0.01])
         losses = [loss * (1 + errors) for loss in (4.24, 3.53, 2.92, 2.38)]
         with pytest.raises(
-            ValueError, match=r"Their means lie up to 0\.07\d* nats away, more than noise explains \(p = 0\.\d+\)"
+            ValueError, match=r"Their means are up to 0\.07\d* nats away, more than noise explains \(p = 0\.\d+\)"
         ):
             Fit(FLOPS, losses)
         Fit(FLOPS, [loss * (1 + 20 * errors) for loss in (4.24, 3.53, 2.92, 2.38)])
