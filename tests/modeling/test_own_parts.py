@@ -64,7 +64,9 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("is_installed", [False, True], ids=["no_package", "installed_not_imported"])
+@pytest.mark.parametrize(
+    "is_installed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no_package", "installed_not_imported"]
+)
 def test_loaded_from_the_folder(tmp_path, is_installed):
     """Through all Auto classes, and again after it was saved by its own code; a changed file is refused."""
     load(tmp_path, DISTANCE)

@@ -5,7 +5,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import check
 from support.model_cases import PART_SWITCHES, random_tokens
-from transformers import DynamicCache, GenerationConfig, QuantizedCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
 from modeling_nlq import NLQConfig, tiled_nlq
@@ -163,7 +163,8 @@ def test_continuous_batching(make_model):
     }
     model = make_model(vocab_size=31, tie_word_embeddings=False, **switches)
     prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    outputs = model.generate_batch(prompts, generation_config=options).values()
+    paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    outputs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=paged).values()
     found = {tuple(output.prompt_ids): output.generated_tokens for output in outputs}
     for prompt in prompts:
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
