@@ -1,4 +1,4 @@
-"""The seam of an attention layer: what a part is, what it may read and change, and the parts that a user registers.
+"""What a part of an attention layer is: what it may read and change, and what it answers.
 
 A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion want to
 know of it, they ask it. `part_table_nlq.py` has the parts that come with NLQ, in the order in which they are applied.
@@ -35,7 +35,7 @@ class ScoreBias(NamedTuple):
     """A bias of the scores that is a difference, `query_i - key_j`, which backends add without a matrix of it.
 
     Attributes:
-        query: `(batch, heads, query)`, in float64 where the device has it: the difference of two large sums must be exact.
+        query: `(batch, heads, query)`; better in float64, because the difference of two large sums must be exact.
         key: `(batch, heads, key)`.
     """
 
@@ -57,7 +57,8 @@ class AttentionCall:
         places: where the tokens stand. Only parts with `needs_places` may read it.
         first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
             `needs_first_values` may read it.
-        values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set before `attended`.
+        values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
+            `change_projections`.
     """
 
     layer: "NLQAttentionProjections"
@@ -132,8 +133,8 @@ class AttentionPart(nn.Module):
     @classmethod
     def refuse_paged(cls, config: "NLQConfig") -> str | None:
         """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
-        if cls.has_hook("token_state"):
-            return "the paged cache has no place for what it keeps"
+        if cls.has_hook("token_state") or cls.has_hook("score_bias"):
+            return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
 
     @classmethod

@@ -356,9 +356,9 @@ def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs
     backend = ATTENTION_BACKENDS.get(name, _other)
     if backend.can(needs):
         return "eager" if needs_portable and not backend.is_portable else name
-    if not backend.computes(needs) or (needs.bias and not backend.has_bias):
+    if not backend.can_compute(needs):
         refused = f"attention_activation={needs.activation.name!r}"
-        refused += " with a bias of the scores (forget_gate)" if needs.bias else ""
+        refused += " with a bias of the scores" if needs.bias else ""
         refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
     elif needs.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"

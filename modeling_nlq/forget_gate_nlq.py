@@ -69,6 +69,7 @@ class ForgetGate(AttentionPart):
         return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
-        # In float64, because only differences of these sums count
-        total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=torch.float64)
+        # In float64, because only differences of these sums count. Apple's GPUs have none
+        dtype = torch.float32 if state.device.type == "mps" else torch.float64
+        total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
         return ScoreBias(total[..., call.places.query_index], total)

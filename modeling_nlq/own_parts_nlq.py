@@ -1,6 +1,7 @@
 """Attention parts of a user's own: files that are loaded, told apart by a hash of their code, and saved beside a model."""
 
 import ast
+import functools
 import hashlib
 import linecache
 import sys
@@ -106,32 +107,31 @@ def published_text(text: str, source: str) -> str:
     Raises:
         ValueError: if it is no Python, or imports what a saved model does not bring.
     """
-    text = "\n".join(text.splitlines()) + "\n"
+    text = text.replace("\r\n", "\n")
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ValueError(f"{source}, line {error.lineno}: {error.msg}") from error
-    lines = text.splitlines(keepends=True)
-    for node in ast.walk(tree):
+    lines = text.encode().split(b"\n")  # as `ast` counts, in bytes
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         if isinstance(node, ast.Import):
             foreign = [alias.name for alias in node.names if alias.name.split(".")[0] == "modeling_nlq"]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             origin = "." * node.level + (node.module or "")
             foreign = [origin] if origin not in _ORIGINS and (node.level or origin.split(".")[0] == "modeling_nlq") else []
             if origin in _ORIGINS:
-                names = [alias.name if alias.asname is None else f"{alias.name} as {alias.asname}" for alias in node.names]
-                if missing := [alias.name for alias in node.names if alias.name not in _NAMES]:
-                    foreign = missing
-                new = f"{' ' * node.col_offset}from .{_PUBLISHED} import {', '.join(names)}\n"
-                lines[node.lineno - 1 : node.end_lineno] = [new] + ["\n"] * (node.end_lineno - node.lineno)
-        else:
-            continue
+                foreign = [alias.name for alias in node.names if alias.name not in _NAMES]
+                new = f"from .{_PUBLISHED} import {', '.join(map(ast.unparse, node.names))}".encode()
+                first, last = node.lineno - 1, node.end_lineno - 1
+                line = lines[first][: node.col_offset] + new + lines[last][node.end_col_offset :]
+                lines[first : last + 1] = [line] + [b""] * (last - first)
         if foreign:
             raise ValueError(
                 f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
                 f"`from modeling_nlq import ...` with {', '.join(_NAMES)}"
             )
-    return "".join(lines)
+    return b"\n".join(lines).decode().rstrip("\n") + "\n"
 
 
 _NAMES = ("AttentionCall", "AttentionPart", "Places", "ScoreBias")
@@ -141,6 +141,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+@functools.cache
 def code_of(part: type[AttentionPart]) -> str:
     """Returns the hash of the file that defines a part, as it is published; `""` for one that is defined in no file."""
     if part.__module__ in _files:

@@ -45,6 +45,9 @@ def parts_of(config: "NLQConfig") -> list[type[AttentionPart]]:
     """
     parts = [part for name, part in ATTENTION_PARTS.items() if is_on(getattr(config, name))]
     codes = config.attention_parts_code or {}
+    for name in config.attention_parts or ():
+        if name in ATTENTION_PARTS:
+            raise ValueError(f"attention_parts: {name!r} is a field of its own; choose another name for your part")
     return parts + [find_part(name, codes.get(name)) for name in config.attention_parts or ()]
 
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from support import transformers_suite
+from support.model_cases import PART_SWITCHES
 from transformers.testing_utils import torch_device
 
 from modeling_nlq import (
@@ -86,16 +87,7 @@ CONFIGURATIONS = {
         "per_layer_config": {"0": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
     },
     "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
-    "parts": {
-        "query_projection": "linear",
-        "position_embedding": "rope",
-        "num_key_value_heads": 2,
-        "exclusive_attention": "learned",
-        "value_residual": "learned",
-        "attention_length_scaling": "log",
-        "forget_gate": "learned",
-        "differential_attention": "v2",
-    },
+    "parts": {**PART_SWITCHES["all_parts"], "position_embedding": "rope"},
     "upcycled-softmax-modern": {
         "query_projection": "upcycled",
         "position_embedding": "rope",

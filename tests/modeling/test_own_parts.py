@@ -112,6 +112,26 @@ def test_two_files_of_one_name_live_together(tmp_path):
     assert not torch.equal(again(tokens).logits, second(tokens).logits)
 
 
+@pytest.mark.parametrize(
+    "before, imports, after",
+    [
+        ("x = 1; ", "AttentionPart", "; y = 2"),
+        ("x = 'ä\u2028'; ", "(  # two\n    AttentionPart as A,\n    ScoreBias,\n)", "  # end"),
+    ],
+)
+def test_only_imports_are_rewritten(before, imports, after):
+    text = own_parts_nlq.published_text(f"{before}from modeling_nlq import {imports}{after}", "my_idea.py")
+    names = "AttentionPart as A, ScoreBias" if "\n" in imports else imports
+    assert text == f"{before}from .attention_parts_nlq import {names}{after}\n"
+    assert own_parts_nlq.published_text(text, "my_idea.py") == text
+
+
+def test_a_name_that_nlq_has(tmp_path):
+    load(tmp_path, DISTANCE.replace('"distance"', '"forget_gate"'))
+    with pytest.raises(StrictDataclassError, match="'forget_gate' is a field of its own"):
+        NLQConfig(**SIZES, attention_parts=["forget_gate"])
+
+
 def test_in_one_layer(tmp_path):
     load(tmp_path, DISTANCE.replace("\n", "\r\n"))  # line ends make no other file
     model = make(per_layer_config={0: {"attention_parts": None}})
