@@ -77,6 +77,6 @@ FAULTS = {
     "counts_padding": (_COUNTS_PADDING, "a padded text equals the text alone", "2 tokens with 2 of padding between them"),
     "forgets_documents": (_FORGETS_DOCUMENTS, "packed documents equal separate ones", "documents of 1 and 2 tokens"),
     "forgets_chunks": (_FORGETS_CHUNKS, "cached decoding equals the full pass", "2 tokens in chunks of 1, 1"),
-    "length_of_the_cache": (_LENGTH_OF_CACHE, "so does a static cache, which is longer", "2 tokens in chunks of 1, 1"),
+    "length_of_the_cache": (_LENGTH_OF_CACHE, "a static cache equals the full pass", "2 tokens in chunks of 1, 1"),
     "sees_the_future": (_SEES_THE_FUTURE, "no token sees the future", "2 tokens, of which those from number 2 on change"),
 }
