@@ -238,9 +238,7 @@ INVARIANTS: dict[str, Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]
     "a padded text equals the text alone": _padding,
     "packed documents equal separate ones": _documents,
     "cached decoding equals the full pass": _cached(lambda config, length: DynamicCache(config=config)),
-    "a static cache equals the full pass": _cached(
-        lambda config, length: StaticCache(config=config, max_cache_len=length + 3)
-    ),
+    "a static cache equals the full pass": _cached(lambda config, length: StaticCache(config=config, max_cache_len=length + 3)),
     "tokens can be taken back from the cache": _taken_back,
     "a row of padding alone stays finite": _finite,
     "every backend equals eager": _backends,
