@@ -81,7 +81,8 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         assert done.returncode == 0, done.stderr
         results = torch.load(out)
         assert results["config"] == "sigmoid"
-        assert torch.equal(results[auto_class], expected)
+        # The package may have computed attention by its kernels
+        torch.testing.assert_close(results[auto_class], expected, rtol=1e-5, atol=1e-6)
         assert results["generated"].shape == (2, 11)
         assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
 
@@ -273,7 +274,8 @@ def test_old_revision_lives_beside_the_installed_package(tmp_path):
     assert type(installed) is NLQForCausalLM
     with torch.no_grad():
         assert torch.equal(installed(inputs).logits, model(inputs).logits)
-        assert torch.equal(old_model(inputs).logits, 2 * model(inputs).logits)
+        # The package may have computed attention by its kernels
+        torch.testing.assert_close(old_model(inputs).logits, 2 * model(inputs).logits, rtol=1e-5, atol=1e-6)
     assert type(AutoModelForSequenceClassification.from_config(tiny_config()).model) is modeling_nlq.NLQModel
 
 
