@@ -128,7 +128,7 @@ def test_linear_model_without_the_package(tmp_path):
     assert done.returncode == 0, done.stderr
     results = torch.load(out)
     assert results["config"] == "linear_attention"
-    assert torch.equal(results[name], expected)
+    torch.testing.assert_close(results[name], expected, rtol=1e-5, atol=1e-6)  # the second layer's kernels are the package's
     assert torch.equal(results["generated"], model.generate(inputs, max_new_tokens=5, do_sample=False, use_cache=False))
 
 

@@ -9,21 +9,21 @@
 namespace {
 
 struct Phi_identity {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     weight = score;
     slope = 1;
   }
 };
 
 struct Phi_relu {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     weight = score < 0 ? 0 : score;
     slope = score > 0 ? 1 : 0;
   }
 };
 
 struct Phi_relu_squared {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     float positive = score < 0 ? 0 : score;
     weight = positive * positive;
     slope = 2 * positive;
@@ -31,14 +31,14 @@ struct Phi_relu_squared {
 };
 
 struct Phi_sigmoid {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     weight = sigmoid(score);
     slope = weight - weight * weight;
   }
 };
 
 struct Phi_softplus {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     float x = exp_negative(-std::fabs(score)), positive = score < 0 ? 0 : score;
     weight = positive + x * log1p_ratio(x);
     slope = (score < 0 ? x : 1) / (1 + x);
@@ -46,7 +46,7 @@ struct Phi_softplus {
 };
 
 struct Phi_squared {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     weight = score * score;
     slope = 2 * score;
   }
@@ -54,7 +54,7 @@ struct Phi_squared {
 
 // By x = exp(-2 |s|), and near 0, where 1 - x cancels, by a polynomial in s^2
 struct Phi_tanh {
-  static inline void both(float score, float& weight, float& slope) {
+  NLQ_INLINE static void both(float score, float& weight, float& slope) {
     float x = exp_negative(-2 * std::fabs(score)), reciprocal = 1 / (1 + x), square = score * score;
     float far = std::copysign((1 - x) * reciprocal, score);
     weight = square < 0.25f ? score * tanh_ratio(square) : far;

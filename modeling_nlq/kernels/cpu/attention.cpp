@@ -53,7 +53,7 @@ struct States {
 };
 
 struct Phi_softmax {  // its score is the distance to the largest one
-  static inline void both(float score, float& weight, float& slope) { weight = slope = exp_negative(score); }
+  NLQ_INLINE static void both(float score, float& weight, float& slope) { weight = slope = exp_negative(score); }
 };
 
 struct Call {

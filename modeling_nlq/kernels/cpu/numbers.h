@@ -8,14 +8,17 @@
 #include <cstdint>
 #include <cstring>
 
+// Without it the compiler gives up inlining in a long file, and then does not vectorise the loop either
+#define NLQ_INLINE [[gnu::always_inline]] inline
+
 namespace {
 
-inline float from_bits(uint32_t bits) {
+NLQ_INLINE float from_bits(uint32_t bits) {
   float number;
   std::memcpy(&number, &bits, 4);
   return number;
 }
-inline uint32_t to_bits(float number) {
+NLQ_INLINE uint32_t to_bits(float number) {
   uint32_t bits;
   std::memcpy(&bits, &number, 4);
   return bits;
@@ -23,11 +26,11 @@ inline uint32_t to_bits(float number) {
 
 using Half = uint16_t;  // the bits of a bfloat16
 
-inline float load(const float* place) { return *place; }
-inline float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
+NLQ_INLINE float load(const float* place) { return *place; }
+NLQ_INLINE float load(const Half* place) { return from_bits(uint32_t(*place) << 16); }
 // Stores a number, rounded to the nearest (to even), and returns what was stored
-inline float store(float* place, float number) { return *place = number; }
-inline float store(Half* place, float number) {
+NLQ_INLINE float store(float* place, float number) { return *place = number; }
+NLQ_INLINE float store(Half* place, float number) {
   uint32_t bits = to_bits(number);
   bits = number != number ? 0x7fc00000u : (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
   *place = Half(bits >> 16);
@@ -35,7 +38,7 @@ inline float store(Half* place, float number) {
 }
 
 // exp(x) for x <= 0; 0 where it is below the smallest normal number. By Cephes: x = n log(2) + r, and a polynomial in r
-inline float exp_negative(float x) {
+NLQ_INLINE float exp_negative(float x) {
   const float shifted = x * 1.442695041f + 12582912.0f;  // 1.5 2^23: the last bits of the sum are those of n
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -50,7 +53,7 @@ inline float exp_negative(float x) {
 }
 
 // log(1 + x) / x for 0 <= x <= 1
-inline float log1p_ratio(float x) {
+NLQ_INLINE float log1p_ratio(float x) {
   float series = 0.01985146236f - x * 0.003244025177f;
   series = -0.05695953427f + x * series;
   series = 0.1060365489f + x * series;
@@ -62,13 +65,13 @@ inline float log1p_ratio(float x) {
   return 0.9999999953f + x * series;
 }
 
-inline float sigmoid(float score) {
+NLQ_INLINE float sigmoid(float score) {
   const float x = exp_negative(-std::fabs(score));
   return (score < 0 ? x : 1.0f) / (1.0f + x);
 }
 
 // tanh(s) / s for s^2 < 1/4
-inline float tanh_ratio(float square) {
+NLQ_INLINE float tanh_ratio(float square) {
   float series = -0.05298607529f + square * 0.01713500663f;
   series = 0.1332477932f + square * series;
   return 0.9999999869f + square * (-0.3333306939f + square * series);
