@@ -37,12 +37,14 @@ class AttentionActivation:
         source: where the formula comes from.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
         is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
-        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"` and `"simplex"`:
-            it depends on its whole row; the `function` of a `"simplex"` row projects it. `"linear"`: no scores are computed.
+        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"`, `"simplex"` and
+            `"row"`: it depends on its whole row; the `function` of a `"simplex"` row projects it, and that of a `"row"` takes
+            the scores and which keys are visible (or `None`). `"linear"`: no scores are computed.
+        sees_own_key: whether a query sees the key of its own token.
     """
 
     name: str
-    function: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[..., torch.Tensor]
     derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     normalization: str
     non_negative: bool
@@ -50,7 +52,8 @@ class AttentionActivation:
     source: str
     subtract_log_count: bool = False
     is_homogeneous: bool = False
-    kind: Literal["elementwise", "softmax", "simplex", "linear"] = "elementwise"
+    kind: Literal["elementwise", "softmax", "simplex", "row", "linear"] = "elementwise"
+    sees_own_key: bool = True
 
     @property
     def is_elementwise(self) -> bool:
@@ -83,6 +86,40 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
             f"attention_activation={name!r} needs the package entmax: pip install entmax, or use another activation"
         ) from None
     return getattr(entmax, name)(scores, dim=-1)
+
+
+def zero_limit(dtype: torch.dtype) -> float:
+    """Returns the limit below which a sum of weights counts as 0, because its reciprocal or a gradient would overflow."""
+    return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+
+
+def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
+    """True where a sum of weights counts as 0."""
+    return total < zero_limit(total.dtype)
+
+
+def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """`relu(e^s - 1) / sum |e^s - 1|`. The largest score above 0 is taken out of the exponents; a sum of 0 gives weights 0."""
+    scores = hide(scores, visible, 0.0)  # |e^0 - 1| = 0: hidden keys count nothing
+    largest = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0.0)
+    size = torch.exp(torch.relu(scores) - largest) * -torch.expm1(-scores.abs())  # |e^s - 1| / e^largest, without cancellation
+    total = size.sum(dim=-1, keepdim=True)
+    is_zero = counts_as_zero(total)
+    return torch.where(scores > 0, size, 0.0).masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
+
+
+def _stick_breaking(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """`sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share of the stick first."""
+    log_rest = hide(nn.functional.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
+    # The sum over later keys, without the key itself: taking its term out again could cancel all digits
+    later = log_rest.flip(-1)[..., :-1].cumsum(dim=-1)
+    later = nn.functional.pad(later, (1, 0)).flip(-1)
+    return hide(torch.exp(nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later), visible, 0.0)
+
+
+def hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:
+    """Puts `value` in the place of hidden keys. `visible` broadcasts to the tensor; `None` hides nothing."""
+    return tensor if visible is None else tensor.masked_fill(~visible, value)
 
 
 def _no_scores(scores: torch.Tensor) -> torch.Tensor:
@@ -192,6 +229,27 @@ ATTENTION_ACTIVATIONS = {
             formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
             source="Peters et al. 2019, arXiv 1905.05702",
             kind="simplex",
+        ),
+        AttentionActivation(
+            name="softpick",
+            function=_softpick,
+            derivative=None,
+            normalization="sum",
+            non_negative=True,
+            formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
+            source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
+            kind="row",
+        ),
+        AttentionActivation(
+            name="stick_breaking",
+            function=_stick_breaking,
+            derivative=None,
+            normalization="none",
+            non_negative=True,
+            formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
+            source="Tan et al. 2024, arXiv 2410.17980",
+            kind="row",
+            sees_own_key=False,
         ),
         AttentionActivation(
             name="linear_attention",

@@ -9,20 +9,10 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .activations_nlq import AttentionActivation
-from .attention_parts_nlq import ScoreBias
+from .activations_nlq import AttentionActivation, counts_as_zero, hide
+from .attention_parts_nlq import AttentionCall, ScoreBias
 from .masking_nlq import Visibility, read_visible
 from .operations_nlq import Operation
-
-
-def zero_limit(dtype: torch.dtype) -> float:
-    """Returns the limit below which a sum of weights counts as 0, because its reciprocal or a gradient would overflow."""
-    return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
-
-
-def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
-    """True where a sum of weights counts as 0."""
-    return total < zero_limit(total.dtype)
 
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
@@ -97,17 +87,20 @@ def attention_weights(
     """
     scores = scores.to(_at_least_float32(scores))
     if activation.name == "softmax":
-        scores = _hide(scores, visible, torch.finfo(scores.dtype).min)
+        scores = hide(scores, visible, torch.finfo(scores.dtype).min)
         if sink is not None:
             column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
-        return _hide(weights if sink is None else weights[..., :-1], visible, 0.0)
+        return hide(weights if sink is None else weights[..., :-1], visible, 0.0)
+
+    if activation.kind == "row":
+        return activation.function(scores, visible)
 
     if activation.kind == "simplex":
         # -1e4 is too low to get weight, and can be summed up without overflow
-        scores = scores - _hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-        return _hide(activation.function(_hide(scores, visible, -1e4)), visible, 0.0)
+        scores = scores - hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        return hide(activation.function(hide(scores, visible, -1e4)), visible, 0.0)
 
     if isinstance(visible_count, torch.Tensor):
         count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)
@@ -115,13 +108,13 @@ def attention_weights(
     else:
         count = max(visible_count, 1)
         log_count = math.log(count)
-    scores = _hide(scores, visible, 0.0)
+    scores = hide(scores, visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - log_count
     has_large_sums = normalization == "sum" and activation.is_homogeneous and scores.numel() > 0
     if has_large_sums and not may_overflow:
         scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
-    weights = _hide(activation.function(scores), visible, 0.0)
+    weights = hide(activation.function(scores), visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
         if has_large_sums and may_overflow:
@@ -129,10 +122,6 @@ def attention_weights(
         is_zero = counts_as_zero(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
-
-
-def _hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:
-    return tensor if visible is None else tensor.masked_fill(~visible, value)
 
 
 def one_query_by_pytorch(
@@ -183,6 +172,7 @@ def eager_attention_forward(
     scaling: float,
     dropout: float = 0.0,
     score_bias: ScoreBias | None = None,
+    call: AttentionCall | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention for every activation, with the weights in memory. It is the reference for all other backends.
@@ -195,19 +185,26 @@ def eager_attention_forward(
         scaling: factor of the scores.
         dropout: probability of dropping a weight.
         score_bias: a bias of the scores, after `scaling`.
+        call: the call of the layer, if parts of it change scores or weights.
 
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
     visible, visible_count = read_visible(attention_mask, query, key)
-    if score_bias is None:
+    changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "reweigh"))
+    query, own_columns = query.split([key.shape[-1], query.shape[-1] - key.shape[-1]], dim=-1) if weighers else (query, None)
+    if score_bias is None and not changers:
         query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    for part in changers:
+        scores = part.change_scores(call, scores.to(_at_least_float32(scores)), visible)
     if score_bias is not None:
         scores = scores + score_bias.dense(_at_least_float32(scores))
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
+    for part in weighers:
+        weights = part.reweigh(call, weights, own_columns, key)
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights

@@ -7,9 +7,9 @@ Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of
 this call), head_dim.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -57,28 +57,46 @@ class AttentionCall:
         places: where the tokens stand. Only parts with `needs_places` may read it.
         first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
             `needs_first_values` may read it.
+        cache: the cache of the call, or `None`.
         values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
             `change_projections`.
+        states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after the cache.
     """
 
     layer: "NLQAttentionProjections"
     hidden_states: torch.Tensor
     places: Places | None = None
     first_values: torch.Tensor | None = None
+    cache: Cache | None = None
     values: torch.Tensor | None = None
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tp_mesh(self):
         """The processes that share the heads, or `None`."""
         return self.layer.tp_mesh
 
+    def store_state(self, name: str, state: torch.Tensor) -> None:
+        """Puts another state of all keys, `(batch, groups, key, ...)`, in the place of the one that a part has in the cache."""
+        self.states[name] = state
+        layer = self.cache.layers[self.layer.layer_idx]
+        states = [self.states[part.name] for part in self.layer.parts_with("token_state")]
+        keys, columns = layer.keys[..., : self.layer.head_dim], to_columns(states, layer.keys.dtype)
+        if layer.is_compileable:
+            layer.keys[..., self.layer.head_dim :] = columns
+        else:
+            layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
+
 
 class AttentionPart(nn.Module):
     """What an attention layer may have beside its projections, positions and activation.
 
     A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
-    nothing. The hooks run in this order: `change_projections`, rotary positions, `token_state`, the cache, `change_attended`,
-    `score_bias`, the attention weights (`change_weights` if they are returned), `change_output`, the output projection.
+    nothing. The hooks run in this order: `change_input`, the projections, `change_projections`, rotary positions,
+    `token_state`, the cache, `change_attended`, `score_bias`, the scores, `change_scores`, the attention weights, `reweigh`
+    (`change_weights` if they are returned), `change_output`, the output projection; and in the MLP after the attention,
+    `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory; with `reweigh`,
+    the weights of some queries at a time.
 
     Attributes:
         name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
@@ -87,6 +105,7 @@ class AttentionPart(nn.Module):
         source: where the formula comes from.
         needs_places: whether its hooks read `call.places`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
+        can_go_back: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
     """
 
@@ -95,6 +114,7 @@ class AttentionPart(nn.Module):
     source: ClassVar[str] = ""
     needs_places: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
+    can_go_back: ClassVar[bool] = True
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
@@ -133,7 +153,7 @@ class AttentionPart(nn.Module):
     @classmethod
     def refuse_paged(cls, config: "NLQConfig") -> str | None:
         """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
-        if cls.has_hook("token_state") or cls.has_hook("score_bias"):
+        if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.has_hook("change_input"):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
 
@@ -175,6 +195,10 @@ class AttentionPart(nn.Module):
 
     # Hooks of a call
 
+    def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
+        raise NotImplementedError
+
     def change_projections(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -195,6 +219,21 @@ class AttentionPart(nn.Module):
         """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
         raise NotImplementedError
 
+    def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is `None`."""
+        raise NotImplementedError
+
+    def reweigh(self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Changes the weights of some queries before they meet the values.
+
+        Args:
+            call: the call, of which only the layer may be read: the queries may be some of those of the call.
+            weights: `(batch, heads, query, key)`.
+            own_columns: `(batch, heads, query, ...)`, what the part put after the columns of the queries in `change_attended`.
+            key: `(batch, heads, key, head_dim)`.
+        """
+        raise NotImplementedError
+
     def change_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
         """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output changes."""
         raise NotImplementedError
@@ -203,8 +242,27 @@ class AttentionPart(nn.Module):
         """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
         raise NotImplementedError
 
+    def change_mlp_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Changes the input of the MLP, `(batch, query, hidden)`."""
+        raise NotImplementedError
 
-HOOKS = ("change_projections", "token_state", "change_attended", "score_bias", "change_weights", "change_output")
+    def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Changes what the MLP's activation gets, `(batch, query, intermediate)`: of a gated MLP, gate and factor."""
+        raise NotImplementedError
+
+
+# Hooks of scores and weights, which linear attention has not
+WEIGHT_HOOKS = ("token_state", "change_attended", "score_bias", "change_scores", "reweigh", "change_weights")
+MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
+HOOKS = ("change_input", "change_projections", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
+
+
+def formed_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
+    """Returns what a layer with these parts must form in memory: nothing, the weights of some queries, or all scores."""
+    parts = list(parts)
+    if any(part.has_hook("change_scores") for part in parts):
+        return "all"
+    return "rows" if any(part.has_hook("reweigh") for part in parts) else None
 
 
 def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .activations_nlq import AttentionActivation, get_attention_activation
-from .attention_parts_nlq import HOOKS, AttentionCall, AttentionPart
+from .attention_parts_nlq import HOOKS, MLP_HOOKS, AttentionCall, AttentionPart, formed_by
 from .configuration_nlq import NLQConfig
 from .parallel_nlq import own_heads
 from .part_table_nlq import parts_of
@@ -64,7 +64,7 @@ class NLQAttentionProjections(nn.Module):
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         # What a layer may have under a name of its own is `None` where it has none
-        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = None
+        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = self.value_gate_proj = None
         parts = {}
         for part in parts_of(layer):
             if part.needs_first_values and layer_idx == 0:
@@ -76,6 +76,8 @@ class NLQAttentionProjections(nn.Module):
         # Names, because copies of the layer on other devices have other modules
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
+        self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
+        self.forms = formed_by(parts.values())
         self.needs_places = any(part.needs_places for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
@@ -89,6 +91,13 @@ class NLQAttentionProjections(nn.Module):
         """Returns the parts that have a hook, in order."""
         names = self._names_by_hook[hook]
         return [self.parts[name] for name in names] if names else ()
+
+    def begin(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
+        """Makes the record of a call; the arguments are its first fields."""
+        call = AttentionCall(self, hidden_states, *args)
+        for part in self.parts_with("change_input"):
+            call.hidden_states = part.change_input(call, call.hidden_states)
+        return call
 
     def project(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -32,12 +32,13 @@ from transformers.utils.generic import is_flash_attention_requested
 from .activations_nlq import AttentionActivation
 from .arguments_nlq import CACHE_NAME, choose_cache
 from .attention_nlq import eager_attention_forward
-from .attention_parts_nlq import ScoreBias
+from .attention_parts_nlq import ScoreBias, formed_by
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .masking_nlq import Sequences, boolean_mask, read_visible
 from .operators_nlq import autocast_dtype
 from .part_table_nlq import parts_of
+from .rows_nlq import rows_attention_forward
 from .tiled_nlq import tiled_attention_forward
 
 
@@ -134,6 +135,7 @@ class Needs:
         activation: its activation.
         sink: its `attention_sink`.
         bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
+        forms: what its parts want to be formed, as in `formed_by`. The function then gets the `call`.
         dropout: its dropout probability in this call.
         weights: whether this call returns the weights.
         inputs: the inputs of the call, or `None` if the question is whether the backend computes the layer at all.
@@ -142,6 +144,7 @@ class Needs:
     activation: AttentionActivation
     sink: str | None = None
     bias: bool = False
+    forms: Literal["rows", "all"] | None = None
     dropout: float = 0.0
     weights: bool = False
     inputs: Inputs | None = None
@@ -155,6 +158,7 @@ class AttentionBackend:
         function: the attention function, with the arguments of Transformers' attention functions.
         computes: whether it computes the activation and the sink of a layer, for these inputs if they are known.
         has_bias: whether it takes a `score_bias`.
+        forms: what it forms in memory: no weights (`None`), those of some queries at a time (`"rows"`), or `"all"` scores.
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
@@ -167,6 +171,7 @@ class AttentionBackend:
     function: Callable
     computes: Callable[[Needs], bool]
     has_bias: bool = False
+    forms: Literal["rows", "all"] | None = None
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
@@ -175,7 +180,8 @@ class AttentionBackend:
 
     def can_compute(self, needs: Needs) -> bool:
         """True if it computes the weights of a layer."""
-        return (self.has_bias or not needs.bias) and self.computes(needs)
+        has_formed = needs.forms is None or self.forms in (needs.forms, "all")
+        return has_formed and (self.has_bias or not needs.bias) and self.computes(needs)
 
     def can(self, needs: Needs) -> bool:
         """True if it can do everything that a layer needs."""
@@ -225,8 +231,8 @@ _other = _flash_attention
 PAGED_EAGER = "paged|eager"
 # The installed package adds others
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, weights="returned"),
-    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, weights="returned", is_paged=True),
+    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, forms="all", weights="returned"),
+    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, forms="all", weights="returned", is_paged=True),
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
@@ -237,9 +243,10 @@ ATTENTION_BACKENDS = {
         flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
     ),
     "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
+    "nlq_rows": AttentionBackend(rows_attention_forward, _always, has_bias=True, forms="rows", is_portable=False),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything
-PREFERENCE = ["sdpa", "nlq_tiled", "eager"]
+PREFERENCE = ["sdpa", "nlq_tiled", "nlq_rows", "eager"]
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
@@ -259,7 +266,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     layers = _attention_layers(config)
     if requested is None:
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
-        if config.output_attentions or not all(_is_softmax(layer) and not layer.bias for layer in layers):
+        if config.output_attentions or not all(_is_softmax(layer) and not layer.bias and not layer.forms for layer in layers):
             return AUTOMATIC
         return None
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
@@ -282,6 +289,12 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             compute some layer.
     """
     layers = _attention_layers(config)
+    for index, layer in enumerate(layers):
+        if not layer.activation.sees_own_key:
+            raise ValueError(
+                f"attention_activation={layer.activation.name!r} (layer {index}) has no continuous batching: the masks of the "
+                "paged cache do not say which key is the query's own; use generate"
+            )
     if linear := [index for index, layer in enumerate(layers) if layer.activation.kind == "linear"]:
         raise ValueError(
             f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
@@ -326,7 +339,8 @@ def _attention_layers(config: NLQConfig) -> list[Needs]:
 
 def needs_of(layer: NLQConfig) -> Needs:
     """Returns what a layer asks of any call; `layer` is its configuration."""
-    return Needs(layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts_of(layer)))
+    parts = parts_of(layer)
+    return Needs(layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts), formed_by(parts))
 
 
 def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:
@@ -359,6 +373,7 @@ def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs
     if not backend.can_compute(needs):
         refused = f"attention_activation={needs.activation.name!r}"
         refused += " with a bias of the scores" if needs.bias else ""
+        refused += " with a part that changes its scores or weights" if needs.forms else ""
         refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
     elif needs.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"
@@ -402,8 +417,9 @@ def make_mask(
     cache: Cache | None,
     layer_idx: int = 0,
     sliding_window: int | None = None,
+    sees_own_key: bool = True,
 ) -> Any:
-    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and window.
+    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and visible keys.
 
     Args:
         backend: a result of `find_backend`, or `LINEAR_ATTENTION`.
@@ -413,6 +429,7 @@ def make_mask(
         cache: the cache, before the tokens of this call.
         layer_idx: the number of the layer.
         sliding_window: the window of the layer.
+        sees_own_key: that of its activation.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
@@ -428,9 +445,10 @@ def make_mask(
         return None if mask is None else mask == 0
     _check_export(cache, layer_idx)
     kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _other).mask
-    if kind in ("visibility", "dense") and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window):
+    sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
+    if kind in ("visibility", "dense") and sees_all_keys:
         return None
-    make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window)
+    make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window, sees_own_key)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
     if backend == LINEAR_ATTENTION:
         if is_dense or isinstance(mask, BlockMask):
@@ -443,7 +461,7 @@ def make_mask(
         if kind not in ("visibility", "dense"):
             raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
         mask = boolean_mask(mask)
-        if sliding_window is None:
+        if sliding_window is None and sees_own_key:
             return mask
         key_length, key_offset = sequences.key_range(cache, layer_idx)
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
@@ -565,5 +583,5 @@ def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False
     _register(name)
 
 
-for _name in (AUTOMATIC, "nlq_tiled"):
+for _name in (AUTOMATIC, "nlq_tiled", "nlq_rows"):
     _register(_name)

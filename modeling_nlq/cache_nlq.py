@@ -13,6 +13,9 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin,
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
 
 
+MOST_CONVOLUTIONS = 7  # of one layer: a canon layer at every site, with a gated MLP
+
+
 class LinearState(NamedTuple):
     """The two sums over earlier tokens that later tokens need, in at least float32.
 
@@ -38,7 +41,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     _layer_type = LAYER_TYPE
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
-        LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields))
+        # The state, and tokens of convolutions after it
+        LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields) + MOST_CONVOLUTIONS)
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
         # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a length
@@ -59,6 +63,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
         """Allocates a state of the given shape."""
         super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
+        if recurrent_states is None:
+            return
         self.device, self.dtype = recurrent_states.device, recurrent_states.dtype
         if self.max_cache_len is not None and self.cumulative_length is None:
             self.cumulative_length = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -66,7 +72,9 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def get_state(self) -> LinearState | None:
         """Returns the state of the tokens so far, `None` before the first."""
-        return LinearState(*self.recurrent_states.values()) if all(self.has_previous_state.values()) else None
+        if not self.has_previous_state[0]:
+            return None
+        return LinearState(*(self.recurrent_states[index] for index in range(len(LinearState._fields))))
 
     def set_state(self, state: LinearState, length: int) -> None:
         """Stores the state after `length` more tokens."""
@@ -132,7 +140,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def _map(self, function) -> None:
         if self.is_initialized:
-            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items()}
+            for states in (self.recurrent_states, self.conv_states):
+                states.update({index: function(part) for index, part in states.items() if part is not None})
 
 
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
-from .attention_parts_nlq import HOOKS, AttentionPart
-from .cache_nlq import LAYER_TYPE
+from .attention_parts_nlq import WEIGHT_HOOKS, AttentionPart
+from .cache_nlq import LAYER_TYPE, LinearState
 from .own_parts_nlq import code_of, find_part, save_parts
 from .part_table_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
@@ -159,7 +159,8 @@ class NLQConfig(PreTrainedConfig):
             of all heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces the default
             scaling.
         attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
-            ([2505.06708](https://huggingface.co/papers/2505.06708)).
+            ([2505.06708](https://huggingface.co/papers/2505.06708)); or `"value"`, heads times `sigmoid(v W_g)` of the token's
+            own value ([2510.09017](https://huggingface.co/papers/2510.09017)).
         attention_output_activation (`str`, *optional*): function of the concatenated heads.
         attention_output_scaling (`float`, *optional*): factor of each head's output.
         head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's output.
@@ -174,6 +175,13 @@ class NLQConfig(PreTrainedConfig):
         differential_attention (`str`, *optional*): the difference of two softmax maps
             ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of twice as many
             query heads.
+        canon (`str`, *optional*): sites out of `"ABCD"` where each token gets a weighted sum of itself and the three before it:
+            the input of the attention, queries with keys and values, the input of the MLP, and its inside
+            ([2512.17351](https://huggingface.co/papers/2512.17351)).
+        selective_attention (`bool`, defaults to `False`): a token lowers the scores that later tokens give earlier ones
+            ([2410.02703](https://huggingface.co/papers/2410.02703)).
+        parallax (`bool`, defaults to `False`): a second query corrects each head's output to first order
+            ([2605.29157](https://huggingface.co/papers/2605.29157)).
         attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
         attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the latest.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
@@ -225,7 +233,7 @@ class NLQConfig(PreTrainedConfig):
     linear_attention_decay: Literal["fixed", "learned"] | None = None
     attention_sink: Literal["zero", "learned"] | None = None
     qk_norm: Literal["rms", "rms_all_heads", "l2"] | None = None
-    attention_gate: Literal["headwise", "elementwise"] | None = None
+    attention_gate: Literal["headwise", "elementwise", "value"] | None = None
     attention_output_activation: str | None = None
     attention_output_scaling: int | float | None = None
     head_projection: bool = False
@@ -234,6 +242,9 @@ class NLQConfig(PreTrainedConfig):
     forget_gate: Literal["fixed", "learned"] | None = None
     attention_length_scaling: Literal["log"] | None = None
     differential_attention: Literal["v1", "v2"] | None = None
+    canon: str | None = None
+    selective_attention: bool = False
+    parallax: bool = False
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
@@ -348,7 +359,19 @@ class NLQConfig(PreTrainedConfig):
         """The kind of cache (of one layer)."""
         if self.activation.kind == "linear":
             return LAYER_TYPE
+        if self.canon is not None:  # Transformers' layers of keys and values with states of convolutions
+            return "hybrid" if self.sliding_window is None else "hybrid_sliding"
         return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+    @property
+    def first_conv_state(self) -> int:
+        """The number of the first state of a convolution in the cache (of one layer)."""
+        return len(LinearState._fields) if self.activation.kind == "linear" else 0
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """How many convolutions the cache stores tokens of (of one layer), for Transformers."""
+        return 1 if self.canon is None else len(ATTENTION_PARTS["canon"].widths(self))
 
     @property
     def has_learned_positions(self) -> bool:
@@ -529,8 +552,10 @@ def _check_layer(layer: NLQConfig) -> None:
 
     activation = layer.activation  # raises for an unknown name
     normalization = layer.attention_normalization
-    if not activation.is_elementwise and normalization not in (None, "sum"):
-        raise ValueError(f"attention_normalization={normalization!r}: {activation.name} is normalised by 'sum' only")
+    if not activation.is_elementwise and normalization not in (None, activation.normalization):
+        raise ValueError(
+            f"attention_normalization={normalization!r}: {activation.name} has the normaliser {activation.normalization!r} only"
+        )
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
             f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
@@ -557,8 +582,7 @@ def _check_layer(layer: NLQConfig) -> None:
     for part in parts_of(layer):
         part.check(layer)
         # Linear attention has no scores and no weights, and its state is its own
-        hooks = [hook for hook in HOOKS if hook not in ("change_projections", "change_output") and part.has_hook(hook)]
-        if activation.kind == "linear" and hooks:
+        if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
     for name in ("attention_scaling", "attention_output_scaling"):
         if (value := getattr(layer, name)) is not None and not math.isfinite(value):

@@ -11,8 +11,8 @@ from transformers.integrations.flex_attention import (
 )
 from transformers.masking_utils import BlockMask
 
-from .activations_nlq import AttentionActivation
-from .attention_nlq import counts_as_zero, keep_from_overflow
+from .activations_nlq import AttentionActivation, counts_as_zero
+from .attention_nlq import keep_from_overflow
 from .attention_parts_nlq import ScoreBias
 
 

@@ -144,19 +144,38 @@ class OutputActivation(AttentionPart):
 
 
 class AttentionGate(AttentionPart):
+    """A gate of the outputs. With `"value"`, one matrix for all heads reads the token's own value."""
+
     name = "attention_gate"
-    formula = "y_i * sigmoid(x_i W_g)"
-    source = "Qiu et al. 2025, arXiv 2505.06708"
+    formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
+    source = "Qiu et al. 2025, arXiv 2505.06708; of values: arXiv 2510.09017"
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.attention_gate == "value" and config.differential_attention == "v1":
+            raise ValueError(
+                "attention_gate='value': with differential_attention='v1' a head reads the values of two groups, and a token "
+                "has no value of its own there; use 'v2', or another gate"
+            )
 
     @classmethod
     def layer_modules(cls, config) -> dict[str, nn.Module]:
+        if config.attention_gate == "value":
+            return {"value_gate_proj": nn.Linear(config.head_dim, config.head_dim, bias=config.use_bias)}
         width = config.num_attention_heads * (config.head_dim if config.attention_gate == "elementwise" else 1)
         return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
 
     @classmethod
     def split_layers(cls, config) -> dict[str, str]:
-        return {"gate_proj": "colwise"}
+        return {} if config.attention_gate == "value" else {"gate_proj": "colwise"}
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
-        gate = torch.sigmoid(call.layer.gate_proj(call.hidden_states))
-        return heads * gate.unflatten(-1, (heads.shape[2], -1))
+        if self.config.attention_gate != "value":
+            gate = torch.sigmoid(call.layer.gate_proj(call.hidden_states))
+            return heads * gate.unflatten(-1, (heads.shape[2], -1))
+        values, proj = call.values.transpose(1, 2), call.layer.value_gate_proj
+        if call.tp_mesh is None:
+            gate = proj(values)
+        else:
+            gate = nn.functional.linear(values, *(shared_by_heads(own, call.tp_mesh) for own in proj.parameters()))
+        return (heads.unflatten(2, (gate.shape[2], -1)) * torch.sigmoid(gate)[:, :, :, None]).flatten(2, 3)

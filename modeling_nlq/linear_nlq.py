@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
-from .attention_nlq import counts_as_zero
+from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
 from .operations_nlq import Operation

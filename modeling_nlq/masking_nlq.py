@@ -39,6 +39,22 @@ class Visibility(NamedTuple):
         if (made_for := (self.query_index.shape[0], self.key_length)) != (query_length, key_length):
             raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
 
+    def of_earlier_keys(self) -> "Visibility":
+        """Returns the visibility without the key of each query's own token."""
+        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.query_index].long()
+        return self._replace(query_index=self.query_index - 1, visible_count=self.visible_count - own)
+
+    def rows(self, start: int, end: int, key_length: int) -> "Visibility":
+        """Returns the visibility of some queries, of which none sees a key after the first `key_length`."""
+        key_is_valid = self.key_is_valid
+        return Visibility(
+            self.query_index[start:end],
+            key_length,
+            self.visible_count[:, start:end],
+            None if key_is_valid is None else key_is_valid[:, :key_length],
+            None if self.first_key is None else self.first_key[:, start:end],
+        )
+
     def dense(self) -> torch.Tensor:
         """Returns the boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
         key_index = torch.arange(self.key_length, device=self.query_index.device)
@@ -57,11 +73,13 @@ class Places(NamedTuple):
         visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
         query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching.
         is_valid: `(batch, query)`, false for padding; `None` if there is none.
+        steps: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there are none.
     """
 
     visible_count: torch.Tensor
     query_index: torch.Tensor | None = None
     is_valid: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
 
 
 def make_visibility(
@@ -212,16 +230,19 @@ class Sequences(NamedTuple):
     last_position: int | None = None
     is_paged: bool = False
 
-    def visibility(self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None) -> Visibility:
+    def visibility(
+        self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None, sees_own_key: bool = True
+    ) -> Visibility:
         """Makes the visibility of a layer, apart from a 4-D or block mask of the caller.
 
         Args:
             cache: the cache, before the tokens of this call.
             layer_idx: the number of the layer. A cache of a window has forgotten the tokens before it.
             sliding_window: the window of the layer.
+            sees_own_key: whether a query sees the key of its own token.
         """
         key_length, key_offset = self.key_range(cache, layer_idx)
-        return make_visibility(
+        visibility = make_visibility(
             self.position_ids.shape[-1],
             key_length,
             self.query_offset,
@@ -231,27 +252,37 @@ class Sequences(NamedTuple):
             sliding_window,
             key_offset,
         )
+        return visibility if sees_own_key else visibility.of_earlier_keys()
 
     def places(
-        self, cache: Cache | None, layer_idx: int, sliding_window: int | None, mask: Visibility | torch.Tensor | None
+        self,
+        cache: Cache | None,
+        layer_idx: int,
+        sliding_window: int | None,
+        sees_own_key: bool,
+        mask: Visibility | torch.Tensor | None,
     ) -> Places:
         """Returns where the tokens of this call stand in a layer.
 
         Args:
-            cache, layer_idx, sliding_window: as in `visibility`.
+            cache, layer_idx, sliding_window, sees_own_key: as in `visibility`.
             mask: the mask that the layer's backend takes. A caller's own 4-D mask decides what is visible.
         """
         if self.is_paged:  # each request is one text without padding
             count = self.position_ids[:, None] + 1
             return Places(count if sliding_window is None else count.clamp(max=sliding_window))
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        count, is_valid = visibility.visible_count[:, None], None
+        seen = visibility if sees_own_key else visibility.of_earlier_keys()
+        count, is_valid = seen.visible_count[:, None], None
         if visibility.key_is_valid is not None:
             is_valid = visibility.key_is_valid[:, visibility.query_index]
         caller_mask = self.mask_of(sliding_window)
         if isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 4 and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
-        return Places(count, visibility.query_index, is_valid)
+        steps = None
+        if self.segments is not None:
+            steps = visibility.query_index - _document_starts(self.segments, visibility.query_index)
+        return Places(count, visibility.query_index, is_valid, steps)
 
     def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
         """Returns the caller's mask for layers with this window."""

@@ -66,8 +66,12 @@ class NLQMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
         self.fc2.ends_sublayer = True
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.act_fn(self.fc1(hidden_states)))
+    def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
+        """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer change what is inside."""
+        inner = self.fc1(hidden_states)
+        for part in () if call is None else call.layer.parts_with("change_mlp_inner"):
+            (inner,) = part.change_mlp_inner(call, inner)
+        return self.fc2(self.act_fn(inner))
 
 
 class NLQGatedMLP(nn.Module):
@@ -81,8 +85,12 @@ class NLQGatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
         self.down_proj.ends_sublayer = True
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+    def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
+        """As in `NLQMLP`."""
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        for part in () if call is None else call.layer.parts_with("change_mlp_inner"):
+            gate, up = part.change_mlp_inner(call, gate, up)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
@@ -118,6 +126,11 @@ class NLQAttention(NLQAttentionProjections):
             init.zeros_(self.sink_bias)
 
     @property
+    def visible_keys(self) -> tuple[int | None, bool]:
+        """The window, and whether a query sees the key of its own token."""
+        return self.sliding_window, self.activation.sees_own_key
+
+    @property
     def normalization(self) -> str:
         """The normaliser of the weights."""
         return self.attention_normalization or self.activation.normalization
@@ -143,7 +156,7 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, dropout, weights, inputs)
+        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.forms, dropout, weights, inputs)
         return find_backend(implementation, [self.layer_idx], needs)
 
     def prepare(
@@ -171,12 +184,12 @@ class NLQAttention(NLQAttentionProjections):
             # changes the arguments that flash attention gets
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
-        state, bias = {}, None
+        bias = None
         if owners:
             key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
-            state = from_columns(columns, owners)
+            call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
-            own = part.score_bias(call, state.get(part.name))
+            own = part.score_bias(call, call.states.get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_attended"):
             query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
@@ -199,10 +212,12 @@ class NLQAttention(NLQAttentionProjections):
         are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query, groups, head_dim)`.
         """
         name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
-        call = AttentionCall(self, hidden_states, places, first_values)
+        call = self.begin(hidden_states, places, first_values, cache)
         query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
+        if self.forms is not None:
+            kwargs["call"] = call
 
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
@@ -232,6 +247,7 @@ class NLQLinearAttention(NLQAttentionProjections):
     """Linear attention, which stores a state instead of keys and values and needs no backend."""
 
     sliding_window = None
+    visible_keys = (None, True)
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -280,7 +296,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
         if backend is None:
             self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
-        call = AttentionCall(self, hidden_states, places, first_values)
+        call = self.begin(hidden_states, places, first_values, cache)
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         cache_layer = state = None
         if cache is not None:
@@ -383,7 +399,14 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
         if not self.parallel_residual:
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
-        output = self.mlp(self._before(residual, self.mlp_norm))
+        residual = self._before(residual, self.mlp_norm)
+        if self.self_attn.has_mlp_hooks:
+            call = AttentionCall(self.self_attn, residual, kwargs.get("places"), cache=cache)
+            for part in self.self_attn.parts_with("change_mlp_input"):
+                residual = part.change_mlp_input(call, residual)
+            output = self.mlp(residual, call)
+        else:
+            output = self.mlp(residual)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
         hidden_states = self._after(hidden_states, self.mlp_norm)
         return (hidden_states, *values) if values else hidden_states
@@ -559,25 +582,18 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(hidden_states)
 
-        # diff with Llama: layers differ in backend and window. One mask for each pair, made before a layer advances the cache
+        # diff with Llama: layers differ in backend and visible keys. One mask for each, made before a layer advances the cache
         request = backend_request(self.config, inputs_embeds, **kwargs)
-        kinds = [(layer.self_attn.find_backend(*request), layer.self_attn.sliding_window) for layer in layers]
+        kinds = [(layer.self_attn.find_backend(*request), *layer.self_attn.visible_keys) for layer in layers]
         masks, places = {}, {}
         for layer, kind in zip(layers, kinds):
             if kind not in masks:
-                backend, sliding_window = kind
+                backend, *visible_keys = kind
                 record_use("attention", backend)
-                masks[kind] = make_mask(
-                    backend,
-                    self.config,
-                    sequences,
-                    inputs_embeds,
-                    cache,
-                    layer.self_attn.layer_idx,
-                    sliding_window,
-                )
+                inputs = (self.config, sequences, inputs_embeds, cache, layer.self_attn.layer_idx)
+                masks[kind] = make_mask(backend, *inputs, *visible_keys)
             if kind not in places and layer.self_attn.needs_places:
-                places[kind] = sequences.places(cache, layer.self_attn.layer_idx, kind[1], masks[kind])
+                places[kind] = sequences.places(cache, layer.self_attn.layer_idx, *kind[1:], masks[kind])
         first_values = None
         for layer, kind in zip(layers, kinds):
             output = layer(

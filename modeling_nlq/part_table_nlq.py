@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING
 
 from .attention_parts_nlq import AttentionPart, is_on
+from .canon_nlq import Canon
 from .differential_attention_nlq import DifferentialAttention
 from .exclusive_attention_nlq import ExclusiveAttention
 from .forget_gate_nlq import ForgetGate
 from .layer_parts_nlq import AttentionGate, AttentionSink, HeadProjection, OutputActivation, OutputScaling, QKNorm
 from .length_scaling_nlq import LengthScaling
 from .own_parts_nlq import find_part
+from .parallax_nlq import Parallax
+from .selective_attention_nlq import SelectiveAttention
 from .value_residual_nlq import ValueResidual
 
 
@@ -19,9 +22,12 @@ if TYPE_CHECKING:
 ATTENTION_PARTS: dict[str, type[AttentionPart]] = {
     part.name: part
     for part in (
+        Canon,
         QKNorm,
         LengthScaling,
+        Parallax,
         ValueResidual,
+        SelectiveAttention,
         ForgetGate,
         AttentionSink,
         DifferentialAttention,

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_tracing
 
-from .activations_nlq import get_attention_activation
-from .attention_nlq import LARGEST_SUM, counts_as_zero, keep_from_overflow, one_query_attention, one_query_by_pytorch
+from .activations_nlq import counts_as_zero, get_attention_activation
+from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
 from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility
 from .operators_nlq import AttentionOperators, in_autocast_precision

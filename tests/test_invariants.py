@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from support import reference
 from support.attention_cases import NON_NEGATIVE
 from support.grids import parametrize_grid, slow_except
-from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS, VOCABULARY
+from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, ROW_KINDS, SOFTMAX_KINDS, VOCABULARY
 from support.properties import examples
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
 
 
 pytestmark = [
@@ -30,7 +31,7 @@ pytestmark = [
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}  # float32, logits of order 1 to 10
 
 WITHOUT_IDENTITY = ("linear", "bottleneck", "upcycled")
-KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | SPARSE_KINDS | LINEAR_KINDS
+KINDS = SOFTMAX_KINDS | ELEMENTWISE_KINDS | ROW_KINDS | LINEAR_KINDS
 WITH_WEIGHTS = tuple(kind for kind in KINDS if kind not in LINEAR_KINDS)
 # Which kinds each backend computes on the CPU, where flex_attention knows no sink and no normaliser but the sum.
 BACKENDS = {
@@ -86,7 +87,7 @@ def attention_switches(draw, kind, implementation, key_value_heads):
         "query_projection": draw(st.sampled_from(PROJECTIONS)),
         "qk_norm": draw(st.sampled_from([None, None, "rms", "rms_all_heads", "l2"])),
         "sliding_window": None if kind in LINEAR_KINDS else draw(st.sampled_from([None, 2, 3])),
-        "attention_gate": draw(st.sampled_from([None, None, "headwise", "elementwise"])),
+        "attention_gate": draw(st.sampled_from([None, None, "headwise", "elementwise", "value"])),
         "attention_output_activation": draw(st.sampled_from([None, None, "gelu"])),
         "attention_output_scaling": draw(st.sampled_from([None, 0.5])),
         "head_projection": draw(st.booleans()),
@@ -95,14 +96,14 @@ def attention_switches(draw, kind, implementation, key_value_heads):
         "linear_attention_decay": None,
         **KINDS[kind],
     }
-    if switches["attention_activation"] in ("softmax", "linear_attention", *SPARSE_KINDS):
-        allowed = [None, "sum"]
+    if switches["attention_activation"] in ("softmax", "linear_attention", *ROW_KINDS):
+        allowed = [None]
     elif implementation == "flex_attention":
         allowed = ["sum"]
     else:
         allowed = [None, "length", "none"] + (["sum"] if kind in NON_NEGATIVE else [])
     switches["attention_normalization"] = draw(st.sampled_from(allowed))
-    return {**switches, **draw(attention_parts(switches, key_value_heads))}
+    return {**switches, **draw(attention_parts(switches, key_value_heads, implementation))}
 
 
 PARTS = {
@@ -112,19 +113,24 @@ PARTS = {
     "attention_length_scaling": ("log",),
     "forget_gate": ("fixed", "learned"),
     "differential_attention": ("v1", "v2"),
+    "canon": ("AC", "BD"),
+    "selective_attention": (True,),
+    "parallax": (True,),
 }
+ABSENT = {"selective_attention": False, "parallax": False}
 
 
 @st.composite
-def attention_parts(draw, switches, key_value_heads):
+def attention_parts(draw, switches, key_value_heads, implementation):
     """Parts that a layer with these switches may have; a third of the layers have none."""
-    parts = dict.fromkeys(PARTS)  # an absent one would be inherited from the model
+    parts = dict.fromkeys(PARTS) | ABSENT  # an absent one would be inherited from the model
     for name in draw(st.lists(st.sampled_from(tuple(PARTS)), max_size=2)):
         chosen = {**parts, name: draw(st.sampled_from(PARTS[name]))}
         sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": key_value_heads}
         with contextlib.suppress(StrictDataclassError):  # not with these switches
-            NLQConfig(**sizes, **{**switches, **chosen})
-            parts = chosen
+            config = NLQConfig(**sizes, **{**switches, **chosen})
+            if implementation == "nlq" or ATTENTION_BACKENDS[implementation].can_compute(needs_of(config)):
+                parts = chosen
     return parts
 
 
@@ -567,7 +573,7 @@ class TestMasks:
 class TestHybrids:
     @parametrize_grid(
         {
-            "kind": (*ELEMENTWISE_KINDS, *SPARSE_KINDS, *LINEAR_KINDS),
+            "kind": (*ELEMENTWISE_KINDS, *ROW_KINDS, *LINEAR_KINDS),
             "layer": (0, 1),
             "implementation": ("eager", "nlq"),
         },

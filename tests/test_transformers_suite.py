@@ -87,7 +87,7 @@ CONFIGURATIONS = {
         "per_layer_config": {"0": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
     },
     "nonlinear-entmax15": {"query_projection": "nonlinear", "attention_activation": "entmax15"},
-    "parts": {**PART_SWITCHES["all_parts"], "position_embedding": "rope"},
+    "parts": {**PART_SWITCHES["all_parts"], "position_embedding": "rope", "canon": "ABCD"},
     "upcycled-softmax-modern": {
         "query_projection": "upcycled",
         "position_embedding": "rope",

@@ -117,7 +117,7 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max()) if one.numel() else 0.0
+    return float((one - other).detach().abs().max()) if one.numel() else 0.0
 
 
 @torch.no_grad()
@@ -183,10 +183,12 @@ def _cached(make_cache: Callable) -> Callable[[NLQForCausalLM, int], Iterator[tu
 @torch.no_grad()
 def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     layer = model.model.layers[0].self_attn
-    if length < 3 or layer.activation.kind == "linear" or layer.sliding_window is not None:
+    is_one_way = layer.activation.kind == "linear" or not all(part.can_go_back for part in layer.parts.values())
+    if length < 3 or is_one_way or layer.sliding_window is not None:
         return
     tokens = _tokens(1, length)
     expected, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
+    cache.activate_past_recording()  # as assisted decoding does
     model(torch.cat([tokens[:, :2], tokens[:, :1]], dim=1), past_key_values=cache, use_cache=True)
     cache.crop(-1)
     logits = model(tokens[:, 2:], past_key_values=cache, use_cache=True).logits

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 import torch
 from support.client_cases import greedy, run_script, trained_model
-from support.model_cases import LINEAR_KINDS, PROJECTIONS, SOFTMAX_KINDS, SPARSE_KINDS
+from support.model_cases import LINEAR_KINDS, PROJECTIONS, ROW_KINDS, SOFTMAX_KINDS
 from transformers import AutoTokenizer
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -31,7 +31,7 @@ MIXED = {
 # Every activation, in groups of the layers of one model
 KINDS = {
     **SOFTMAX_KINDS,
-    **SPARSE_KINDS,
+    **ROW_KINDS,
     **LINEAR_KINDS,
     **{
         name: {"attention_activation": name}

@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from support import reference
 from support.attention_cases import LAYOUTS, NON_NEGATIVE, PHI, check, expected_of, layer_for, run
-from support.reference import CANONICAL_NORMALIZATION
+from support.reference import CANONICAL_NORMALIZATION, OF_A_ROW, PROJECTED
 from transformers.activations import ACT2FN
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq
@@ -22,9 +21,8 @@ from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
-# Those whose weights are no function of one score: projections of a row (`test_formulas.py`), and what has no scores
-SPARSE = ("sparsemax", "entmax15")
-OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*SPARSE, "linear_attention"))
+# Those whose weights are a function of one score, and not of a row, as they are in `OF_A_ROW`
+OF_ONE_SCORE = tuple(name for name in CANONICAL_NORMALIZATION if name not in (*OF_A_ROW, "linear_attention"))
 FORMULAS = {"softmax": torch.exp, **{name: PHI[name] for name in OF_ONE_SCORE if name != "softmax"}}
 # Off 0, where some have a kink
 SCORES = torch.linspace(-8.1, 8.0, 60, dtype=torch.float64)
@@ -40,7 +38,7 @@ class TestTable:
         row = get_attention_activation(name)
         assert row.name == name
         assert row.normalization == CANONICAL_NORMALIZATION[name]
-        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *SPARSE, "linear_attention"))
+        assert row.non_negative == (name in (*NON_NEGATIVE, "softmax", *OF_A_ROW, "linear_attention"))
         assert row.is_elementwise == (name in OF_ONE_SCORE and name != "softmax")
         assert row.subtract_log_count == (name == "sigmoid")
         assert row.formula
@@ -53,13 +51,13 @@ class TestTable:
         with pytest.raises(ValueError, match="attention_activation='linear_attention' is not a function of the scores"):
             get_attention_activation("linear_attention").function(SCORES)
 
-    @pytest.mark.parametrize("name", SPARSE)
-    def test_projection(self, name):
+    @pytest.mark.parametrize("name", OF_A_ROW)
+    def test_function_of_a_row(self, name):
         row = get_attention_activation(name)
-        assert (row.kind, row.derivative) == ("simplex", None)
+        assert (row.kind, row.derivative) == ("simplex" if name in PROJECTED else "row", None)
         scores = torch.stack([SCORES, SCORES.flip(0).sin()]).requires_grad_()
         weights = row.function(scores)
-        expected = reference.PROJECTED[name](scores)
+        expected = torch.stack([OF_A_ROW[name](own) for own in scores])
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)
         slopes = [torch.autograd.grad((tensor * SCORES.cos()).sum(), scores)[0] for tensor in (weights, expected)]
         torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-6)
@@ -104,7 +102,7 @@ class TestTable:
         near = {"prelu": "relu", "xielu": "silu", "softmaxx": "softmax"}[name]
         message = f"attention_activation={name!r} is unknown; did you mean {near!r}? choose one of softmax, sigmoid, "
         assert str(error.value).startswith(message)
-        assert ", identity, sparsemax, entmax15, linear_attention" in str(error.value)
+        assert ", identity, sparsemax, entmax15, softpick, stick_breaking, linear_attention" in str(error.value)
         assert f"register_attention_activation({name!r}, function)" in str(error.value)
 
 

@@ -23,15 +23,21 @@ class TestChoice:
         **{name: {"eager", "nlq_tiled", "nlq_triton"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
         "sparsemax": {"eager", "nlq_sparse"},
         "entmax15": {"eager", "nlq_sparse"},
+        "softpick": {"eager"},
+        "stick_breaking": {"eager"},
     }
     for name in IN_CPP:
         CAN[name].add("nlq_cpp")
+    for names in CAN.values():
+        names.add("nlq_rows")
     # The others: nlq_tiled
     AUTOMATIC = {
         "softmax": "sdpa",
         "zero": "sdpa",
-        "sparsemax": "nlq_sparse" if optional.HAS_ADASPLASH else "eager",
-        "entmax15": "nlq_sparse" if optional.HAS_ADASPLASH else "eager",
+        "sparsemax": "nlq_sparse" if optional.HAS_ADASPLASH else "nlq_rows",
+        "entmax15": "nlq_sparse" if optional.HAS_ADASPLASH else "nlq_rows",
+        "softpick": "nlq_rows",
+        "stick_breaking": "nlq_rows",
     }
 
     @staticmethod
@@ -66,7 +72,7 @@ class TestChoice:
     @pytest.mark.parametrize("name", CAN)
     def test_automatic_on_the_cpu(self, cpp_passes, name):
         """C++ code comes first, but for a single query, dropout and other types."""
-        automatic = self.AUTOMATIC.get(name, "nlq_tiled").replace("nlq_sparse", "eager")
+        automatic = self.AUTOMATIC.get(name, "nlq_tiled").replace("nlq_sparse", "nlq_rows")
         inputs = Inputs(torch.device("cpu"), torch.float32, queries=9, head_dim=8)
         assert find_backend("nlq", [0], self.asked(name, inputs=inputs)) == (
             "nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic
@@ -80,7 +86,7 @@ class TestChoice:
             find_backend("flex_attention", [0, 3], self.asked("relu", dropout=0.1))
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
-            "use one of nlq, eager, nlq_tiled, nlq_triton"
+            "use one of nlq, eager, nlq_tiled, nlq_rows, nlq_triton"
         )
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])

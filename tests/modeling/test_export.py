@@ -15,8 +15,8 @@ from support.model_cases import (
     LINEAR_KINDS,
     PART_SWITCHES,
     PROJECTIONS,
+    ROW_KINDS,
     SOFTMAX_KINDS,
-    SPARSE_KINDS,
     SWITCHES,
     VOCABULARY,
 )
@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
 
 
-KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **SPARSE_KINDS, **LINEAR_KINDS}
+KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **ROW_KINDS, **LINEAR_KINDS}
 # With a name, PyTorch refuses a program that would fix a length
 BATCH, LENGTH = torch.export.Dim("batch"), torch.export.Dim("length", max=32)
 # As close as float32 gets: the program takes other paths than the model

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.grids import parametrize_grid, slow_except
-from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PART_SWITCHES, SOFTMAX_KINDS, SPARSE_KINDS
+from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PART_SWITCHES, ROW_KINDS, SOFTMAX_KINDS
 from transformers import CompileConfig, DynamicCache
 
 
@@ -59,13 +59,25 @@ PARTS = {
     "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "value_residual": "learned"},
     "differential_v1": {"differential_attention": "v1"},
     "all_parts": PART_SWITCHES["all_parts"],
+    "more_parts": PART_SWITCHES["more_parts"],
+    "canon_and_window": {"canon": "BC", "sliding_window": 3},
+    "selective": {"selective_attention": True, "forget_gate": "fixed"},
 }
-KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **BY_SUM, **HYBRID, **SPARSE_KINDS, **LINEAR_KINDS, **LINEAR_HYBRID, **WINDOWS}
+ONE_WAY = {*LINEAR_KINDS, *LINEAR_HYBRID, "windows_differ", "selective"}  # no token can be taken back
+KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **BY_SUM, **HYBRID, **ROW_KINDS, **LINEAR_KINDS, **LINEAR_HYBRID, **WINDOWS}
 KINDS |= PARTS
 BACKENDS = {
     "eager": tuple(KINDS),
     "nlq": tuple(KINDS),
-    "sdpa": (*SOFTMAX_KINDS, "window", "forget_gate", "forget_gate_and_window", "differential_v1", "all_parts"),
+    "sdpa": (
+        *SOFTMAX_KINDS,
+        "window",
+        "forget_gate",
+        "forget_gate_and_window",
+        "differential_v1",
+        "all_parts",
+        "canon_and_window",
+    ),
     "nlq_tiled": (*ELEMENTWISE_KINDS, *BY_SUM, "window_in_one_layer", "forget_gate", "forget_gate_of_sigmoid"),
     "flex_attention": (
         "softmax",
@@ -221,6 +233,8 @@ class TestGreedy:
                 ("hybrid", "eager"),
                 ("linear_last", "nlq"),
                 ("all_parts", "nlq"),
+                ("more_parts", "eager"),
+                ("selective", "nlq"),
             ),
         ),
     )
@@ -278,7 +292,7 @@ class TestAssisted:
     A state cannot go back: models with linear layers refuse (`test_linear_cache.py`).
     """
 
-    @one_of_each([case for case in CASES if case[0] not in {*LINEAR_KINDS, *LINEAR_HYBRID, "windows_differ"}])
+    @one_of_each([case for case in CASES if case[0] not in ONE_WAY])
     def test_model_of_one_layer(self, make_kind, expected_tokens, kind, implementation):
         # The model's own first layer, and tied embeddings: they agree about some tokens.
         switches = {"tie_word_embeddings": True}
@@ -294,7 +308,7 @@ class TestAssisted:
         assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"
         assert sum(lengths) > sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS), "no proposal was wrong"
 
-    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid", "all_parts"])
+    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid", "all_parts", "more_parts"])
     def test_first_layer_of_the_model_itself(self, make_kind, expected_tokens, kind):
         model = make_kind(kind)
         generated = [model.generate(**row(prompt), assistant_early_exit=1, **OPTIONS) for prompt in PROMPTS]

@@ -1,5 +1,7 @@
 """What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
 
+import dataclasses
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -9,11 +11,15 @@ from support.model_cases import PART_SWITCHES, random_tokens
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
-from modeling_nlq import NLQConfig, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.attention_parts_nlq import AttentionPart, ScoreBias, check_state_cache
+from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
+from modeling_nlq.selective_attention_nlq import SelectiveAttention
 from modeling_nlq.tiled_nlq import tiled_attention_forward
+from modeling_nlq.training import checking
 
 
 def test_table_is_complete():
@@ -218,3 +224,68 @@ class TestRefusals:
         cache.layers = [object.__new__(type("Layer", (QuantizedLayer,), methods))]
         with pytest.raises(ValueError, match=r"^forget_gate \(layer 0\): a quantized cache would round"):
             check_state_cache(cache, model.model.layers[0].self_attn)
+
+
+class TestNaiveForms:
+    """What public code computes in another way breaks an invariant, and `nlq check` would say which."""
+
+    @staticmethod
+    def model_of(name):
+        model = NLQForCausalLM(NLQConfig(**checking._SIZES, **PART_SWITCHES[name], attn_implementation="eager"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
+        return model.double().eval()
+
+    @staticmethod
+    def broken(model):
+        findings = (checking._try(name, check, {"it": model}) for name, check in checking.INVARIANTS.items())
+        return {finding.invariant for finding in findings if finding.case is not None}
+
+    PADDING, PACKING = "a padded text equals the text alone", "packed documents equal separate ones"
+    CACHED, STATIC = "cached decoding equals the full pass", "a static cache equals the full pass"
+
+    def test_convolution_that_does_not_know_texts(self, monkeypatch):
+        model, forward = self.model_of("canon"), ShortConvolution.forward
+        assert not self.broken(model)
+
+        def naive(self, states, earlier, places, mesh=None):
+            return forward(self, states, earlier, places._replace(is_valid=None, steps=None), mesh)
+
+        monkeypatch.setattr(ShortConvolution, "forward", naive)
+        assert {self.PADDING, self.PACKING} <= self.broken(model)
+
+    def test_convolution_that_forgets_at_a_chunk(self, monkeypatch):
+        model, forward = self.model_of("canon_of_linear_attention"), ShortConvolution.forward
+        assert not self.broken(model)
+
+        def naive(self, states, earlier, places, mesh=None):
+            return forward(self, states, earlier if states.shape[1] == 1 else None, places, mesh)
+
+        monkeypatch.setattr(ShortConvolution, "forward", naive)
+        assert {self.CACHED, self.STATIC} <= self.broken(model)
+
+    @pytest.mark.parametrize("name", ["softpick", "stick_breaking"])
+    def test_lowest_score_in_the_place_of_hidden_keys(self, monkeypatch, name):
+        """A hidden key then counts |exp(-inf) - 1| = 1 in the sum of softpick; one with the score 0 takes half of a stick."""
+        model, row = self.model_of(name), ATTENTION_ACTIVATIONS[name]
+        assert not self.broken(model)
+        score = torch.finfo(torch.float64).min if name == "softpick" else 0.0
+
+        def naive(scores, visible):
+            return row.function(hide(scores, visible, score))
+
+        monkeypatch.setitem(ATTENTION_ACTIVATIONS, name, dataclasses.replace(row, function=naive))
+        assert {self.PADDING, self.PACKING, self.STATIC} <= self.broken(model)
+
+    def test_first_column_in_the_place_of_the_first_token(self, monkeypatch):
+        model, state_of = self.model_of("selective"), SelectiveAttention.token_state
+        assert not self.broken(model)
+
+        def naive(self, call):
+            state = state_of(self, call).clone()
+            state[..., 2] = call.places.query_index == 0
+            return state
+
+        monkeypatch.setattr(SelectiveAttention, "token_state", naive)
+        assert {self.PADDING, self.PACKING} <= self.broken(model)

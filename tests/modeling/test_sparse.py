@@ -98,6 +98,7 @@ class TestModels:
     @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "nlq_tiled"])
     def test_other_backends(self, make_model, activation, name):
         with pytest.raises(
-            ValueError, match=rf"'{name}' cannot compute .*'{activation}' \(layer 0, 1\); use one of nlq, eager, nlq_sparse$"
+            ValueError,
+            match=rf"'{name}' cannot compute .*'{activation}' \(layer 0, 1\); use one of nlq, eager, nlq_rows, nlq_sparse$",
         ):
             make_model(implementation=name, attention_activation=activation)

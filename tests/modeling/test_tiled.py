@@ -31,10 +31,8 @@ from support.attention_cases import (
 )
 from support.elementwise_backends import set_tiled_tiles
 from support.grids import parametrize_grid
+from support.live_memory import LiveMemory
 from support.properties import examples
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from modeling_nlq import activations_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
@@ -210,22 +208,3 @@ class TestWork:
             else:
                 eager_attention_forward(layer(activation, normalization), *states, visibility, scaling=SCALING)
         return memory
-
-
-class LiveMemory(TorchDispatchMode):
-    """The most bytes alive at a time of tensors made in this context, and the largest tensor's."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak, self.largest = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
-        return result

@@ -10,9 +10,10 @@ from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 VOCABULARY = 13  # of the models that `make_model` makes
 PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
 # Every allowed normaliser of every activation; None is the activation's own.
-ROW_BY_ROW = ("softmax", "sparsemax", "entmax15")
+ROW_BY_ROW = ("softmax", "sparsemax", "entmax15", "softpick", "stick_breaking")
 NORMALIZATIONS = {
     **dict.fromkeys(ROW_BY_ROW, (None, "sum")),
+    "stick_breaking": (None, "none"),
     **{name: (None, "length", "none", *(["sum"] if name in NON_NEGATIVE else [])) for name in PHI},
     **dict.fromkeys(("gelu_new", "hardswish", "laplace", "mish", "quick_gelu", "relu6"), (None,)),
 }
@@ -116,6 +117,21 @@ PART_SWITCHES = {
     "forget_gate_of_entmax": {"forget_gate": "learned", "attention_activation": "entmax15"},
     "differential_v1": {"differential_attention": "v1", "num_key_value_heads": 2, "qk_norm": "rms"},
     "differential_v2": {"differential_attention": "v2", "query_projection": "bottleneck", "attention_sink": "learned"},
+    "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms"},
+    "canon_and_window": {"canon": "AC", "sliding_window": 3},
+    "canon_of_linear_attention": {"canon": "BD", "attention_activation": "linear_attention"},
+    "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
+    "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
+    "selective_and_forget_gate": {"selective_attention": True, "forget_gate": "fixed", "attention_activation": "sigmoid"},
+    "parallax": {"parallax": True, "num_key_value_heads": 2, "qk_norm": "l2", "query_projection": "linear"},
+    "parallax_of_squared": {"parallax": True, "attention_activation": "squared", "sliding_window": 3},
+    "softpick": {"attention_activation": "softpick", "num_key_value_heads": 2},
+    "stick_breaking": {"attention_activation": "stick_breaking", "attention_length_scaling": "log"},
+    "stick_breaking_and_window": {
+        "attention_activation": "stick_breaking",
+        "sliding_window": 3,
+        "exclusive_attention": "learned",
+    },
     "all_parts": {
         "query_projection": "linear",
         "num_key_value_heads": 2,
@@ -128,6 +144,17 @@ PART_SWITCHES = {
         "qk_norm": "l2",
         "head_projection": True,
         "attention_gate": "headwise",
+    },
+    "more_parts": {
+        "query_projection": "linear",
+        "num_key_value_heads": 2,
+        "canon": "ABCD",
+        "parallax": True,
+        "forget_gate": "learned",
+        "value_residual": "learned",
+        "attention_length_scaling": "log",
+        "attention_gate": "value",
+        "mlp_type": "gated",
     },
     "parts_of_linear_attention": {
         "attention_activation": "linear_attention",
@@ -158,7 +185,7 @@ SOFTMAX_KINDS = {
     "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
 }
 ELEMENTWISE_KINDS = {name: {"attention_activation": name} for name in PHI}
-SPARSE_KINDS = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15")}
+ROW_KINDS = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15", "softpick", "stick_breaking")}
 LINEAR_KINDS = {
     "linear": {"attention_activation": "linear_attention", "linear_attention_decay": None},
     "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},

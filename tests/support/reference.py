@@ -74,6 +74,8 @@ CANONICAL_NORMALIZATION = {
     "sparsemax": "sum",
     "entmax15": "sum",
     "linear_attention": "sum",
+    "softpick": "sum",
+    "stick_breaking": "none",
 }
 
 # Projections of a row onto the simplex, by the bisection of another package than computes them in the model.
@@ -81,6 +83,24 @@ PROJECTED = {
     "sparsemax": lambda scores: entmax.sparsemax_bisect(scores, dim=-1),
     "entmax15": lambda scores: entmax.entmax_bisect(scores, alpha=1.5, dim=-1, n_iter=100),
 }
+
+
+def softpick(scores):
+    values = torch.exp(scores) - 1
+    total = values.abs().sum()
+    return torch.zeros_like(values) if total == 0 else relu(values) / total
+
+
+def stick_breaking(scores):
+    """The weights of keys in order: the last takes its share of a stick first."""
+    rest, weights = 1.0, []
+    for share in sigmoid(scores).flip(0):
+        weights.insert(0, share * rest)
+        rest = rest * (1 - share)
+    return torch.stack(weights)
+
+
+OF_A_ROW = {**PROJECTED, "softpick": softpick, "stick_breaking": stick_breaking}
 
 
 def phi(name, normalization, scores, count):
@@ -99,8 +119,8 @@ def weights_of_query(layer, scores, sink=None):
     count = len(scores)
     if count == 0:
         return scores
-    if name in PROJECTED:
-        return PROJECTED[name](scores)
+    if name in OF_A_ROW:
+        return OF_A_ROW[name](scores)
     values = phi(name, normalization, scores, count)
     if normalization == "sum":
         total = values.sum() + (0.0 if sink is None else torch.exp(sink))
@@ -237,8 +257,42 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
     return torch.stack(outputs), torch.stack(all_weights)
 
 
-def after_the_weights(layer, head, output, parameters, gates, own):
-    """The steps after a head's weighted sum; `own` is the head's slice of all heads' columns."""
+def convolve(name, x, parameters, texts):
+    """A canon layer: `x_t + sum_k w_k x_{t-k}` over the tokens of one text; `x` itself where there is none of this name.
+
+    Args:
+        x: `(length, width)`.
+        texts: `(length, length)`, true for the tokens of a token's own text up to itself.
+    """
+    weight = parameters.below("parts.canon.convolutions").get(f"{name}.weight")
+    if weight is None:
+        return x
+    output = x.clone()
+    for token in range(len(x)):
+        for back, place in enumerate(texts[token].nonzero()[:, 0].flip(0)[:4]):
+            output[token] += weight[:, 3 - back] * x[place]
+    return output
+
+
+def selections(scores, visible, is_token):
+    """Selective attention: what the score of a query with a key loses, `(length, length)`.
+
+    Args:
+        scores: `(length, length)`, those of the first head.
+        visible: `(length, length)`, true where a query sees a key.
+        is_token: `(length,)`, false for padding.
+    """
+    loss = torch.zeros_like(scores)
+    for i in range(len(scores)):
+        for j in range(i):
+            if visible[j].sum() > 1:  # a text's first token loses nothing
+                between = [k for k in range(j + 1, i) if visible[k, j] and is_token[k]]
+                loss[i, j] = sum(relu(scores[k, j]) for k in between)
+    return loss
+
+
+def after_the_weights(layer, head, output, parameters, gates, own, value):
+    """The steps after a head's weighted sum; `own` is the head's slice of all columns, `value` the tokens' own values."""
     if layer.head_projection:
         output = output @ parameters["head_proj.weight"][head]
     if layer.attention_output_scaling is not None:
@@ -246,6 +300,8 @@ def after_the_weights(layer, head, output, parameters, gates, own):
     output = FUNCTIONS[layer.attention_output_activation](output)
     if layer.attention_gate == "headwise":
         return output * gates[:, head : head + 1]
+    if layer.attention_gate == "value":
+        return output * sigmoid(linear(value, parameters.below("value_gate_proj")))
     return output * gates[:, own] if layer.attention_gate == "elementwise" else output
 
 
@@ -282,12 +338,13 @@ def without_own_value(output, value, share):
     return output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
 
 
-def attention(config, layer, x, parameters, positions, visible, is_token, index=0, first_values=None):
+def attention(config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None):
     """One sequence through the attention sub-layer.
 
     Args:
         visible: `(1 or heads, length, length)`, true where a query sees a key.
         is_token: `(length,)`, false for padding.
+        texts: as in `convolve`.
         index: the number of the layer.
         first_values: `(length, width)`, the values of the first layer.
 
@@ -296,9 +353,11 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
     """
     eps, head_dim = config.layer_norm_eps, config.head_dim
     options = {"activation": layer.projection_activation, "eps": eps}
-    queries = projection(layer.query_projection, "q", x, parameters, **options)
-    keys = projection(layer.key_projection, "k", x, parameters, **options)
-    values = projection(layer.value_projection, "v", x, parameters, **options)
+    x = convolve("attention_input", x, parameters, texts)
+    queries = convolve("query", projection(layer.query_projection, "q", x, parameters, **options), parameters, texts)
+    keys = convolve("key", projection(layer.key_projection, "k", x, parameters, **options), parameters, texts)
+    values = convolve("value", projection(layer.value_projection, "v", x, parameters, **options), parameters, texts)
+    second_queries = linear(x, parameters.below("parts.parallax.proj")) if layer.parallax else queries
     if layer.qk_norm == "rms_all_heads":
         queries = rms_norm(queries, parameters["q_norm.weight"], eps)
         keys = rms_norm(keys, parameters["k_norm.weight"], eps)
@@ -307,7 +366,8 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
         if layer.value_residual == "learned":
             first, own = parameters["parts.value_residual.mixing_bias"]
         values = first * first_values + own * values
-    gates = None if layer.attention_gate is None else sigmoid(linear(x, parameters.below("gate_proj")))
+    has_gates = layer.attention_gate in ("headwise", "elementwise")
+    gates = sigmoid(linear(x, parameters.below("gate_proj"))) if has_gates else None
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
     groups, version = config.num_key_value_heads, layer.differential_attention
     query_heads = config.num_attention_heads * (2 if version == "v2" else 1)
@@ -316,8 +376,9 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
     def of_group(states, group):
         return states[:, group * head_dim : (group + 1) * head_dim]
 
-    outputs, all_weights = [], []
+    outputs, all_weights, loss = [], [], torch.zeros(len(x), len(x), dtype=torch.float64)
     for head in range(query_heads):
+        second = second_queries[:, head * head_dim : (head + 1) * head_dim]
         group = head // (query_heads // groups)
         query, key, value = queries[:, head * head_dim : (head + 1) * head_dim], of_group(keys, group), of_group(values, group)
         if version == "v1":
@@ -340,7 +401,13 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
             all_weights.append(weights)
             continue
         if layer.position_embedding == "rope":
-            query, key = rotate(query, positions, config), rotate(key, positions, config)
+            query, key, second = (rotate(states, positions, config) for states in (query, key, second))
+        if layer.selective_attention and head == 0:
+            factors = torch.full((len(x),), scaling, dtype=torch.float64)
+            if layer.attention_length_scaling is not None:
+                learned = parameters["parts.attention_length_scaling.scale_bias"][0]
+                factors = scaling * learned * visible[0].sum(dim=-1).clamp(min=1).double().log()
+            loss = selections(factors[:, None] * (query @ key.T), visible[0], is_token)
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
         if layer.attention_sink == "learned":
             sink = sink[head]
@@ -354,12 +421,17 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
                 seen = seen[i - seen < layer.sliding_window]
+            if layer.attention_activation == "stick_breaking":
+                seen = seen[seen != i]
             factor = scaling
             if layer.attention_length_scaling is not None and len(seen):
                 factor = scaling * parameters["parts.attention_length_scaling.scale_bias"][head] * math.log(len(seen))
-            scores = [factor * (query[i] * key[j]).sum() + kept[j + 1 : i + 1].sum() for j in seen]
+            scores = [factor * (query[i] * key[j]).sum() - loss[i, j] + kept[j + 1 : i + 1].sum() for j in seen]
             scores = torch.stack(scores) if scores else torch.zeros(0)
             weights[i, seen] = weights_of_query(layer, scores.double(), sink)
+            if layer.parallax:
+                change = key[seen] @ second[i]
+                weights[i, seen] *= 1 + (weights[i, seen] * change).sum() - change
             for j in seen:
                 output[i] += weights[i, j] * value[j]
         outputs.append(output)
@@ -374,18 +446,27 @@ def attention(config, layer, x, parameters, positions, visible, is_token, index=
             is_learned = layer.exclusive_attention == "learned"
             share = torch.tanh(parameters["parts.exclusive_attention.alpha"][head]) if is_learned else 1.0
             outputs[head] = without_own_value(output, own, share)
+    per_group = config.num_attention_heads // groups
     outputs = [
-        after_the_weights(layer, head, output, parameters, gates, slice(head * head_dim, (head + 1) * head_dim))
+        after_the_weights(
+            *(layer, head, output, parameters, gates),
+            slice(head * head_dim, (head + 1) * head_dim),
+            of_group(values, head // per_group),
+        )
         for head, output in enumerate(outputs)
     ]
     return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights), values
 
 
-def mlp(config, x, parameters):
+def mlp(config, x, block, texts):
+    parameters, attention_parameters = block.below("mlp"), block.below("self_attn")
+    x = convolve("mlp_input", x, attention_parameters, texts)
     if config.mlp_type == "gated":
-        gate = FUNCTIONS[config.hidden_act](linear(x, parameters.below("gate_proj")))
-        return linear(gate * linear(x, parameters.below("up_proj")), parameters.below("down_proj"))
-    return linear(FUNCTIONS[config.hidden_act](linear(x, parameters.below("fc1"))), parameters.below("fc2"))
+        gate = convolve("mlp_gate", linear(x, parameters.below("gate_proj")), attention_parameters, texts)
+        factor = convolve("mlp_inner", linear(x, parameters.below("up_proj")), attention_parameters, texts)
+        return linear(FUNCTIONS[config.hidden_act](gate) * factor, parameters.below("down_proj"))
+    inner = convolve("mlp_inner", linear(x, parameters.below("fc1")), attention_parameters, texts)
+    return linear(FUNCTIONS[config.hidden_act](inner), parameters.below("fc2"))
 
 
 def visible_keys(attention_mask, position_ids):
@@ -400,7 +481,7 @@ def visible_keys(attention_mask, position_ids):
     return visible
 
 
-def forward_sequence(config, parameters, tokens, positions, visible, is_token):
+def forward_sequence(config, parameters, tokens, positions, visible, is_token, texts):
     """The logits `(length, vocabulary)` and each layer's weights `(heads, length, length)` for one sequence."""
     eps = config.layer_norm_eps
     before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
@@ -418,13 +499,14 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token):
         def attend(x, index=index, layer=layer, block=block):
             first = first_values[0] if first_values else None
             own = block.below("self_attn")
-            output, layer_weights, values = attention(config, layer, x, own, positions, visible, is_token, index, first)
+            inputs = (config, layer, x, own, positions, visible, is_token, texts, index, first)
+            output, layer_weights, values = attention(*inputs)
             weights.append(layer_weights)
             first_values.append(values)
             return output
 
         def feed_forward(x, block=block):
-            return mlp(config, x, block.below("mlp"))
+            return mlp(config, x, block, texts)
 
         def norm(name, x, block=block):
             return rms_norm(x, block[f"{name}.weight"], eps) if is_rms else layer_norm(x, block.below(name), eps)
@@ -472,9 +554,10 @@ def forward(config, state_dict, input_ids, attention_mask=None, position_ids=Non
         position_ids = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
     rows = []
     for row in range(len(input_ids)):
-        seen = visible_keys(attention_mask[row], position_ids[row])[None] if visible is None else visible[row]
-        is_token = attention_mask[row].bool()
-        rows.append(forward_sequence(config, Parameters(state_dict), input_ids[row], position_ids[row], seen, is_token))
+        texts = visible_keys(attention_mask[row], position_ids[row])
+        seen = texts[None] if visible is None else visible[row]
+        inputs = (input_ids[row], position_ids[row], seen, attention_mask[row].bool(), texts)
+        rows.append(forward_sequence(config, Parameters(state_dict), *inputs))
     logits = torch.stack([row[0] for row in rows])
     weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
     return logits, weights

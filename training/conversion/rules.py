@@ -274,7 +274,8 @@ def _attention_gate(change: LayerChange) -> str | None:
         return None
     if change.before.attention_gate is not None:
         return "the gate that the model has learned would be lost"
-    change.target.gate_proj.weight.zero_()
+    gate = change.target.value_gate_proj if change.after.attention_gate == "value" else change.target.gate_proj
+    gate.weight.zero_()
     change.target.o_proj.weight.mul_(2.0)  # sigmoid(0) = 1/2
     return None
 

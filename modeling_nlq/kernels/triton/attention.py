@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...activations_nlq import AttentionActivation, get_attention_activation, is_registered
-from ...attention_nlq import keep_from_overflow, zero_limit
+from ...activations_nlq import AttentionActivation, get_attention_activation, is_registered, zero_limit
+from ...attention_nlq import keep_from_overflow
 from ...masking_nlq import Visibility
 from ...operators_nlq import AttentionOperators, in_autocast_precision, operator_namespace
 from .activations import IS_INTERPRETED, tl, triton, triton_body
