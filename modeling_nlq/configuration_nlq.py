@@ -130,6 +130,10 @@ class NLQConfig(PreTrainedConfig):
         norm_type (`str`, defaults to `"layernorm"`): the norms of the blocks and the final norm: `"layernorm"`, or `"rmsnorm"`
             ([1910.07467](https://huggingface.co/papers/1910.07467)), which has no bias.
         layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
+        norm_gain (`bool`, defaults to `True`): whether the norms of blocks, queries and keys, and the final norm have learned
+            gains (and LayerNorms with `use_bias` biases).
+        embedding_norm (`bool`, defaults to `False`): a norm of the embeddings, before the first block.
+        final_logit_softcapping (`float`, *optional*): logits `c tanh(logits / c)`.
         initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both sub-layers'
             output projections is smaller by `sqrt(2 * num_hidden_layers)`.
         embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
@@ -211,6 +215,9 @@ class NLQConfig(PreTrainedConfig):
     mlp_bias: bool | None = None
     norm_type: Literal["layernorm", "rmsnorm"] = "layernorm"
     layer_norm_eps: int | float = 1e-5
+    norm_gain: bool = True
+    embedding_norm: bool = False
+    final_logit_softcapping: int | float | None = None
     initializer_range: int | float = 0.02
     embedding_dropout: int | float = 0.0
     residual_dropout: int | float = 0.0
@@ -420,6 +427,8 @@ class NLQConfig(PreTrainedConfig):
         plan = {"embed_tokens": (["input_ids"], ["inputs_embeds"])}
         if self.has_learned_positions:
             plan["embed_positions"] = (["position_ids"], ["position_embeddings"])
+        if self.embedding_norm:
+            plan["embed_norm"] = (["hidden_states"], ["hidden_states"])
         plan["layers"] = (["hidden_states", "attention_mask"], ["hidden_states"])
         plan["norm"] = (["hidden_states"], ["hidden_states"])
         return plan
@@ -495,6 +504,8 @@ class NLQConfig(PreTrainedConfig):
         for name in ("layer_norm_eps", "initializer_range"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be above 0 and at most 1")
+        if (cap := self.final_logit_softcapping) is not None and not 0.0 < cap < math.inf:
+            raise ValueError(f"final_logit_softcapping={cap!r} must be a finite number above 0, or None")
 
     def validate_functions(self):
         """Checks the names of functions that are the same in all layers."""

@@ -18,7 +18,8 @@ class NLQRMSNorm(nn.RMSNorm):
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
-        return nn.functional.rms_norm(heads, self.normalized_shape, shared_by_heads(self.weight, self.tp_mesh), self.eps)
+        weight = None if self.weight is None else shared_by_heads(self.weight, self.tp_mesh)
+        return nn.functional.rms_norm(heads, self.normalized_shape, weight, self.eps)
 
 
 class NLQAllHeadsRMSNorm(nn.RMSNorm):
@@ -34,7 +35,9 @@ class NLQAllHeadsRMSNorm(nn.RMSNorm):
         dtype = torch.promote_types(heads.dtype, torch.float32)
         total = sum_over_processes(states.to(dtype).square().sum(dim=-1, keepdim=True), self.tp_mesh)
         states = states.to(dtype) * torch.rsqrt(total / self.normalized_shape[0] + self.eps)
-        return (states * own_heads(self.weight, self.tp_mesh, dim=0)).to(heads.dtype).view(heads.shape)
+        if self.weight is not None:
+            states = states * own_heads(self.weight, self.tp_mesh, dim=0)
+        return states.to(heads.dtype).view(heads.shape)
 
 
 class NLQL2Norm(nn.Module):
@@ -83,12 +86,13 @@ class QKNorm(AttentionPart):
 
     @classmethod
     def layer_modules(cls, config) -> dict[str, nn.Module]:
-        head_dim, eps, query_heads = config.head_dim, config.layer_norm_eps, config.num_query_heads
+        head_dim, query_heads = config.head_dim, config.num_query_heads
+        options = {"eps": config.layer_norm_eps, "elementwise_affine": config.norm_gain}
         if config.qk_norm == "rms":
-            return {"q_norm": NLQRMSNorm(head_dim, eps=eps), "k_norm": NLQRMSNorm(head_dim, eps=eps)}
+            return {name: NLQRMSNorm(head_dim, **options) for name in ("q_norm", "k_norm")}
         if config.qk_norm == "rms_all_heads":
             widths = {"q_norm": query_heads * head_dim, "k_norm": config.num_key_value_heads * head_dim}
-            return {name: NLQAllHeadsRMSNorm(width, eps=eps) for name, width in widths.items()}
+            return {name: NLQAllHeadsRMSNorm(width, **options) for name, width in widths.items()}
         return {"q_norm": NLQL2Norm(head_dim, query_heads), "k_norm": NLQL2Norm(head_dim)}
 
     def change_projections(self, call, query, key, value):

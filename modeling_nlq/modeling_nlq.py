@@ -99,8 +99,9 @@ MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
 def make_norm(config: NLQConfig) -> nn.Module:
     """Makes a norm of the residual stream's width."""
     if config.norm_type == "rmsnorm":
-        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.norm_gain)
+    options = {"elementwise_affine": config.norm_gain, "bias": config.use_bias}
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
 
 
 class NLQAttention(NLQAttentionProjections):
@@ -500,9 +501,9 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
         if is_staged:
             model.forward = refuse_lost_outputs(model.forward)
             if not model._pp_stage.pp_is_first_stage:
-                model.model.embed_positions = None
+                model.model.embed_positions = model.model.embed_norm = None
                 model.model.dropout = nn.Identity()
-                model._keys_to_ignore_on_load_unexpected.add(r"^model\.embed_positions\.")
+                model._keys_to_ignore_on_load_unexpected |= {r"^model\.embed_positions\.", r"^model\.embed_norm\."}
         return model
 
 
@@ -518,6 +519,7 @@ class NLQModel(NLQPreTrainedModel):
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         elif config.has_rotary_positions:
             self.rotary_emb = GPTNeoXRotaryEmbedding(config)  # Llama's, and of a part of each head
+        self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(NLQDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
@@ -580,7 +582,7 @@ class NLQModel(NLQPreTrainedModel):
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
-        hidden_states = self.dropout(hidden_states)
+        hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
 
         # diff with Llama: layers differ in backend and visible keys. One mask for each, made before a layer advances the cache
         request = backend_request(self.config, inputs_embeds, **kwargs)
@@ -707,6 +709,8 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -154,7 +154,8 @@ def linear(x, parameters):
 
 
 def rms_norm(x, gain, eps):
-    return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps) * gain
+    output = x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps)
+    return output if gain is None else output * gain
 
 
 def unit(x):
@@ -164,7 +165,9 @@ def unit(x):
 
 def layer_norm(x, parameters, eps):
     centred = x - x.mean(dim=-1, keepdim=True)
-    output = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps) * parameters["weight"]
+    output = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps)
+    gain = parameters.get("weight")
+    output = output if gain is None else output * gain
     bias = parameters.get("bias")
     return output if bias is None else output + bias
 
@@ -359,8 +362,8 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
     values = convolve("value", projection(layer.value_projection, "v", x, parameters, **options), parameters, texts)
     second_queries = linear(x, parameters.below("parts.parallax.proj")) if layer.parallax else queries
     if layer.qk_norm == "rms_all_heads":
-        queries = rms_norm(queries, parameters["q_norm.weight"], eps)
-        keys = rms_norm(keys, parameters["k_norm.weight"], eps)
+        queries = rms_norm(queries, parameters.get("q_norm.weight"), eps)
+        keys = rms_norm(keys, parameters.get("k_norm.weight"), eps)
     if layer.value_residual is not None and index > 0:
         first, own = 0.5, 0.5
         if layer.value_residual == "learned":
@@ -384,8 +387,8 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
         if version == "v1":
             value = torch.cat([of_group(values, group % (groups // 2) + side) for side in (0, groups // 2)], dim=-1)
         if layer.qk_norm == "rms":
-            query = rms_norm(query, parameters["q_norm.weight"], eps)
-            key = rms_norm(key, parameters["k_norm.weight"], eps)
+            query = rms_norm(query, parameters.get("q_norm.weight"), eps)
+            key = rms_norm(key, parameters.get("k_norm.weight"), eps)
         elif layer.qk_norm == "l2":
             query = unit(query) * parameters["q_norm.scale"][head]
             key = unit(key)
@@ -491,6 +494,11 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
     x = model["embed_tokens.weight"][tokens]
     if config.per_layer_config[0].position_embedding == "learned":
         x = x + model["embed_positions.weight"][positions]
+
+    def norm_of_body(name, x):
+        return rms_norm(x, model.get(f"{name}.weight"), eps) if is_rms else layer_norm(x, model.below(name), eps)
+
+    x = norm_of_body("embed_norm", x) if config.embedding_norm else x
     weights, first_values = [], []
     for index in range(config.num_hidden_layers):
         layer = config.per_layer_config[index]
@@ -509,7 +517,7 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
             return mlp(config, x, block, texts)
 
         def norm(name, x, block=block):
-            return rms_norm(x, block[f"{name}.weight"], eps) if is_rms else layer_norm(x, block.below(name), eps)
+            return rms_norm(x, block.get(f"{name}.weight"), eps) if is_rms else layer_norm(x, block.below(name), eps)
 
         def output_of(sub_layer, x, name, norm=norm):
             if config.norm_position == "pre":
@@ -529,9 +537,10 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
             x = end("self_attn", x + output_of(attend, x, "self_attn"))
             x = end("mlp", x + output_of(feed_forward, x, "mlp"))
     if config.norm_position != "post":
-        x = rms_norm(x, model["norm.weight"], eps) if is_rms else layer_norm(x, model.below("norm"), eps)
+        x = norm_of_body("norm", x)
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]
-    return x @ head.T, weights
+    logits, cap = x @ head.T, config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap), weights
 
 
 def forward(config, state_dict, input_ids, attention_mask=None, position_ids=None, visible=None):

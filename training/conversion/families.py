@@ -12,16 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    ArceeConfig,
     DiffLlamaConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    NanoChatConfig,
     Olmo2Config,
+    OlmoConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from modeling_nlq import NLQConfig
@@ -152,6 +157,15 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 def _as_it_is(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
+    return tensors
+
+
+def _swap_halves(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
+    """Swaps the halves of each head of queries and keys, which is its own inverse: NanoChat turns them the other way round."""
+    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+    for part, number in heads.items():
+        if part in name:
+            return [tensor.unflatten(0, (number, 2, -1)).flip(1).flatten(0, 2) for tensor in tensors]
     return tensors
 
 
@@ -328,11 +342,17 @@ _HIDDEN_DROPOUT = Part(
 _NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
+_QUERY_KEY_VALUE_BIAS, _OUTPUT_BIAS = (
+    _bias("attention_bias", "query_key_value"),
+    _bias("attention_out_bias", "attention_output"),
+)
+_RESIDUAL_DROPOUT = _equal(residual_dropout="residual_dropout")
 _WINDOW = _equal(sliding_window="sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
 _LLAMA_BLOCK = {"norm_type": "rmsnorm", "mlp_type": "gated"}
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_PLAIN_MLP_NAMES = {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
 _LLAMA_PARTS = (_TOKENS, _COMMON, _GROUPED)
 
 _ROWS = (
@@ -355,6 +375,61 @@ _ROWS = (
         _LLAMA_BLOCK,
         (*_LLAMA_PARTS, _ROPE_BY_LAYER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
         block_names=_LLAMA_NAMES,
+    ),
+    Family(
+        ArceeConfig,
+        {"norm_type": "rmsnorm"},
+        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+        block_names={**_LLAMA_NAMES, **_PLAIN_MLP_NAMES},
+    ),
+    Family(
+        SeedOssConfig,
+        _LLAMA_BLOCK,
+        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _QUERY_KEY_VALUE_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _RESIDUAL_DROPOUT),
+        block_names=_LLAMA_NAMES,
+    ),
+    Family(
+        Starcoder2Config,
+        {"use_bias": True},
+        (
+            _TOKENS,
+            _COMMON,
+            _equal(num_key_value_heads="num_key_value_heads", norm_epsilon="layer_norm_eps"),
+            _equal(embedding_dropout="embedding_dropout"),
+            _bias("use_bias", "query_key_value", "attention_output", "mlp"),
+            _RESIDUAL_DROPOUT,
+            _ROPE,
+            _UNDECLARED_HEAD_DIM,
+            _WINDOW,
+        ),
+        block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"},
+    ),
+    Family(
+        OlmoConfig,
+        {"mlp_type": "gated", "norm_gain": False},  # whose epsilon is our default
+        (
+            _TOKENS,
+            _COMMON,
+            _equal(num_key_value_heads="num_key_value_heads"),
+            _ROPE,
+            _UNDECLARED_HEAD_DIM,
+            _ATTENTION_BIAS,
+        ),
+        block_names=_LLAMA_NAMES,
+    ),
+    Family(
+        NanoChatConfig,
+        {"norm_type": "rmsnorm", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
+        (
+            *_LLAMA_PARTS,
+            _equal(final_logit_softcapping="final_logit_softcapping"),
+            _ROPE,
+            _UNDECLARED_HEAD_DIM,
+            _ATTENTION_BIAS,
+        ),
+        block_names=_LLAMA_NAMES,
+        read_tensors=_swap_halves,
+        write_tensors=_swap_halves,
     ),
     Family(
         Olmo2Config,

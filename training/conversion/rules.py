@@ -257,7 +257,9 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     if change.target.q_norm is not None:
-        scaled = [next(change.target.q_norm.parameters())]
+        scaled = list(change.target.q_norm.parameters())[:1]
+        if not scaled:
+            return f"qk_norm={change.after.qk_norm!r} with norm_gain=False has no weights that could take over the factor"
     else:
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"

@@ -35,6 +35,8 @@ _FIXED = {
     "num_hidden_layers": "the weights are those of this number of layers",
     "vocab_size": "a new token would take probability from the existing tokens",
     "norm_position": "the norms of the trained model are in other places",
+    "norm_gain": "the trained gains are part of the weights",
+    "embedding_norm": "the input of the first block would change",
     "norm_type": "LayerNorm subtracts the mean and RMSNorm does not, and the weights were trained with one of them",
     "parallel_residual": "the inputs of the MLPs would change",
     "mlp_type": "one has the weights of a gate and the other has none",
@@ -42,6 +44,7 @@ _FIXED = {
 }
 _FIXED_IN_LAYERS = {"position_embedding": "the weights were trained with other position embeddings"}
 _OTHER_FUNCTION = {
+    "final_logit_softcapping": "the logits would change",
     "hidden_act": "the MLPs would compute something else",
     "layer_norm_eps": "every norm would compute something else",
     "residual_activation": "the residual stream would change",
