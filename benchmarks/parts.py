@@ -29,6 +29,11 @@ PARTS = {
     "attention_length_scaling": ("log",),
     "forget_gate": ("fixed", "learned"),
     "differential_attention": ("v1", "v2"),
+    "canon": ("AC", "ABCD"),
+    "attention_gate": ("value",),
+    "selective_attention": (True,),
+    "parallax": (True,),
+    "attention_activation": ("softpick", "stick_breaking"),
 }
 SIGMOID = {"attention_activation": "sigmoid"}
 
