@@ -160,6 +160,38 @@ def one_query_by_pytorch(
     return output.view(batch, 1, heads, head_dim).to(dtype)
 
 
+def scores_and_weights(
+    module: nn.Module,
+    query: torch.Tensor,
+    columns: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor | None,
+    visible_count: torch.Tensor | int,
+    scaling: float,
+    score_bias: ScoreBias | None = None,
+    call: AttentionCall | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes scores and weights with what the parts of the layer make of them, `(batch, heads, query, key)` each.
+
+    Args:
+        module, scaling, score_bias, call: as in `eager_attention_forward`.
+        query: `(batch, heads, query, head_dim)`.
+        columns: `(batch, heads, query, ...)`, what a part put after the columns of the queries.
+        key: `(batch, heads, key, head_dim)`, repeated for the heads that share it.
+        visible, visible_count: as in `attention_weights`.
+    """
+    changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "reweigh"))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    for part in changers:
+        scores = part.change_scores(call, scores.to(_at_least_float32(scores)), visible)
+    if score_bias is not None:
+        scores = scores + score_bias.dense(_at_least_float32(scores))
+    weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
+    for part in weighers:
+        weights = part.reweigh(call, weights, columns, key)
+    return scores, weights
+
+
 one_query_attention = Operation("one_query", one_query_by_pytorch)
 
 
@@ -191,20 +223,14 @@ def eager_attention_forward(
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
     visible, visible_count = read_visible(attention_mask, query, key)
-    changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "reweigh"))
-    query, own_columns = query.split([key.shape[-1], query.shape[-1] - key.shape[-1]], dim=-1) if weighers else (query, None)
-    if score_bias is None and not changers:
+    columns = query[..., key.shape[-1] :]  # of parts that change weights; usually there are none
+    query = query[..., : key.shape[-1]]
+    if score_bias is None and (call is None or not call.layer.parts_with("change_scores")):
         query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-    for part in changers:
-        scores = part.change_scores(call, scores.to(_at_least_float32(scores)), visible)
-    if score_bias is not None:
-        scores = scores + score_bias.dense(_at_least_float32(scores))
-    weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
-    for part in weighers:
-        weights = part.reweigh(call, weights, own_columns, key)
+    inputs = (query, columns, key, visible, visible_count, scaling, score_bias, call)
+    _, weights = scores_and_weights(module, *inputs)
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights

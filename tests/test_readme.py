@@ -83,7 +83,7 @@ def test_links_lead_somewhere(document):
 
 def test_table_of_activations():
     rows = [
-        f"| `{activation.name}` | `{activation.formula}` | `{activation.normalization}` | "
+        f"| `{activation.name}` | `{activation.formula.replace('|', chr(92) + '|')}` | `{activation.normalization}` | "
         f"{'yes' if activation.non_negative else 'no'} | {activation.source} |"
         for activation in ATTENTION_ACTIVATIONS.values()
     ]

@@ -76,7 +76,7 @@ def test_shipped_models_build(name):
         model = AutoModelForCausalLM.from_config(config)
     assert type(model) is NLQForCausalLM
     if name.startswith("tiny-"):
-        assert 1e6 < model.num_parameters() < 2.2e6
+        assert 1e6 < model.num_parameters() < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
 
 
 @pytest.mark.parametrize("name", names("recipes"))

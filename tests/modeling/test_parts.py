@@ -16,6 +16,7 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.attention_parts_nlq import AttentionPart, ScoreBias, check_state_cache
 from modeling_nlq.canon_nlq import ShortConvolution
+from modeling_nlq.masking_nlq import Places
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
 from modeling_nlq.selective_attention_nlq import SelectiveAttention
 from modeling_nlq.tiled_nlq import tiled_attention_forward
@@ -224,6 +225,18 @@ class TestRefusals:
         cache.layers = [object.__new__(type("Layer", (QuantizedLayer,), methods))]
         with pytest.raises(ValueError, match=r"^forget_gate \(layer 0\): a quantized cache would round"):
             check_state_cache(cache, model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_convolution_is_that_of_pytorch(earlier):
+    states, before = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    ours, theirs = ShortConvolution(5).double(), torch.nn.Conv1d(5, 5, 4, groups=5, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weight[:, None])
+    full = torch.cat([before if earlier else torch.zeros_like(before), states], dim=1)
+    output, latest = ours(states, before if earlier else None, Places(torch.ones(1, 1, 9)))
+    torch.testing.assert_close(output, states + theirs(full.transpose(1, 2)).transpose(1, 2))
+    assert torch.equal(latest, states[:, -3:])
 
 
 class TestNaiveForms:

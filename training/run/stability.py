@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from modeling_nlq.attention_nlq import attention_weights
+from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
@@ -92,11 +92,12 @@ def attention_statistics(
     def record(layer: NLQAttentionProjections, inputs: tuple, keyword_inputs: dict) -> None:
         records[layer.layer_idx] = {}
         if layer.activation.kind != "linear":
-            call = AttentionCall(layer, *inputs, keyword_inputs["places"], keyword_inputs["first_values"])
+            call = layer.begin(*inputs, keyword_inputs["places"], keyword_inputs["first_values"])
             query, key, _, bias = layer.prepare(call, keyword_inputs["position_embeddings"])
-            window = layer.sliding_window
+            window, sees_own_key = layer.visible_keys
             visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
-            records[layer.layer_idx] = _layer_statistics(layer, query, key, bias, visibility)
+            visibility = visibility if sees_own_key else visibility.of_earlier_keys()
+            records[layer.layer_idx] = _layer_statistics(call, query, key, bias, visibility)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
@@ -117,15 +118,18 @@ def attention_statistics(
 
 
 def _layer_statistics(
-    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, float]:
     """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or fewer."""
+    layer: NLQAttention = call.layer
+    # Some parts change the scores of all queries together
+    rows_at_once = query.shape[2] if layer.forms == "all" else QUERY_CHUNK
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
     chunks = []
     with torch.autocast(query.device.type, enabled=False):
-        for start in range(0, query.shape[2], QUERY_CHUNK):
-            places = slice(start, start + QUERY_CHUNK)
+        for start in range(0, query.shape[2], rows_at_once):
+            places = slice(start, start + rows_at_once)
             seen = key[:, :, : places.stop]
             part = visibility._replace(
                 query_index=visibility.query_index[places],
@@ -134,7 +138,7 @@ def _layer_statistics(
                 first_key=None if visibility.first_key is None else visibility.first_key[:, places],
             )
             own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : places.stop])
-            chunks.append(_row_statistics(layer, query[:, :, places], seen, own, part))
+            chunks.append(_row_statistics(call, query[:, :, places], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
 
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
@@ -154,15 +158,15 @@ def _layer_statistics(
 
 
 def _row_statistics(
-    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
     """Each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
+    layer: NLQAttention = call.layer
     visible = visibility.dense()
     count, sink = visibility.visible_count[:, None], layer.sink
-    scores = layer.scaling * (query @ key.transpose(2, 3))
-    if bias is not None:
-        scores = scores + bias.dense(scores.dtype)
-    weights = attention_weights(scores, visible, count, layer.activation, layer.normalization, sink).abs()
+    query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
+    scores, weights = scores_and_weights(layer, query, columns, key, visible, count, layer.scaling, bias, call)
+    weights = weights.abs()
     total = weights.sum(dim=-1, keepdim=True)
     shares = weights / total
     first_key = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)

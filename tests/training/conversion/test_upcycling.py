@@ -84,12 +84,15 @@ SWITCHES_FOR_ALL = {
     "wide": {"intermediate_size": 53},
     "exclusive_attention": {"exclusive_attention": "learned"},
     "value_residual": {"value_residual": "learned"},
+    "canon": {"canon": "ABCD"},
+    "parallax": {"parallax": True},
 }
 # Those below are already in place in some of the sources.
 SWITCHES_FOR_SOME = {
     "head_projection": {"head_projection": True},
     "gate_headwise": {"attention_gate": "headwise"},
     "gate_elementwise": {"attention_gate": "elementwise"},
+    "gate_value": {"attention_gate": "value"},
     "scaling": {"attention_scaling": 0.3},
     "together": {
         "query_projection": "upcycled",

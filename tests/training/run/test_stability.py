@@ -150,15 +150,28 @@ class TestStatistics:
         assert attention_statistics(model, TOKENS, PACKED) == expected
         assert model.config._attn_implementation == before and before != "eager"
 
-    def test_parts_that_change_scores(self, make_model):
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"forget_gate": "learned", "attention_length_scaling": "log", "value_residual": "learned"},
+            {"canon": "ABCD", "parallax": True},
+            {"selective_attention": True, "attention_activation": "sigmoid"},
+            {"attention_activation": "stick_breaking", "sliding_window": 4},
+        ],
+        ids=lambda parts: "+".join(parts),
+    )
+    def test_parts_that_change_weights(self, make_model, monkeypatch, parts):
         """The weights of a record are those that the model returns."""
-        parts = {"forget_gate": "learned", "attention_length_scaling": "log", "value_residual": "learned"}
+        monkeypatch.setattr(stability, "QUERY_CHUNK", 4)
         model = make_model(**MODERN, query_projection="linear", **parts)
         with torch.no_grad():
             attentions = model(TOKENS, output_attentions=True, use_cache=False).attentions
+        sees_own_key = model.config.activation.sees_own_key
         for weights, record in zip(attentions, attention_statistics(model, TOKENS), strict=True):
-            entropy = torch.special.entr(weights[:, :, 1:]).sum(dim=-1).mean().item()
+            weights = weights[:, :, 1 if sees_own_key else 2 :].abs()  # of queries that see several keys
+            entropy = torch.special.entr(weights / weights.sum(dim=-1, keepdim=True)).sum(dim=-1).mean().item()
             assert record["entropy"] == pytest.approx(entropy, rel=1e-5)
+            assert record["largest_weight"] == pytest.approx(weights.max().item(), rel=1e-5)
 
     def test_rows_of_zeros(self, make_model):
         for activation in ("relu", "squared"):
