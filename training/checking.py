@@ -207,7 +207,7 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
 
     expected = outputs()
     for name in ("sdpa", "nlq_tiled"):
-        if not ATTENTION_BACKENDS[name].can_compute(needs_of(model.config.per_layer_config[0])):
+        if not all(ATTENTION_BACKENDS[name].can_compute(needs_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
         difference = max(map(_difference, outputs(), expected))
