@@ -47,7 +47,7 @@ test-newest:
 	$(subst .venv,.venv-newest,$(PIP)) list
 	$(subst .venv,.venv-newest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/cluster
 
-# Ten models under each of these releases of Transformers, saved by one and loaded by another
+# Eleven models under each of these releases of Transformers, saved by one and loaded by another
 TRANSFORMERS ?= 5.21.0 5.21.1 5.22.0 5.22.1 5.22.2 5.23.0 5.24.0
 
 test-versions: .venv/installed-test
