@@ -112,8 +112,7 @@ def _stick_breaking(scores: torch.Tensor, visible: torch.Tensor | None = None) -
     """`sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share of the stick first."""
     log_rest = hide(nn.functional.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
     # The sum over later keys, without the key itself: taking its term out again could cancel all digits
-    later = log_rest.flip(-1)[..., :-1].cumsum(dim=-1)
-    later = nn.functional.pad(later, (1, 0)).flip(-1)
+    later = nn.functional.pad(log_rest, (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)[..., 1:]
     return hide(torch.exp(nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later), visible, 0.0)
 
 

@@ -163,6 +163,11 @@ class AttentionPart(nn.Module):
         return None
 
     @classmethod
+    def kind_of(cls, parameter: str) -> str:
+        """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP width."""
+        return "query"
+
+    @classmethod
     def split_layers(cls, config: "NLQConfig") -> dict[str, str]:
         """Returns the linear layers that tensor parallelism splits, by their names in the attention layer, and how."""
         return {}
@@ -257,6 +262,10 @@ MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
 HOOKS = ("change_input", "change_projections", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
+# What half precision keeps of a number. Float16 ends at 65504, so its first column counts in larger units
+_UNITS = {torch.bfloat16: (1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
+
+
 def formed_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
     """Returns what a layer with these parts must form in memory: nothing, the weights of some queries, or all scores."""
     parts = list(parts)
@@ -267,23 +276,25 @@ def formed_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["
 
 def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:
     """Returns how many columns `to_columns` makes for the states of some parts."""
-    return sum(part.state_size for part in parts) * (2 if _is_half(dtype) else 1)
+    return sum(part.state_size for part in parts) * len(_UNITS.get(dtype, (1.0,)))
 
 
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes two columns, what the type can hold of it and the rest.
+    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own.
     """
-    state = torch.cat(states, dim=-1)
-    columns = state.to(dtype)
-    return torch.cat([columns, (state - columns).to(dtype)], dim=-1) if _is_half(dtype) else columns
+    rest, columns = torch.cat(states, dim=-1), []
+    for unit in _UNITS.get(dtype, (1.0,)):
+        columns.append((rest / unit).to(dtype))
+        rest = rest - columns[-1].to(rest.dtype) * unit
+    return torch.cat(columns, dim=-1)
 
 
 def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
     """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
-    if _is_half(columns.dtype):
-        columns = sum(half.float() for half in columns.chunk(2, dim=-1))
+    if (units := _UNITS.get(columns.dtype)) is not None:
+        columns = sum(column.float() * unit for unit, column in zip(units, columns.chunk(len(units), dim=-1)))
     return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
 
 
@@ -294,10 +305,6 @@ def check_state_cache(cache: Cache | None, layer: "NLQAttentionProjections") -> 
     if isinstance(cache.layers[layer.layer_idx], _QUANTIZED_LAYERS):
         names = ", ".join(part.name for part in layer.parts_with("token_state"))
         raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return torch.finfo(dtype).bits < 32
 
 
 def is_on(value: Any) -> bool:

@@ -525,7 +525,9 @@ def create_masks_for_generate(
         _check_cache(implementation, cache)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
     has_windows = any(layer.sliding_window is not None for layer in layers)
-    if not takes_padding and not any(is_linear) and not has_windows:
+    # Parts that ask where the tokens stand want to know which are padding
+    needs_padding = takes_padding or any(layer.needs_places for layer in layers)
+    if not needs_padding and not any(is_linear) and not has_windows:
         layer_idx = layers[0].layer_idx
         given = {CACHE_NAME: cache, "position_ids": position_ids, "layer_idx": layer_idx}
         return create_causal_mask(config, inputs_embeds, attention_mask, **given)

@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 
 # The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other revisions of
@@ -140,8 +146,44 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def _map(self, function) -> None:
         if self.is_initialized:
-            for states in (self.recurrent_states, self.conv_states):
-                states.update({index: function(part) for index, part in states.items() if part is not None})
+            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items() if part is not None}
+            _map_convolutions(self, function)
+
+
+class _FullLayer(LinearAttentionAndFullAttentionLayer):
+    """Transformers' layer forgets the rows of convolutions where it repeats and selects those of keys and values."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        _map_convolutions(self, lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        _map_convolutions(self, lambda state: state[indices])
+
+
+class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
+    """As `_FullLayer`, with a window."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        _map_convolutions(self, lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        _map_convolutions(self, lambda state: state[indices])
+
+
+def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
+    layer.conv_states.update({index: function(state) for index, state in layer.conv_states.items() if state is not None})
+
+
+def keep_rows_together(layer: CacheLayerMixin) -> None:
+    """Corrects a cache layer of Transformers that has convolutions beside keys and values."""
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        layer.__class__ = _FullLayer
+    elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        layer.__class__ = _SlidingLayer
 
 
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer

@@ -6,6 +6,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .attention_parts_nlq import AttentionCall, AttentionPart
+from .cache_nlq import keep_rows_together
 from .masking_nlq import Places
 from .parallel_nlq import own_heads
 
@@ -103,6 +104,11 @@ class Canon(AttentionPart):
         if not sites or set(sites) - set("ABCD") or list(sites) != sorted(set(sites)):
             raise ValueError(f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'")
 
+    @classmethod
+    def kind_of(cls, parameter: str) -> str:
+        _, name, _ = parameter.split(".")
+        return {"key": "key_value", "value": "key_value", "mlp_gate": "inner", "mlp_inner": "inner"}.get(name, "query")
+
     def start_without_effect(self, layer) -> str | None:
         for convolution in self.convolutions.values():
             convolution.weight.zero_()
@@ -111,6 +117,11 @@ class Canon(AttentionPart):
     def _convolve(self, name: str, call: AttentionCall, states: torch.Tensor, is_split: bool = False) -> torch.Tensor:
         if name not in self.convolutions:
             return states
+        if call.places.has_own_mask:
+            raise ValueError(
+                "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; give a "
+                "padding mask (batch, key), or position_ids of packed documents"
+            )
         index, earlier, cache_layer = self.state_indices[name], None, None
         if call.cache is not None:
             cache_layer = self._cache_layer(call.cache)
@@ -134,6 +145,7 @@ class Canon(AttentionPart):
                 f"canon (layer {self.layer_idx}) needs a cache that stores its tokens: make it by "
                 "DynamicCache(config=model.config)"
             )
+        keep_rows_together(layer)
         return layer
 
     def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:

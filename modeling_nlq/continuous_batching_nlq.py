@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from .backends_nlq import choose_paged_implementation
 from .configuration_nlq import NLQConfig
+from .part_table_nlq import parts_of
 
 
 logger = logging.get_logger(__name__)
@@ -21,6 +22,11 @@ logger = logging.get_logger(__name__)
 
 class NLQGenerationMixin(GenerationMixin):
     """Transformers' generation, whose continuous batching takes every attention activation with keys and values."""
+
+    def _get_static_cache_init_shape(self):
+        # diff with GenerationMixin: what parts keep beside the keys makes them wider, so the first keys say how wide
+        has_states = any(part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer))
+        return None if has_states else super()._get_static_cache_init_shape()
 
     def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
         """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.

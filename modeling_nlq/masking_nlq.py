@@ -74,12 +74,14 @@ class Places(NamedTuple):
         query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching.
         is_valid: `(batch, query)`, false for padding; `None` if there is none.
         steps: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there are none.
+        has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
     """
 
     visible_count: torch.Tensor
     query_index: torch.Tensor | None = None
     is_valid: torch.Tensor | None = None
     steps: torch.Tensor | None = None
+    has_own_mask: bool = False
 
 
 def make_visibility(
@@ -277,12 +279,13 @@ class Sequences(NamedTuple):
         if visibility.key_is_valid is not None:
             is_valid = visibility.key_is_valid[:, visibility.query_index]
         caller_mask = self.mask_of(sliding_window)
-        if isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 4 and isinstance(mask, torch.Tensor):
+        has_own_mask = caller_mask is not None and getattr(caller_mask, "ndim", 4) == 4  # a tensor or a block mask
+        if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
         steps = None
         if self.segments is not None:
             steps = visibility.query_index - _document_starts(self.segments, visibility.query_index)
-        return Places(count, visibility.query_index, is_valid, steps)
+        return Places(count, visibility.query_index, is_valid, steps, has_own_mask)
 
     def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
         """Returns the caller's mask for layers with this window."""

@@ -39,7 +39,7 @@ class SelectiveAttention(AttentionPart):
     def token_state(self, call: AttentionCall) -> torch.Tensor:
         query, groups = call.hidden_states, call.layer.config.num_key_value_heads
         state = query.new_zeros(*query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32))
-        state[..., 2] = call.places.visible_count[:, 0] <= 1
+        state[..., 2] = call.places.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
         return state[:, None].expand(-1, groups, -1, -1)
 
     def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

@@ -440,7 +440,8 @@ def test_remote_code(trained, tmp_path):
     torch.save(IDS, tmp_path / "ids.pt")
     run_script(REMOTE, tmp_path, *folders, package=False)
     for index, (result, reference) in enumerate(zip(torch.load(tmp_path / "logits.pt"), expected, strict=True)):
-        torch.testing.assert_close(result, reference, atol=0, rtol=0)
+        # The package's kernels may have computed the reference
+        torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(logits(load(tmp_path / f"merged-{index}")), reference, **MERGED)
 
 

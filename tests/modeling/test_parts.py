@@ -1,6 +1,7 @@
 """What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from transformers.cache_utils import QuantizedLayer
 from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.attention_parts_nlq import AttentionPart, ScoreBias, check_state_cache
+from modeling_nlq.attention_parts_nlq import (
+    AttentionPart,
+    ScoreBias,
+    check_state_cache,
+    column_count,
+    from_columns,
+    to_columns,
+)
 from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.masking_nlq import Places
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
@@ -302,3 +310,57 @@ class TestNaiveForms:
 
         monkeypatch.setattr(SelectiveAttention, "token_state", naive)
         assert {self.PADDING, self.PACKING} <= self.broken(model)
+
+
+class TestCaches:
+    """What generation does to a cache, for parts that keep something there."""
+
+    @pytest.mark.parametrize("implementation", ["sdpa", "nlq"])
+    def test_padding_and_a_static_cache(self, make_model, implementation):
+        """Transformers asks for a mask in advance, and a part needs to know which tokens are padding."""
+        model = make_model(implementation=implementation, canon="AC", query_projection="linear")
+        tokens = random_tokens(2, 9)
+        mask = torch.ones_like(tokens)
+        mask[0, :6] = 0
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        padded = model.generate(tokens, attention_mask=mask, cache_implementation="static", disable_compile=True, **options)
+        alone = model.generate(tokens[:1, 6:], use_cache=False, **options)
+        assert torch.equal(padded[0, 9:], alone[0, 3:])
+
+    @pytest.mark.parametrize("name", ["canon", "canon_and_window", "canon_of_linear_attention", "selective"])
+    def test_rows(self, make_model, name):
+        model, tokens = make_model(torch.float64, **PART_SWITCHES[name]), random_tokens(3, 9)
+        order = torch.tensor([2, 0, 1])
+        with torch.no_grad():
+            expected = model(tokens, use_cache=False).logits[:, 5:]
+            selected, repeated = (DynamicCache(config=model.config) for _ in range(2))
+            model(tokens[:, :5], past_key_values=selected)
+            selected.batch_select_indices(order)
+            actual = model(tokens[order, 5:], past_key_values=selected).logits
+            torch.testing.assert_close(actual, expected[order])
+            model(tokens[:1, :5], past_key_values=repeated)
+            repeated.batch_repeat_interleave(3)
+            ending = tokens[:1, 5:].expand(3, -1)
+            torch.testing.assert_close(model(ending, past_key_values=repeated).logits, expected[:1].expand(3, -1, -1))
+
+    @pytest.mark.parametrize("switches", [{"forget_gate": "learned"}, {"selective_attention": True}], ids=str)
+    def test_prefill_in_chunks_of_a_static_cache(self, make_model, switches):
+        """Transformers makes keys in advance then, as wide as a head."""
+        model, tokens = make_model(query_projection="linear", **switches), random_tokens(2, 9)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        static = {"cache_implementation": "static", "prefill_chunk_size": 4, "disable_compile": True}
+        assert torch.equal(model.generate(tokens, **static, **options), model.generate(tokens, use_cache=False, **options))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    def test_states_beside_the_keys(self, dtype):
+        """Also numbers above 65504, the largest of float16."""
+        states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
+        parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
+        columns = to_columns(states, dtype)
+        assert columns.dtype == dtype and columns.shape[-1] == column_count(parts, dtype)
+        for state, back in zip(states, from_columns(columns, parts).values()):
+            torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
+
+    def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
+        with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
+            make_model(**PART_SWITCHES["canon"])(random_tokens(1, 3), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())

@@ -126,6 +126,7 @@ PART_SWITCHES = {
     "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
     "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
     "selective_and_forget_gate": {"selective_attention": True, "forget_gate": "fixed", "attention_activation": "sigmoid"},
+    "selective_and_stick_breaking": {"selective_attention": True, "attention_activation": "stick_breaking"},
     "parallax": {"parallax": True, "num_key_value_heads": 2, "qk_norm": "l2", "query_projection": "linear"},
     "parallax_of_squared": {"parallax": True, "attention_activation": "squared", "sliding_window": 3},
     "softpick": {"attention_activation": "softpick", "num_key_value_heads": 2},

@@ -72,6 +72,15 @@ def _read_whole_rope(config: PreTrainedConfig) -> dict[str, Any]:
     return _read_rope(config)
 
 
+def _read_rope_before_norm(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.rope_parameters.get("rope_type") == "yarn" and config.rope_parameters.get("attention_factor") != 1.0:
+        raise ValueError(
+            "rope_parameters: the norms after rotation take yarn's factor of the scores out again; set attention_factor to "
+            f"1.0, with which Transformers' {config.model_type} computes the same"
+        )
+    return _read_whole_rope(config)
+
+
 def _write_rope(layers: Sequence[NLQConfig], **others: float) -> dict[str, Any]:
     parameters = dict(layers[0].rope_parameters or {})
     if parameters.get("rope_type") != "proportional":
@@ -330,6 +339,7 @@ _COMMON = _equal(
 )
 _GROUPED = _equal(num_key_value_heads="num_key_value_heads", rms_norm_eps="layer_norm_eps")
 _ROPE = Part(("rope_parameters",), _read_whole_rope, _write_rope)
+_ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), _read_rope, _write_partial_rope)
 _ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), _read_rope_by_layer, _write_rope_by_layer)
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
@@ -423,7 +433,7 @@ _ROWS = (
         (
             *_LLAMA_PARTS,
             _equal(final_logit_softcapping="final_logit_softcapping"),
-            _ROPE,
+            _ROPE_BEFORE_NORM,
             _UNDECLARED_HEAD_DIM,
             _ATTENTION_BIAS,
         ),

@@ -268,6 +268,9 @@ def _attention_scaling(change: LayerChange) -> str | None:
         scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     for parameter in scaled:
         parameter.mul_(before / after)
+    if change.target.q_norm is None and change.after.parallax:  # its scores have the keys, but no factor
+        for parameter in change.target.parts["parallax"].parameters():
+            parameter.mul_(after / before)
     return None
 
 
@@ -299,7 +302,7 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 def _head_projection(change: LayerChange) -> str | None:
     if not change.before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
-    if change.before.attention_output_activation is not None or change.before.attention_gate == "elementwise":
+    if change.before.attention_output_activation is not None or change.before.attention_gate in ("elementwise", "value"):
         return "an activation or gate after the learned matrices prevents moving them into the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
@@ -360,6 +363,14 @@ def _names_of_parts(change: LayerChange, field: str) -> list[str]:
     return [field] if field in ATTENTION_PARTS else [name for names in values for name in names or ()]
 
 
+def _resize(new: torch.Tensor, old: torch.Tensor, kind: str, change: LayerChange) -> None:
+    if kind == "inner":
+        new[: len(old)] = old  # the others meet output weights of 0
+    else:
+        heads = (change.before.num_key_value_heads, change.after.num_key_value_heads)
+        new.copy_(_copy_heads(old, *(change.query_heads if kind == "query" else heads)))
+
+
 def _start_of_part(change: LayerChange, name: str) -> str | None:
     """Starts a part that is new in a layer, or gives one that stays its parameters."""
     if name not in change.target.parts:
@@ -372,7 +383,7 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
         if key in trained and trained[key].shape != new.shape:
-            new.copy_(_copy_heads(trained[key], *change.query_heads))
+            _resize(new, trained[key], part.kind_of(key), change)
     return part.refuse_change(change.before, change.after)
 
 

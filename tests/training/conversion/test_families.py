@@ -275,6 +275,11 @@ REFUSED = {
         "longrope",
     ),
     "partial_rotary_factor": ("llama-grouped", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "yarn_before_norms": (
+        "nanochat-grouped",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}},
+        "set attention_factor to 1.0",
+    ),
     "not_causal": ("mistral-window", {"is_causal": False}, "is_causal=False"),
     "experts": ("llama-grouped", {"num_local_experts": 8}, "num_local_experts=8"),
     "soft_cap": ("qwen3-one_key_head", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
