@@ -501,13 +501,13 @@ class TestSaving:
 
 
 class TestMasks:
-    """A caller's own 4-D masks, which linear layers refuse (`test_linear_model.py`)."""
+    """A caller's own 4-D masks, which linear layers (`test_linear_model.py`) and canon layers refuse."""
 
     @cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     @examples(4)
     @given(st.data(), token_rows(min_rows=2, min_length=2), st.sampled_from(["boolean", "additive", "integer"]))
     def test_equals_the_padding_mask(self, draw_model, data, rows, kind):
-        model = draw_model(data, others=WITH_WEIGHTS)
+        model = draw_model(data, others=WITH_WEIGHTS, canon=None)
         input_ids, attention_mask, places = pad(rows, [0])
         length = input_ids.shape[1]
         mask = torch.ones(length, length).tril().bool() & attention_mask.bool()[:, None, None, :]
@@ -528,7 +528,7 @@ class TestMasks:
         """A mask of its own for each row, with queries that see nothing."""
         # After a ReLU nothing may be left of a head, and its direction is 0/0 in the formula.
         options = {"position_embedding": "learned", "residual_activation": None, "sublayer_activation": None}
-        model = draw_model(data, others=WITH_WEIGHTS, dtype=torch.float64, **options)
+        model = draw_model(data, others=WITH_WEIGHTS, canon=None, dtype=torch.float64, **options)
         generator = torch.Generator().manual_seed(seed)
         input_ids = torch.randint(VOCABULARY, (2, 5), generator=generator)
         visible = (torch.rand(2, 1, 5, 5, generator=generator) < 0.6).tril()
