@@ -8,7 +8,7 @@ this call), head_dim.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class ScoreBias(NamedTuple):
         return (self.query[..., :, None] - self.key[..., None, :]).to(dtype)
 
 
-@dataclass
+@dataclass(slots=True)
 class AttentionCall:
     """One call of an attention layer, as its parts see it.
 
@@ -69,7 +69,7 @@ class AttentionCall:
     first_values: torch.Tensor | None = None
     cache: Cache | None = None
     values: torch.Tensor | None = None
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, torch.Tensor] | None = None
 
     @property
     def tp_mesh(self):
@@ -153,7 +153,7 @@ class AttentionPart(nn.Module):
     @classmethod
     def refuse_paged(cls, config: "NLQConfig") -> str | None:
         """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
-        if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.has_hook("change_input"):
+        if cls.has_hook("token_state") or cls.has_hook("score_bias"):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
 
@@ -229,7 +229,7 @@ class AttentionPart(nn.Module):
         raise NotImplementedError
 
     def reweigh(self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Changes the weights of some queries before they meet the values.
+        """Changes the weights of some queries before they meet the values. A layer has one such part.
 
         Args:
             call: the call, of which only the layer may be read: the queries may be some of those of the call.
@@ -263,7 +263,7 @@ HOOKS = ("change_input", "change_projections", *WEIGHT_HOOKS, "change_output", *
 
 
 # What half precision keeps of a number. Float16 ends at 65504, so its first column counts in larger units
-_UNITS = {torch.bfloat16: (1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
+_UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 
 
 def formed_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:

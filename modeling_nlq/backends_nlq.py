@@ -199,8 +199,8 @@ def _is_softmax(needs: Needs) -> bool:
 
 
 def _suits_sdpa(needs: Needs) -> bool:
-    # It takes a bias as a matrix. `nlq_tiled` needs none, but knows no sink
-    has_better = needs.bias and needs.sink is None and needs.inputs is not None and needs.inputs.queries > 1
+    # It takes a bias as a matrix, which NLQ's own need not
+    has_better = needs.bias and needs.inputs is not None and needs.inputs.queries > 1
     return _is_softmax(needs) and not has_better
 
 

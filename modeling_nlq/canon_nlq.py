@@ -105,6 +105,10 @@ class Canon(AttentionPart):
             raise ValueError(f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'")
 
     @classmethod
+    def refuse_paged(cls, config) -> str | None:
+        return "the paged cache has no place for the tokens that it keeps"
+
+    @classmethod
     def kind_of(cls, parameter: str) -> str:
         _, name, _ = parameter.split(".")
         return {"key": "key_value", "value": "key_value", "mlp_gate": "inner", "mlp_inner": "inner"}.get(name, "query")

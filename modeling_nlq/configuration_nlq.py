@@ -590,6 +590,9 @@ def _check_layer(layer: NLQConfig) -> None:
             )
         if layer.sliding_window < 2:  # Transformers' cache does not take 1
             raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")
+    weighers = [part.name for part in parts_of(layer) if part.has_hook("reweigh")]
+    if len(weighers) > 1:
+        raise ValueError(f"{' and '.join(weighers)} both change the weights of queries; use one of them")
     for part in parts_of(layer):
         part.check(layer)
         # Linear attention has no scores and no weights, and its state is its own

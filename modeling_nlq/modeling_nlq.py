@@ -116,6 +116,8 @@ class NLQAttention(NLQAttentionProjections):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
+        # Which keys a query sees: the window, and whether that of its own token is among them
+        self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
         # `bias` in its name keeps it out of Trainer's weight decay
@@ -125,11 +127,6 @@ class NLQAttention(NLQAttentionProjections):
         """Sets the initial values of the layer's own parameters."""
         if self.sink_bias is not None:
             init.zeros_(self.sink_bias)
-
-    @property
-    def visible_keys(self) -> tuple[int | None, bool]:
-        """The window, and whether a query sees the key of its own token."""
-        return self.sliding_window, self.activation.sees_own_key
 
     @property
     def normalization(self) -> str:
@@ -190,7 +187,7 @@ class NLQAttention(NLQAttentionProjections):
             key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
             call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
-            own = part.score_bias(call, call.states.get(part.name))
+            own = part.score_bias(call, call.states and call.states.get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_attended"):
             query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)

@@ -9,8 +9,8 @@ from .attention_parts_nlq import AttentionCall, AttentionPart
 class Parallax(AttentionPart):
     """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r` at the query's position.
 
-    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Their sum stays, and they can be negative. It is the
-    neighbour of nonlinear queries: as many parameters, on the query side.
+    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and they can be negative.
+    The second query has as many parameters as a query projection.
     """
 
     name = "parallax"

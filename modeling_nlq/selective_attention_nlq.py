@@ -25,7 +25,7 @@ class SelectiveAttention(AttentionPart):
     def check(cls, config) -> None:
         if config.sliding_window is not None:
             raise ValueError(
-                f"selective_attention=True sums over all later tokens, and sliding_window={config.sliding_window!r} forgets; "
+                f"selective_attention=True: the cache of sliding_window={config.sliding_window!r} does not keep its sums yet; "
                 "use one of them"
             )
 
@@ -57,10 +57,10 @@ class SelectiveAttention(AttentionPart):
             selects = selects.masked_fill(~visible[:, 0], 0.0)
         if places.is_valid is not None:
             selects = selects.masked_fill(~places.is_valid[..., None], 0.0)
-        total = selects.cumsum(dim=1) + earlier_sum[:, None]
+        # What a query selects holds for later queries
+        sums = nn.functional.pad(selects, (0, 0, 1, 0)).cumsum(dim=1) + earlier_sum[:, None]
         if call.cache is not None:
-            covered = torch.full_like(earlier_sum, 1.0) * (places.query_index[-1] + 1)
-            call.store_state(
-                self.name, torch.stack([total[:, -1], covered, is_first], dim=-1)[:, None].expand_as(call.states[self.name])
-            )
-        return scores - (total - selects)[:, None]  # what a query selects holds for later queries
+            covered = torch.zeros_like(earlier_sum) + (places.query_index[-1] + 1)
+            state = torch.stack([sums[:, -1], covered, is_first], dim=-1)[:, None]
+            call.store_state(self.name, state.expand_as(call.states[self.name]))
+        return scores - sums[:, None, :-1]

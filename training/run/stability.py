@@ -131,12 +131,7 @@ def _layer_statistics(
         for start in range(0, query.shape[2], rows_at_once):
             places = slice(start, start + rows_at_once)
             seen = key[:, :, : places.stop]
-            part = visibility._replace(
-                query_index=visibility.query_index[places],
-                key_length=seen.shape[2],
-                visible_count=visibility.visible_count[:, places],
-                first_key=None if visibility.first_key is None else visibility.first_key[:, places],
-            )
+            part = visibility.rows(start, start + rows_at_once, seen.shape[2])
             own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : places.stop])
             chunks.append(_row_statistics(call, query[:, :, places], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
