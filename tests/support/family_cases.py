@@ -7,6 +7,7 @@ from support.conversion_cases import randomize
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    CwmConfig,
     DiffLlamaConfig,
     GPTNeoXConfig,
     LlamaConfig,
@@ -38,6 +39,7 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILY_CASES = {
@@ -72,6 +74,22 @@ FAMILY_CASES = {
     "mistral-without_window": (
         MistralConfig,
         {**_GROUPED, "sliding_window": None, "head_dim": 6, "eos_token_id": [2, 3], "hidden_act": "gelu"},
+    ),
+    "cwm-windows": (CwmConfig, {**_GROUPED, "sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True}),
+    "cwm-every_layer": (
+        CwmConfig,
+        {**_GROUPED, "sliding_window": 5, "head_dim": 4, "layer_types": _LAYERS[:1] * 3},
+    ),
+    "cwm-default_rope": (
+        CwmConfig,
+        {
+            **_SIZES,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+            **_ROPE,
+        },
     ),
     "qwen2-grouped": (Qwen2Config, _GROUPED),
     "qwen2-windows_in_upper_layers": (
@@ -187,6 +205,7 @@ FAMILY_CASES = {
 ONE_OF_EACH = {
     "llama": "llama-biases_and_wide_heads",
     "mistral": "mistral-window_and_wide_heads",
+    "cwm": "cwm-windows",
     "qwen2": "qwen2-windows_in_upper_layers",
     "qwen3": "qwen3-windows_and_bias",
     "smollm3": "smollm3-windows_and_biases",

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     ArceeConfig,
+    CwmConfig,
     DiffLlamaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -122,13 +123,13 @@ def _bias(name: str, *parts: str) -> Part:
 
 
 def _read_windows(config: PreTrainedConfig) -> dict[str, Any]:
-    windows = {"full_attention": None}
-    if config.use_sliding_window and config.sliding_window is not None:
+    windows, uses_windows = {"full_attention": None}, getattr(config, "use_sliding_window", True)
+    if uses_windows and config.sliding_window is not None:
         windows["sliding_attention"] = config.sliding_window
     if unknown := sorted(set(config.layer_types) - windows.keys()):
         raise ValueError(
             f"layer_types: {', '.join(unknown)} must be one of {', '.join(windows)}, with "
-            f"use_sliding_window={config.use_sliding_window} and sliding_window={config.sliding_window}"
+            f"use_sliding_window={uses_windows} and sliding_window={config.sliding_window}"
         )
     return {"sliding_window": [windows[kind] for kind in config.layer_types]}
 
@@ -140,6 +141,10 @@ def _write_windows(layers: Sequence[NLQConfig]) -> dict[str, Any]:
         "sliding_window": next(filter(None, windows), None),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
     }
+
+
+def _write_windows_alone(layers: Sequence[NLQConfig]) -> dict[str, Any]:
+    return {name: value for name, value in _write_windows(layers).items() if name != "use_sliding_window"}
 
 
 def _read_scaling(config: PreTrainedConfig) -> dict[str, Any]:
@@ -360,6 +365,8 @@ _RESIDUAL_DROPOUT = _equal(residual_dropout="residual_dropout")
 _WINDOW = _equal(sliding_window="sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
+_WINDOWS_ALONE = Part(("sliding_window", "layer_types"), _read_windows, _write_windows_alone)
+
 _LLAMA_BLOCK = {"norm_type": "rmsnorm", "mlp_type": "gated"}
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _PLAIN_MLP_NAMES = {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
@@ -368,6 +375,7 @@ _LLAMA_PARTS = (_TOKENS, _COMMON, _GROUPED)
 _ROWS = (
     Family(LlamaConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS), (), _LLAMA_NAMES),
     Family(MistralConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _WINDOW), (), _LLAMA_NAMES),
+    Family(CwmConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS_ALONE), (), _LLAMA_NAMES),
     Family(
         Qwen2Config,
         {**_LLAMA_BLOCK, "query_key_value_bias": True},

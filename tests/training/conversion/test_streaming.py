@@ -266,7 +266,7 @@ DAMAGES = {
     ),
     "family": (
         lambda source: edit_json(source / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"]),
-        "type 'mixtral'; only arcee, diffllama, gpt2, gpt_neox, llama,",
+        "type 'mixtral'; only arcee, cwm, diffllama, gpt2, gpt_neox, llama,",
     ),
     "class": (lambda source: edit_json(source / "config.json", architectures=["LlamaForVision"]), "LlamaForVision"),
 }
