@@ -58,5 +58,6 @@ def find(kind: str, name: str) -> Path:
     path = _ROOT / kind / f"{name.removesuffix(_SUFFIXES[kind])}{_SUFFIXES[kind]}"
     if path.is_file():
         return path
-    hint = suggestion(name, names(kind), is_short=True)
+    other = next((other for other in _SUFFIXES if name in names(other)), None)
+    hint = suggestion(name, names(kind), is_short=True) if other is None else f"it is one of the {other}"
     raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}")

@@ -171,7 +171,10 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
         found += _by_layer([[refusal(field, old, new, reason)] if old != new else [] for old, new in values])
     layers = zip(before.per_layer_config, after.per_layer_config)
     found += _by_layer([lost_queries(old, new) for old, new in layers])
-    known = {*_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
+    before_code, after_code = before.attention_parts_code or {}, after.attention_parts_code or {}
+    changed_parts = sorted(name for name in before_code.keys() & after_code.keys() if before_code[name] != after_code[name])
+    found += [f"attention_parts: the file of {name!r} is another one than the model was made with" for name in changed_parts]
+    known = {"attention_parts_code", *_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
     other = sorted(
         field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)
     )
