@@ -125,7 +125,7 @@ OTHER_UPCYCLING = {
     "identity_to_residual_biased": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "residual"}),
     "keys_identity_to_nonlinear": ({"key_projection": "identity"}, {"key_projection": "nonlinear"}),
     # Scores of parallax have no factor; more key heads and a wider MLP need more channels of canon layers
-    "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.7}),
+    "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it: no rounding
     "parallax_residual": ({"parallax": True}, {"query_projection": "residual"}),
     "canon_key_heads": ({"canon": "ABCD", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
     "canon_paired": ({"canon": "B"}, {"differential_attention": "v2"}),
