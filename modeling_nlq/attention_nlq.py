@@ -160,6 +160,9 @@ def one_query_by_pytorch(
     return output.view(batch, 1, heads, head_dim).to(dtype)
 
 
+one_query_attention = Operation("one_query", one_query_by_pytorch)
+
+
 def scores_and_weights(
     module: nn.Module,
     query: torch.Tensor,
@@ -190,9 +193,6 @@ def scores_and_weights(
     for part in weighers:
         weights = part.reweigh(call, weights, columns, key)
     return scores, weights
-
-
-one_query_attention = Operation("one_query", one_query_by_pytorch)
 
 
 def eager_attention_forward(

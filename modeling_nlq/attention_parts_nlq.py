@@ -163,6 +163,14 @@ class AttentionPart(nn.Module):
         return None
 
     @classmethod
+    def conv_states(cls, config: "NLQConfig") -> int:
+        """Returns of how many convolutions the cache keeps the last tokens, in Transformers' layers for that.
+
+        A layer has one such part. `config.first_conv_state` is the number of its first state there.
+        """
+        return 0
+
+    @classmethod
     def kind_of(cls, parameter: str) -> str:
         """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP width."""
         return "query"
@@ -189,6 +197,9 @@ class AttentionPart(nn.Module):
             fresh = type(self)(self.config, self.layer_idx)
         for name, parameter in own.items():
             init.copy_(parameter, getattr(fresh, name))
+
+    def scale_keys(self, factor: float) -> None:
+        """Keeps what the part computes where a conversion multiplies the keys by a factor, and the scores by its inverse."""
 
     def start_without_effect(self, layer: "NLQAttentionProjections") -> str | None:
         """Sets parameters so that a trained layer computes what it computed without the part (`nlq convert --upcycle`).

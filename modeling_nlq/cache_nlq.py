@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
@@ -150,36 +151,34 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             _map_convolutions(self, function)
 
 
-class _FullLayer(LinearAttentionAndFullAttentionLayer):
-    """Transformers' layer forgets the rows of convolutions where it repeats and selects those of keys and values."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        _map_convolutions(self, lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        _map_convolutions(self, lambda state: state[indices])
-
-
-class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
-    """As `_FullLayer`, with a window."""
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        _map_convolutions(self, lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        _map_convolutions(self, lambda state: state[indices])
-
-
 def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
     layer.conv_states.update({index: function(state) for index, state in layer.conv_states.items() if state is not None})
 
 
+def _repeat_rows(layer: DynamicLayer, repeats: int) -> None:
+    DynamicLayer.batch_repeat_interleave(layer, repeats)
+    _map_convolutions(layer, lambda state: state.repeat_interleave(repeats, dim=0))
+
+
+def _select_rows(layer: DynamicLayer, indices: torch.Tensor) -> None:
+    DynamicLayer.batch_select_indices(layer, indices)
+    _map_convolutions(layer, lambda state: state[indices])
+
+
+class _FullLayer(LinearAttentionAndFullAttentionLayer):
+    batch_repeat_interleave, batch_select_indices = _repeat_rows, _select_rows
+
+
+class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
+    batch_repeat_interleave, batch_select_indices = _repeat_rows, _select_rows
+
+
 def keep_rows_together(layer: CacheLayerMixin) -> None:
-    """Corrects a cache layer of Transformers that has convolutions beside keys and values."""
+    """Makes a dynamic cache layer of keys, values and convolutions repeat and select the rows of all three.
+
+    Transformers' own layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache chooses the
+    class, so the class of the layer is exchanged.
+    """
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         layer.__class__ = _FullLayer
     elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:

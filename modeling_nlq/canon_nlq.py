@@ -109,6 +109,10 @@ class Canon(AttentionPart):
         return "the paged cache has no place for the tokens that it keeps"
 
     @classmethod
+    def conv_states(cls, config) -> int:
+        return len(cls.widths(config))
+
+    @classmethod
     def kind_of(cls, parameter: str) -> str:
         _, name, _ = parameter.split(".")
         return {"key": "key_value", "value": "key_value", "mlp_gate": "inner", "mlp_inner": "inner"}.get(name, "query")

@@ -366,7 +366,7 @@ class NLQConfig(PreTrainedConfig):
         """The kind of cache (of one layer)."""
         if self.activation.kind == "linear":
             return LAYER_TYPE
-        if self.canon is not None:  # Transformers' layers of keys and values with states of convolutions
+        if self.number_of_conv_states:  # Transformers' layers of keys and values with states of convolutions
             return "hybrid" if self.sliding_window is None else "hybrid_sliding"
         return "full_attention" if self.sliding_window is None else "sliding_attention"
 
@@ -378,7 +378,7 @@ class NLQConfig(PreTrainedConfig):
     @property
     def number_of_conv_states(self) -> int:
         """How many convolutions the cache stores tokens of (of one layer), for Transformers."""
-        return 1 if self.canon is None else len(ATTENTION_PARTS["canon"].widths(self))
+        return sum(part.conv_states(self) for part in parts_of(self))
 
     @property
     def has_learned_positions(self) -> bool:
@@ -590,14 +590,18 @@ def _check_layer(layer: NLQConfig) -> None:
             )
         if layer.sliding_window < 2:  # Transformers' cache does not take 1
             raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")
-    weighers = [part.name for part in parts_of(layer) if part.has_hook("reweigh")]
-    if len(weighers) > 1:
-        raise ValueError(f"{' and '.join(weighers)} both change the weights of queries; use one of them")
-    for part in parts_of(layer):
+    parts = parts_of(layer)
+    for part in parts:
         part.check(layer)
         # Linear attention has no scores and no weights, and its state is its own
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
+    for what, names in (
+        ("change the weights of queries", [part.name for part in parts if part.has_hook("reweigh")]),
+        ("keep tokens of convolutions", [part.name for part in parts if part.conv_states(layer)]),
+    ):
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)} both {what}; use one of them")
     for name in ("attention_scaling", "attention_output_scaling"):
         if (value := getattr(layer, name)) is not None and not math.isfinite(value):
             raise ValueError(f"{name}={value!r} must be finite")

@@ -279,7 +279,8 @@ class Sequences(NamedTuple):
         if visibility.key_is_valid is not None:
             is_valid = visibility.key_is_valid[:, visibility.query_index]
         caller_mask = self.mask_of(sliding_window)
-        has_own_mask = caller_mask is not None and getattr(caller_mask, "ndim", 4) == 4  # a tensor or a block mask
+        is_padding = isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2
+        has_own_mask = caller_mask is not None and not is_padding
         if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
         steps = None

@@ -187,7 +187,7 @@ class NLQAttention(NLQAttentionProjections):
             key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
             call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
-            own = part.score_bias(call, call.states and call.states.get(part.name))
+            own = part.score_bias(call, (call.states or {}).get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_attended"):
             query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
@@ -397,14 +397,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
         if not self.parallel_residual:
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
-        residual = self._before(residual, self.mlp_norm)
+        inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
-            call = AttentionCall(self.self_attn, residual, kwargs.get("places"), cache=cache)
+            call = AttentionCall(self.self_attn, inputs, kwargs.get("places"), cache=cache)
             for part in self.self_attn.parts_with("change_mlp_input"):
-                residual = part.change_mlp_input(call, residual)
-            output = self.mlp(residual, call)
-        else:
-            output = self.mlp(residual)
+                inputs = part.change_mlp_input(call, inputs)
+        output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
         hidden_states = self._after(hidden_states, self.mlp_norm)
         return (hidden_states, *values) if values else hidden_states

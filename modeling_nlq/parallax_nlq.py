@@ -42,6 +42,10 @@ class Parallax(AttentionPart):
     def split_layers(cls, config) -> dict[str, str]:
         return {"parts.parallax.proj": "colwise"}
 
+    def scale_keys(self, factor: float) -> None:
+        for parameter in self.proj.parameters():  # its scores have the keys, but no factor
+            parameter.div_(factor)
+
     def start_without_effect(self, layer) -> str | None:
         for parameter in self.proj.parameters():
             parameter.zero_()

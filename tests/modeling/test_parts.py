@@ -105,7 +105,7 @@ class TestScoreBias:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["value_residual_learned", "all_parts", "differential_v1"])
+@pytest.mark.parametrize("name", ["value_residual_learned", "all_parts", "differential_v1", "more_parts"])
 def test_gradient_checkpointing(make_model, name, reentrant):
     """Values of the first layer reach all others, and so do their gradients."""
     switches = {**PART_SWITCHES[name], "num_hidden_layers": 3}
@@ -168,16 +168,22 @@ def test_cache_without_a_configuration(make_model):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_continuous_batching(make_model):
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {
+            "exclusive_attention": "learned",
+            "value_residual": "learned",
+            "attention_length_scaling": "log",
+            "differential_attention": "v2",
+        },
+        {"parallax": True, "attention_gate": "value", "attention_activation": "softpick"},
+    ],
+    ids=lambda switches: "+".join(switches),
+)
+def test_continuous_batching(make_model, switches):
     """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged cache."""
-    switches = {
-        "query_projection": "linear",
-        "exclusive_attention": "learned",
-        "value_residual": "learned",
-        "attention_length_scaling": "log",
-        "differential_attention": "v2",
-    }
-    model = make_model(vocab_size=31, tie_word_embeddings=False, **switches)
+    model = make_model(vocab_size=31, tie_word_embeddings=False, query_projection="linear", **switches)
     prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
     paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
     outputs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=paged).values()
@@ -202,6 +208,12 @@ class TestRefusals:
             ({"differential_attention": "v2", "query_projection": "identity"}, "must have the width hidden_size"),
             ({"differential_attention": "v1", "exclusive_attention": "fixed"}, "no value of its own"),
             ({"value_residual": "some"}, "value_residual"),
+            ({"canon": "BA"}, "canon='BA' must be letters out of 'ABCD'"),
+            ({"selective_attention": True, "sliding_window": 3}, "sliding_window=3 does not keep its sums"),
+            ({"parallax": True, "differential_attention": "v2"}, "changes the weights of one map"),
+            ({"parallax": True, "attention_activation": "linear_attention"}, "changes scores or weights"),
+            ({"attention_gate": "value", "differential_attention": "v1"}, "no value of its own"),
+            ({"attention_activation": "stick_breaking", "attention_normalization": "sum"}, "has the normaliser 'none' only"),
             ({"attention_parts": ["unknown_part"]}, "'unknown_part' is unknown"),
         ],
     )
@@ -220,7 +232,7 @@ class TestRefusals:
             check_distribution(NLQConfig(value_residual="fixed"), 1, 2)
         check_distribution(NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned"), 2, 2)
 
-    @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1"])
+    @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"])
     def test_continuous_batching(self, make_model, name):
         model = make_model(**PART_SWITCHES[name])
         with pytest.raises(ValueError, match="has no continuous batching"):
@@ -245,6 +257,14 @@ def test_convolution_is_that_of_pytorch(earlier):
     output, latest = ours(states, before if earlier else None, Places(torch.ones(1, 1, 9)))
     torch.testing.assert_close(output, states + theirs(full.transpose(1, 2)).transpose(1, 2))
     assert torch.equal(latest, states[:, -3:])
+
+
+@pytest.mark.parametrize("name", ["canon", "canon_of_linear_attention", "value_gate", "selective", "parallax"])
+def test_gradients(make_model, name):
+    """`gradcheck` of the inputs, through both layers."""
+    model = make_model(torch.float64, **PART_SWITCHES[name])
+    embeddings = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda inputs: model(inputs_embeds=inputs, use_cache=False).logits, embeddings)
 
 
 class TestNaiveForms:

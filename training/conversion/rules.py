@@ -268,9 +268,9 @@ def _attention_scaling(change: LayerChange) -> str | None:
         scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     for parameter in scaled:
         parameter.mul_(before / after)
-    if change.target.q_norm is None and change.after.parallax:  # its scores have the keys, but no factor
-        for parameter in change.target.parts["parallax"].parameters():
-            parameter.mul_(after / before)
+    if change.target.q_norm is None:
+        for part in change.target.parts.values():
+            part.scale_keys(before / after)
     return None
 
 
