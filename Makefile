@@ -4,10 +4,12 @@ PYTHON ?= python3
 # A torch build other than the one your pip index serves: set this to an index address listed on pytorch.org.
 TORCH_INDEX_URL ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
+# Tests that have environments of their own
+OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-newest test-versions test-clients test-ray lint benchmark clean
+.PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray lint benchmark clean
 .PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
 
 # Two processes share the runs of the comparison. The second is silent; if it fails, the first makes all runs
@@ -25,15 +27,15 @@ demo: .venv/installed
 test: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	$(PYTEST) -m "not slow and not gpu" --ignore tests/clients --ignore tests/cluster
+	$(PYTEST) -m "not slow and not gpu" $(OTHERS)
 
 # The slow tests too, which repeat the quick ones' kinds of cases in more combinations
 test-all: .venv/installed-test
-	$(PYTEST) -m "not gpu" --ignore tests/clients --ignore tests/cluster
+	$(PYTEST) -m "not gpu" $(OTHERS)
 
 # The quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
 test-oldest: .venv-oldest/installed
-	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/clients --ignore tests/cluster
+	$(subst .venv,.venv-oldest,$(PYTEST)) -m "not slow and not gpu" $(OTHERS)
 
 # The quick tests and other people's programs with the newest of everything that the index has now, without constraints. Another
 # package must not replace the build of torch
@@ -64,6 +66,12 @@ ALONE = unshare --net --map-root-user bash -c 'ip link set lo up && exec "$$@"' 
 test-ray: .venv-ray/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(if $(shell $(ALONE) echo yes 2>/dev/null),$(ALONE)) \
 		.venv-ray/bin/python -m pytest tests/cluster
+
+# The explorer's page in Chromium, which CHROMIUM names
+CHROMIUM ?= $(shell command -v chromium chromium-browser google-chrome | head -1)
+
+test-browser: .venv-browser/installed
+	CHROMIUM=$(CHROMIUM) $(subst .venv,.venv-browser,$(PYTEST)) tests/browser
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
@@ -96,7 +104,7 @@ $(RESULTS)/.folder:
 # Most of the time goes into compiling kernels, which several processes share
 gpu-test: $(GPU_READY)
 	$(KEEP) $(RESULTS)/tests.txt $(PYTHON_GPU) -m pytest -n 8 --dist worksteal -m gpu --continue-on-collection-errors \
-		--ignore tests/clients --ignore tests/cluster
+		$(OTHERS)
 
 # NVIDIA's tool, which has to see every allocation
 gpu-sanitizer: $(GPU_READY)
@@ -155,10 +163,17 @@ gpu-comparison: $(GPU_READY)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
 	touch $@
 
+# Gradio 6 takes an older Pillow
+.venv-browser/installed: pyproject.toml constraints.txt
+	$(call new_environment,.venv-browser,constraints.txt)
+	grep -iv "^pillow==" constraints.txt > .venv-browser/constraints.txt
+	$(subst .venv,.venv-browser,$(PIP)) install --quiet -c .venv-browser/constraints.txt -e ".[test,explore,test-browser]"
+	touch $@
+
 define new_environment
 $(PYTHON) -m venv $(1)
 $(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endef
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-clients .venv-ray .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .cache build dist *.egg-info

@@ -209,6 +209,13 @@ class AttentionPart(nn.Module):
         """
         return "it has no start without effect"
 
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        """Returns what a call is worth looking at (`nlq explore`): numbers `(heads,)` by name, for a batch of one text.
+
+        The values of the call are set.
+        """
+        return {}
+
     # Hooks of a call
 
     def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,9 @@ class ExclusiveAttention(AttentionPart):
         self.alpha.zero_()
         return None
 
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        return {} if self.alpha is None else {"share of the own value taken out": torch.tanh(self.alpha)}
+
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         values = call.values.transpose(1, 2)[:, :, :, None]  # (batch, query, groups, 1, head_dim)
         values = values.to(torch.promote_types(values.dtype, torch.float32))

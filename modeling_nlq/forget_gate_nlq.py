@@ -73,3 +73,6 @@ class ForgetGate(AttentionPart):
         dtype = torch.float32 if state.device.type == "mps" else torch.float64
         total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
         return ScoreBias(total[..., call.places.query_index], total)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        return {"mean log forget gate": self.token_state(call).mean(dim=(0, 2)).flatten()}

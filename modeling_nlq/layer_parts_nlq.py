@@ -174,12 +174,20 @@ class AttentionGate(AttentionPart):
         return {} if config.attention_gate == "value" else {"gate_proj": "colwise"}
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        gate = self._gate(call, heads.shape[2])
+        return (heads.unflatten(2, (gate.shape[2], -1)) * gate[:, :, :, None]).flatten(2, 3)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        heads = self.config.num_attention_heads
+        gate = self._gate(call, heads).mean(dim=(0, 1, 3))
+        return {"mean gate": gate.repeat_interleave(heads // len(gate))}
+
+    def _gate(self, call: AttentionCall, heads: int) -> torch.Tensor:
+        """Returns `(batch, query, heads or groups, head_dim or 1)`."""
         if self.config.attention_gate != "value":
-            gate = torch.sigmoid(call.layer.gate_proj(call.hidden_states))
-            return heads * gate.unflatten(-1, (heads.shape[2], -1))
+            return torch.sigmoid(call.layer.gate_proj(call.hidden_states)).unflatten(-1, (heads, -1))
         values, proj = call.values.transpose(1, 2), call.layer.value_gate_proj
         if call.tp_mesh is None:
-            gate = proj(values)
-        else:
-            gate = nn.functional.linear(values, *(shared_by_heads(own, call.tp_mesh) for own in proj.parameters()))
-        return (heads.unflatten(2, (gate.shape[2], -1)) * torch.sigmoid(gate)[:, :, :, None]).flatten(2, 3)
+            return torch.sigmoid(proj(values))
+        own = (shared_by_heads(parameter, call.tp_mesh) for parameter in proj.parameters())
+        return torch.sigmoid(nn.functional.linear(values, *own))

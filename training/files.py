@@ -28,6 +28,7 @@ BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"
 CARD_FILE = "README.md"
 CONVERSION_FILE = "conversion.json"
 METRICS_FILE = "metrics.json"
+PAGE_FILE = "explore.html"
 PLOT_FILE = "loss.png"
 RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"
@@ -57,7 +58,7 @@ VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
-_FREE_FIELDS = {"num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
+_FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _UNFINISHED = ".unfinished"
 _LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
 

@@ -9,7 +9,7 @@ variables that process needs. `HF_HUB_DISABLE_XET=1` is one of them: where hf_xe
 without asking whether the Hub has it. This one has LFS only.
 
 As on the real Hub, large files live on another host than the API (here another port), behind links that need no token: the
-client must not send its token there. Models only: no datasets, no Spaces, no pull requests, and no .gitignore is applied.
+client must not send its token there. Models and Spaces only: no datasets, no pull requests, and no .gitignore is applied.
 """
 
 import base64
@@ -112,7 +112,8 @@ ROUTES: list[tuple[str, re.Pattern, str, Callable]] = []
 
 def route(method: str, path: str, access: str = "read") -> Callable:
     """Answers `path`; access is "anyone", "user", or, where the path names a repository, "read" or "write"."""
-    for name, pattern in {"repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "ticket": "[0-9a-f]+"}.items():
+    patterns = {"kind": "models|spaces", "repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "ticket": "[0-9a-f]+"}
+    for name, pattern in patterns.items():
         path = path.replace(f"{{{name}}}", f"(?P<{name}>{pattern})")
 
     def register(answer: Callable) -> Callable:
@@ -215,7 +216,8 @@ class HubServer:
                     if access == "user" and request.user is None:
                         raise HubError(401, "Invalid username or password.")
                     if "repo" in arguments:
-                        arguments["repo"] = self._permitted_repo(arguments["repo"], request.user, access)
+                        key = "spaces/" * (arguments.pop("kind", "") == "spaces") + arguments["repo"]
+                        arguments["repo"] = self._permitted_repo(key, request.user, access)
                     result = endpoint(self, request, **arguments)
                     return result if isinstance(result, Reply) else Reply.json(result)
             self.unknown.append((request.method, request.path))
@@ -250,24 +252,28 @@ class HubServer:
     def _create_repo(self, request: Request) -> Reply:
         asked = request.json()
         owner, name = asked.get("organization") or request.user, asked["name"]
-        if asked.get("type", "model") != "model":
-            raise HubError(400, f"This Hub keeps models, not {asked['type']}s")
+        kind = asked.get("type", "model")
+        if kind not in ("model", "space"):
+            raise HubError(400, f"This Hub keeps models and Spaces, not {kind}s")
+        if kind == "space" and asked.get("sdk") not in ("docker", "gradio", "static"):
+            raise HubError(400, "A Space needs an sdk")
         if not re.fullmatch(r"[\w.-]{1,96}", name, re.ASCII):
             raise HubError(400, f"Invalid repository name {name!r}")
         if owner != request.user:
             raise HubError(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
         repo_id = f"{owner}/{name}"
-        url = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id}
-        if repo_id in self._repos:
-            return Reply.json({"error": "You already created this model repo", **url}, 409)
-        self._repos[repo_id] = Repo(repo_id, asked.get("visibility") == "private" or bool(asked.get("private")))
+        key = "spaces/" * (kind == "space") + repo_id
+        url = {"url": f"{self.endpoint}/{key}", "name": repo_id}
+        if key in self._repos:
+            return Reply.json({"error": f"You already created this {kind} repo", **url}, 409)
+        self._repos[key] = Repo(repo_id, asked.get("visibility") == "private" or bool(asked.get("private")))
         files = {".gitattributes": Blob(GIT_ATTRIBUTES.encode())}
-        self._repos[repo_id].commit("main", files, "initial commit", "", owner)
+        self._repos[key].commit("main", files, "initial commit", "", owner)
         return Reply.json(url)
 
     # Listings
 
-    @route("GET", "/api/models/{repo}(/revision/{rev})?")
+    @route("GET", "/api/{kind}/{repo}(/revision/{rev})?")
     def _model_info(self, request: Request, repo: Repo, rev: str) -> dict:
         commit = repo.revision(rev or "main")
         card = read_card(commit.files.get("README.md", Blob(b"")).data.decode())
@@ -278,7 +284,7 @@ class HubServer:
         described |= {name: card.get(name) for name in ("library_name", "pipeline_tag")}
         return {**about, **described, "sha": commit.oid, "lastModified": commit.date, "siblings": siblings}
 
-    @route("GET", "/api/models/{repo}/tree/{rev}(/{path})?")
+    @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
         recursive = request.query.get("recursive", [""])[0].lower() in ("true", "1")
         entries = repo.revision(rev).entries(path.rstrip("/"), recursive)
@@ -286,7 +292,7 @@ class HubServer:
             raise HubError(404, f"{path} does not exist on {rev}", "EntryNotFound")
         return entries
 
-    @route("POST", "/api/models/{repo}/branch/{rev}", access="write")
+    @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
         if rev in repo.branches:
             raise HubError(409, f"Reference already exists: refs/heads/{rev}")
@@ -307,7 +313,7 @@ class HubServer:
         report = {"errors": [{"message": text} for text in errors], "warnings": [{"message": text} for text in warnings]}
         return Reply.json(report, 400 if errors else 200)
 
-    @route("POST", "/api/models/{repo}/preupload/{rev}", access="write")
+    @route("POST", "/api/{kind}/{repo}/preupload/{rev}", access="write")
     def _preupload(self, request: Request, repo: Repo, rev: str) -> dict:
         commit, answers = repo.revision(rev), []
         for file in request.json()["files"]:
@@ -339,7 +345,7 @@ class HubServer:
         self._uploads[ticket].finish(request.body)
         return Reply(200)
 
-    @route("POST", "/api/models/{repo}/commit/{rev}", access="write")
+    @route("POST", "/api/{kind}/{repo}/commit/{rev}", access="write")
     def _commit(self, request: Request, repo: Repo, rev: str) -> dict:
         """All or nothing: the branch moves only after every line was found good."""
         if "create_pr" in request.query:
@@ -384,7 +390,7 @@ class HubServer:
 
     # Downloading
 
-    @route("GET", "/{repo}/resolve/{rev}/{path}")
+    @route("GET", "(/{kind})?/{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo: Repo, rev: str, path: str) -> Reply:
         commit = repo.revision(rev)
         headers = {"X-Repo-Commit": commit.oid}

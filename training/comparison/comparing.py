@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from ..models import config_differences, weights_fingerprint
 from ..run.recipe import public_recipe
 from ..storage import open_folder, remove_folder
 from .downstream import read_scores, score_runs
+from .explored import explore_best
 from .ladder import gather_ladder, in_turn
 from .local import LocalEngine
 from .plan import Comparison, Ladder, default_folder, scales_of
@@ -122,11 +123,9 @@ def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
-        if isinstance(folder, Path):
-            write_report(results, folder)
-        else:
-            with written_whole(folder) as unfinished:
-                write_report(results, unfinished)
+        with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
+            explore_best(comparison, results, folder, target)
+            write_report(results, target)
     return results
 
 

@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from ..files import write_text
+from ..files import PAGE_FILE, write_text
 from ..text import align
 from .figures import draw_costs, draw_curves, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
@@ -145,6 +145,8 @@ _FIGURES_OF_A_LADDER: _Figures = {
 
 def write_report(results: dict[str, Any], folder: Path) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
+
+    The report links to the page of `nlq explore`, if there is one.
 
     Args:
         results: the content of `results.json`.
@@ -330,6 +332,7 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
         corpus=provenance(_top(results)),
+        explored=PAGE_FILE if (folder.parent / PAGE_FILE).is_file() else None,
         words=_WORDS,
         first_warnings=first_warnings(results),
         outcome=" ".join(outcome(results)),

@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 
 _WIDTH = 100
@@ -138,6 +139,28 @@ def make_parser() -> argparse.ArgumentParser:
     _add_parts(command)
     command.set_defaults(run=_evaluate, module="run.evaluation")
 
+    command = commands.add_parser(
+        "explore",
+        help="see what attention does with a text, in one model or in two side by side",
+        description="Write an HTML page that works from disk: the loss of each token, the attention map of each head, entropy, "
+        "sinks, scores, and what removing a head costs. The page quotes the text.",
+        allow_abbrev=False,
+    )
+    command.add_argument("model", help="folder or Hub name of a saved model: NLQ, or any causal model of Transformers")
+    command.add_argument("other", nargs="?", help="a second model with the same tokenizer")
+    text = command.add_mutually_exclusive_group()
+    text.add_argument("--text", help="the text")
+    text.add_argument("--file", help="a file of text instead; two models are compared on all of it")
+    command.add_argument("--output", metavar="PAGE.html", help="by default explore.html in this folder")
+    command.add_argument(
+        "--max_tokens", type=int, help="show the first tokens of the text; by default 512, or as many as the models take"
+    )
+    command.add_argument("--serve", action="store_true", help="serve the page with a field for the text; needs Gradio")
+    command.add_argument("--host", help="with --serve: the address to listen at; by default 127.0.0.1, this machine alone")
+    command.add_argument("--port", type=int, help="with --serve; by default the first free one from 7860")
+    _add_parts(command)
+    command.set_defaults(run=_explore, module="explore.exploring")
+
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
     command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
     command.add_argument("--context", type=int, default=None, help="in tokens; by default the model's")
@@ -174,12 +197,17 @@ def make_parser() -> argparse.ArgumentParser:
         description="Upload weights, configuration, code, tokenizer, results and card in one commit, and nothing else.",
         allow_abbrev=False,
     )
-    command.add_argument("folder", metavar="RUN", help="folder of a run, a conversion or another saved NLQ model")
+    command.add_argument(
+        "folder", metavar="RUN", help="folder of a run, a conversion or another saved NLQ model; with --space, or a page"
+    )
     command.add_argument("repo_id", metavar="REPO_ID", help="owner/name")
     command.add_argument(
         "--adapter",
         action="store_true",
         help="upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model",
+    )
+    command.add_argument(
+        "--space", action="store_true", help="upload the page of `nlq explore` as a Space, and no model; it quotes its text"
     )
     command.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     command.add_argument("--revision", default=None, help="branch to publish to; by default the main one")
@@ -251,13 +279,17 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.engines import train_with
+    from modeling_nlq.training.files import PAGE_FILE
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
     metrics = train_with(arguments.engine, resolved, **{name: getattr(arguments, name) for name in options})
     if resolved.training_arguments.process_index == 0:
-        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
+        folder = Path(resolved.training_arguments.output_dir)
+        print(f"{folder}: {_describe(metrics)}")
+        if (folder / PAGE_FILE).is_file():
+            print(f"what its attention does: {folder / PAGE_FILE}")
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
@@ -366,6 +398,32 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         write_task_results(results, output)
 
 
+def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
+    if arguments.serve:
+        if arguments.output is not None:
+            raise ValueError("--output and --serve exclude each other: a served page is not written")
+        from modeling_nlq.training.explore.serving import serve
+
+        given = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens", "host", "port")}
+        serve(arguments.model, arguments.other, **given)
+        return
+    for name in ("host", "port"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} needs --serve")
+    from modeling_nlq.training.explore.exploring import explore
+    from modeling_nlq.training.explore.page import describe_difference
+    from modeling_nlq.training.files import PAGE_FILE
+
+    output = arguments.output or PAGE_FILE
+    options = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens")}
+    done = explore(arguments.model, arguments.other, output=output, **options)
+    for model in done.models:
+        print(f"{model.name}: {model.description}")
+    if done.difference is not None:
+        print(describe_difference(done.difference, [model.name for model in done.models]))
+    print(f"page: {output} ({len(done.page.encode()):,} bytes)")
+
+
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.models import load_config
     from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
@@ -416,19 +474,16 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
-    from modeling_nlq.training.sharing.publishing import publish
+    from modeling_nlq.training.sharing.publishing import publish, publish_space
 
-    done = publish(
-        arguments.folder,
-        arguments.repo_id,
-        private=arguments.private,
-        revision=arguments.revision,
-        comparison=arguments.comparison,
-        card=arguments.card,
-        license=arguments.license,
-        adapter=arguments.adapter,
-        dry_run=arguments.dry_run,
-    )
+    options = {name: getattr(arguments, name) for name in ("private", "revision", "dry_run")}
+    of_models = {name: getattr(arguments, name) for name in ("comparison", "card", "license", "adapter")}
+    if arguments.space:
+        if given := [name for name, value in of_models.items() if value]:
+            raise ValueError(f"--{given[0]} and --space exclude each other: a Space holds the page alone")
+        done = publish_space(arguments.folder, arguments.repo_id, **options)
+    else:
+        done = publish(arguments.folder, arguments.repo_id, **options, **of_models)
     for name, size in done.files.items():
         print(f"{size:>14,}  {name}")
     total = f"{sum(done.files.values()):,} bytes in {len(done.files)} files"

@@ -124,6 +124,9 @@ class Recipe:
         default=False, metadata={"help": "Record entropy, normaliser and scores of every attention layer while training."}
     )
     stability_steps: int = field(default=50, metadata={"help": "Optimizer steps between two records."})
+    explore: bool = field(
+        default=True, metadata={"help": "Write the page of `nlq explore` on held-out text when the run is finished."}
+    )
 
     def __post_init__(self):
         for name in ("model", "dataset", "text_column"):

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
@@ -16,9 +15,10 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
 from modeling_nlq.modeling_nlq import NLQAttention
+
+from ..observing import attention_layers, observe_calls
 
 
 # Optimizer steps between two records; a record of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
@@ -33,19 +33,6 @@ SPIKE_WINDOW = 10
 _PREFIX = "attention/layer_"
 
 
-def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
-    """The attention layers of an NLQ model, first to last.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no NLQ attention layers: their stability cannot be recorded")
-    return layers
-
-
-@torch.no_grad()
 def attention_statistics(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
 ) -> list[dict[str, float]]:
@@ -80,41 +67,26 @@ def attention_statistics(
     Raises:
         ValueError: if the model has no NLQ attention layers.
     """
-    layers = attention_layers(model)
-    input_ids = input_ids.to(model.device)
+    inputs: dict[str, torch.Tensor | int] = {"logits_to_keep": 1}
     segments = None
     if position_ids is not None:
-        position_ids = position_ids.to(model.device)
-        segments = find_packed_sequence_indices(position_ids)
+        inputs["position_ids"] = position_ids.to(model.device)
+        segments = find_packed_sequence_indices(inputs["position_ids"])
     length = input_ids.shape[1]
-    records: dict[int, dict[str, float]] = {}
+    records: list[dict[str, float]] = []
 
-    def record(layer: NLQAttentionProjections, inputs: tuple, keyword_inputs: dict) -> None:
-        records[layer.layer_idx] = {}
-        if layer.activation.kind != "linear":
-            call = layer.begin(*inputs, keyword_inputs["places"], keyword_inputs["first_values"])
-            query, key, _, bias = layer.prepare(call, keyword_inputs["position_embeddings"])
-            window, sees_own_key = layer.visible_keys
-            visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
-            visibility = visibility if sees_own_key else visibility.of_earlier_keys()
-            records[layer.layer_idx] = _layer_statistics(call, query, key, bias, visibility)
+    def record(layer: NLQAttentionProjections, call: AttentionCall, position_embeddings) -> None:
+        if layer.activation.kind == "linear":
+            records.append({})
+            return
+        query, key, _, bias = layer.prepare(call, position_embeddings)
+        window, sees_own_key = layer.visible_keys
+        visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
+        visibility = visibility if sees_own_key else visibility.of_earlier_keys()
+        records.append(_layer_statistics(call, query, key, bias, visibility))
 
-    # The layers read the backend from their own configuration
-    config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
-    implementation = config._attn_implementation
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
-    try:
-        model.eval()
-        # This backend serves every activation, compiles nothing and needs no half precision
-        config._attn_implementation = AUTOMATIC
-        model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1)
-    finally:
-        config._attn_implementation = implementation
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes:
-            module.training = mode
-    return [records[layer.layer_idx] for layer in layers]
+    observe_calls(model, record, input_ids, **inputs)
+    return records
 
 
 def _layer_statistics(

@@ -6,12 +6,13 @@ other file of the user. `HfApi.upload_folder` would need a copy of the allowed f
 """
 
 import fnmatch
+import html
 import json
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -38,6 +39,7 @@ from ..files import (
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
+    PAGE_FILE,
     PLOT_FILE,
     RECIPE_FILE,
     RECORDS,
@@ -125,43 +127,84 @@ def publish(
             while the commit was being sent: then it may have arrived.
     """
     folder = Path(folder)
+    _check_place(repo_id, revision)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {str(folder)!r}")
+    with tempfile.TemporaryDirectory() as scratch:
+        contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
+        return _send(repo_id, contents, private, revision, dry_run)
+
+
+def publish_space(
+    page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
+) -> Publication:
+    """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made from.
+
+    Args:
+        page: the file, or the folder of a run or comparison that has one.
+        repo_id, private, revision, dry_run: as in `publish`.
+
+    Raises:
+        ValueError: if there is no page, or the name of the repository is not valid.
+        PublishingError: as in `publish`.
+    """
+    _check_place(repo_id, revision)
+    page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
+    if not page.is_file():
+        raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
+    if not (title := re.search(r"<title>(Attention of .*?)</title>", page.read_text(encoding="utf-8", errors="replace"))):
+        raise ValueError(f"{page} is no page of `nlq explore`")
+    settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
+    card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
+    return _send(repo_id, {"README.md": card.encode(), "index.html": page}, private, revision, dry_run, "space")
+
+
+def _check_place(repo_id: str, revision: str | None) -> None:
     validate_repo_id(repo_id)
     if repo_id.count("/") != 1:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
     if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
         raise ValueError(f"revision {revision!r} must be the name of a branch, of letters, digits and _ . / -")
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}")
-    with tempfile.TemporaryDirectory() as scratch:
-        contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
-        sizes = {
-            name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()
-        }
-        if dry_run:
-            return Publication(sizes)
-        commit = _upload(repo_id, contents, private, revision)
+
+
+def _send(
+    repo_id: str,
+    contents: dict[str, Path | bytes],
+    private: bool | None,
+    revision: str | None,
+    dry_run: bool,
+    kind: Literal["model", "space"] = "model",
+) -> Publication:
+    sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
+    if dry_run:
+        return Publication(sizes)
+    commit = _upload(repo_id, contents, private, revision, kind)
     return Publication(sizes, commit.commit_url, commit.oid)
 
 
-def _upload(repo_id: str, contents: dict[str, Path | bytes], private: bool | None, revision: str | None) -> CommitInfo:
+def _upload(
+    repo_id: str, contents: dict[str, Path | bytes], private: bool | None, revision: str | None, kind: str
+) -> CommitInfo:
     """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     token = get_token()
     if token is None:
         raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
     api = HfApi(token=token)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        sdk = "static" if kind == "space" else None
+        api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk=sdk)
         if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        before = api.model_info(repo_id, revision=revision)
+            api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
+        before = api.repo_info(repo_id, repo_type=kind, revision=revision)
         if private and not before.private:
             raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
         there = {file.rfilename for file in before.siblings or []}
-        stale = sorted(name for name in there - contents.keys() if _may_be_ours(name))
+        stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         message = f"Publish {repo_id.split('/')[1]}"
-        return api.create_commit(repo_id, operations, commit_message=message, revision=revision, parent_commit=before.sha)
+        options = {"repo_type": kind, "revision": revision, "parent_commit": before.sha}
+        return api.create_commit(repo_id, operations, commit_message=message, **options)
     except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
 

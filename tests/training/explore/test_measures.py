@@ -1,0 +1,166 @@
+"""Each number of the explorer equals a plain computation, one row after another in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from modeling_nlq.training.explore import measures
+
+
+def random_weights(seed, heads=2, length=7, signed=False):
+    weights = np.tril(np.random.default_rng(seed).normal(size=(heads, length, length)) ** (1 if signed else 2))
+    weights[0, 3] = 0.0  # a row of zeros
+    return weights
+
+
+def by_rows(weights, function):
+    return [[function(i, row[: i + 1]) for i, row in enumerate(head)] for head in weights]
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=1e-12, atol=1e-14)
+
+
+def entropy(_, row):
+    total = sum(map(abs, row))
+    return math.nan if total == 0 else -sum(abs(w) / total * math.log(abs(w) / total) for w in row if w)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), signed=st.booleans())
+def test_rows(seed, signed):
+    weights = random_weights(seed, signed=signed)
+    tensor = torch.from_numpy(weights)
+    close(measures.row_sums(tensor), by_rows(weights, lambda _, row: sum(row)))
+    close(measures.entropies(tensor), by_rows(weights, entropy))
+    close(
+        measures.first_token_shares(tensor),
+        by_rows(weights, lambda _, row: abs(row[0]) / sum(map(abs, row)) if any(row) else math.nan),
+    )
+
+
+def test_entropy_of_shares_does_not_depend_on_scale_and_signs():
+    weights = torch.rand(1, 4, 9, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0, 1.0] * 3, dtype=torch.float64)
+    torch.testing.assert_close(measures.entropies(-3.5 * signs * weights), measures.entropies(weights))
+    assert measures.entropies(torch.ones(1, 1, 8)).item() == pytest.approx(math.log(8))
+
+
+def test_own_value_cosines():
+    rng = np.random.default_rng(0)
+    outputs, values = rng.normal(size=(2, 2, 5, 3))
+    outputs[1, 2] = 0.0
+    expected = [
+        [0.0 if not y.any() else y @ v / math.sqrt((y @ y) * (v @ v)) for y, v in zip(*pair)] for pair in zip(outputs, values)
+    ]
+    close(measures.own_value_cosines(torch.from_numpy(outputs), torch.from_numpy(values)), expected)
+
+
+def test_effective_ranks():
+    # Three orthogonal directions of equal size, two of them, and one
+    states = torch.stack([torch.diag(torch.tensor([2.0, 2.0, 2.0])), torch.diag(torch.tensor([1.0, 1.0, 0.0])), torch.ones(3, 3)])
+    torch.testing.assert_close(measures.effective_ranks(states), torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    sizes = np.linalg.svd(matrix := np.random.default_rng(0).normal(size=(9, 4)), compute_uv=False)
+    shares = sizes / sizes.sum()
+    close(measures.effective_ranks(torch.from_numpy(matrix)[None]), [math.exp(-(shares * np.log(shares)).sum())])
+
+
+def test_largest_scores_are_those_of_visible_keys():
+    scores = torch.arange(18.0).view(2, 3, 3)
+    assert measures.largest_scores(scores, torch.eye(3, dtype=torch.bool)).tolist() == [8.0, 17.0]
+
+
+def test_previous_token_and_induction():
+    period = 4
+    weights = random_weights(3, length=2 * period, signed=True)
+
+    def share(head, i, j):
+        total = np.abs(weights[head, i]).sum()
+        return abs(weights[head, i, j]) / total if total else 0.0
+
+    previous = [np.mean([share(head, i, i - 1) for i in range(1, 2 * period)]) for head in range(2)]
+    close(measures.previous_token_scores(torch.from_numpy(weights)), previous)
+    # Query i, in the second half, looks at the token after its own token's first place
+    induction = [np.mean([share(head, i, i - period + 1) for i in range(period, 2 * period)]) for head in range(2)]
+    close(measures.induction_scores(torch.from_numpy(weights), period), induction)
+
+
+def test_repeated_tokens():
+    tokens = measures.repeated_tokens(20, [0, 3], 50)[0].tolist()
+    assert tokens[:50] == tokens[50:]
+    assert not {0, 3} & set(tokens)
+    assert tokens == measures.repeated_tokens(20, [0, 3], 50)[0].tolist()
+
+
+def test_losses(make_model):
+    model, ids = make_model(attention_activation="sigmoid"), torch.randint(13, (1, 9))
+    logits = model(ids).logits[0].double()
+    expected = [-(logits[i] - logits[i].logsumexp(-1))[ids[0, i + 1]].item() for i in range(8)]
+    torch.testing.assert_close(measures.losses_of_tokens(model, ids)[0].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0)
+
+
+def test_losses_of_documents_do_not_depend_on_their_batch(make_model, monkeypatch):
+    model = make_model(dtype=torch.float64, position_embedding="rope", canon="ABCD", query_projection="linear")
+    documents = [torch.randint(13, (length,)).tolist() for length in (2, 7, 3, 7, 5)]
+    alone = [measures.losses_of_tokens(model, torch.tensor([document]))[0] for document in documents]
+    for rows in (1, 2, 100):
+        monkeypatch.setattr(measures, "_rows_at_once", lambda *_, rows=rows: rows)
+        for found, expected in zip(measures.losses_of_documents(model, documents), alone, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)  # token losses are in float32
+
+
+@pytest.mark.parametrize("switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}])
+def test_ablations(make_model, monkeypatch, switches):
+    model, ids = make_model(**switches), torch.randint(13, (1, 12))
+    monkeypatch.setattr(measures, "_rows_at_once", lambda *_: 3)
+    found = measures.ablations(model, ids)
+    whole = measures.losses_of_tokens(model, ids).mean()
+    for layer in range(2):
+        weight = model.model.layers[layer].self_attn.o_proj.weight
+        for head in range(4):
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight[:, 4 * head : 4 * head + 4] = 0.0
+            expected = measures.losses_of_tokens(model, ids).mean() - whole
+            with torch.no_grad():
+                weight.copy_(kept)
+            assert found[layer][head].item() == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(measures.losses_of_tokens(model, ids).mean(), whole, atol=0, rtol=0)
+
+
+class TestLossDifference:
+    def test_documents_of_equal_size_have_students_interval(self):
+        rng = np.random.default_rng(1)
+        first, second = torch.from_numpy(rng.normal(size=(2, 8, 5)))
+        found = measures.loss_difference(list(first), list(second))
+        means = (second - first).mean(dim=1).numpy()
+        expected = stats.ttest_1samp(means, 0.0).confidence_interval(0.95)
+        assert (found.mean, found.low, found.high) == pytest.approx((means.mean(), *expected))
+        assert (found.documents, found.tokens) == (8, 40)
+
+    def test_the_mean_is_over_tokens(self):
+        found = measures.loss_difference([torch.zeros(1), torch.zeros(3)], [torch.tensor([4.0]), torch.zeros(3)])
+        assert found.mean == 1.0
+
+    def test_the_interval_holds(self):
+        """Documents of unequal sizes, and tokens that depend on each other: 95 of 100 intervals hold the true difference."""
+        rng, hits, trials = np.random.default_rng(0), 0, 2000
+        for _ in range(trials):
+            sizes = rng.integers(5, 60, size=25)
+            own = [torch.from_numpy(0.3 + rng.normal() * 0.5 + rng.normal(size=size)) for size in sizes]
+            found = measures.loss_difference([torch.zeros(size) for size in sizes], own)
+            hits += found.low <= 0.3 <= found.high
+        assert 0.925 < hits / trials < 0.97
+
+    def test_one_document_has_no_interval(self):
+        found = measures.loss_difference([torch.zeros(3)], [torch.ones(3)])
+        assert (found.mean, found.low, found.high) == (1.0, None, None)
+
+    def test_no_token(self):
+        with pytest.raises(ValueError, match="a document needs two"):
+            measures.loss_difference([torch.zeros(0)], [torch.zeros(0)])

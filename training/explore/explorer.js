@@ -1,0 +1,360 @@
+"use strict";
+
+// The page's data: see page.py. Maps and rows are packed, and unpacked when they are looked at.
+const data = JSON.parse(document.getElementById("data").textContent);
+const length = data.tokens.length;
+const state = {
+  query: length - 1,
+  key: null,
+  colour: data.models.length > 1 ? "difference" : "loss 0",
+  quantity: Object.keys(data.quantities)[0],
+  heads: data.models.map((model) => firstHead(model)),
+};
+
+function firstHead(model) {
+  const layer = model.layers.findIndex((each) => each.maps);
+  return { layer: Math.max(layer, 0), head: 0 };
+}
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+const byId = (id) => document.getElementById(id);
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+function written(value) {
+  if (!isNumber(value)) return "none";
+  const size = Math.abs(value);
+  return size !== 0 && (size < 0.001 || size >= 100000) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+}
+
+// A colour between the sheet and orange or blue: it follows the theme
+function colour(value, limit) {
+  if (!isNumber(value) || !limit) return "transparent";
+  const part = Math.min(Math.abs(value) / limit, 1) ** 0.7;
+  return `color-mix(in srgb, var(--${value < 0 ? "cold" : "hot"}) ${(85 * part).toFixed(1)}%, transparent)`;
+}
+
+function shown(token) {
+  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+// A legend from the lowest to the highest number, of which `zero` has no colour
+function showScale(place, low, high, zero, limit, unit) {
+  const stops = Array.from({ length: 9 }, (_, step) => colour(low + ((high - low) * step) / 8 - zero, limit));
+  place.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
+}
+
+// Packed arrays
+
+const unpacked = new Map();
+
+function unpack(packed) {
+  if (!unpacked.has(packed)) unpacked.set(packed, inflate(packed));
+  return unpacked.get(packed);
+}
+
+async function inflate(packed) {
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+// The head that is selected in a model: its weights as a function of query and key, and its rows by name
+async function readHead(index) {
+  const { layer, head } = state.heads[index];
+  const model = data.models[index], found = model.layers[layer];
+  const rows = {};
+  if (found.rows) {
+    const numbers = new Float32Array(await unpack(found.rows[head]));
+    found.row_names.forEach((name, place) => {
+      rows[name] = numbers.subarray(place * length, (place + 1) * length);
+    });
+  }
+  if (!found.maps) return { found, rows, weight: null };
+  const levels = new Int8Array(await unpack(found.maps[head]));
+  const weight = (query, key) => (key > query ? 0 : (levels[(query * (query + 1)) / 2 + key] * rows.largest[query]) / 127);
+  return { found, rows, weight };
+}
+
+// Models
+
+for (const model of data.models) {
+  byId("models").append(
+    element("div", {}, element("h3", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per token.`)),
+  );
+}
+
+// Text
+
+const colours = [];
+if (data.models.length > 1) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
+data.models.forEach((model, index) => colours.push([`loss ${index}`, `loss of ${model.name}`]));
+data.models.forEach((model, index) => colours.push([`attention ${index}`, `attention of the selected token, ${model.name}`]));
+byId("colour").append(...colours.map(([value, text]) => element("option", { value }, text)));
+byId("colour").addEventListener("change", (event) => {
+  state.colour = event.target.value;
+  paintText();
+});
+
+const tokens = data.tokens.map((token, index) =>
+  element(
+    "span",
+    { class: "token", role: "option", tabindex: -1, "aria-selected": "false", onclick: () => selectQuery(index) },
+    token.includes("\n") ? token.replaceAll("\n", "↵\n") : token,
+  ),
+);
+byId("text").append(...tokens);
+byId("text").addEventListener("keydown", (event) => {
+  const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  selectQuery(state.query + steps[event.key]);
+  tokens[state.query].focus();
+});
+
+function selectQuery(query, key = null) {
+  state.query = Math.min(Math.max(query, 0), length - 1);
+  state.key = key === null ? null : Math.min(Math.max(key, 0), length - 1);
+  paintText();
+  data.models.forEach((_, index) => paintPanel(index));
+}
+
+async function paintText() {
+  const [kind, place] = state.colour.split(" ");
+  let values, unit = "nats";
+  if (kind === "loss") values = data.models[place].losses;
+  else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
+  else {
+    const { weight } = await readHead(place);
+    const rows = data.models[place].map_tokens;
+    values = data.tokens.map((_, key) => (weight && key <= state.query && state.query < rows ? weight(state.query, key) : null));
+    unit = "weight";
+  }
+  if (state.colour !== `${kind}${place === undefined ? "" : ` ${place}`}`) return; // another choice meanwhile
+  const numbers = values.filter(isNumber);
+  const limit = Math.max(...numbers.map(Math.abs), 0);
+  tokens.forEach((token, index) => {
+    token.style.background = colour(values[index], limit);
+    token.setAttribute("aria-selected", String(index === state.query));
+    token.tabIndex = index === state.query ? 0 : -1;
+    token.classList.toggle("key", index === state.key);
+  });
+  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit);
+  else byId("text-scale").replaceChildren("This head has no weights to show here.");
+  const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
+  for (const model of data.models) {
+    const loss = model.losses[state.query];
+    parts.push(isNumber(loss) ? `${model.name}: loss ${written(loss)}, probability ${written(Math.exp(-loss))}` : "the first token has no loss");
+    if (!isNumber(loss)) break;
+  }
+  if (data.models.length > 1 && isNumber(data.models[0].losses[state.query])) {
+    parts.push(`difference ${written(data.models[1].losses[state.query] - data.models[0].losses[state.query])}`);
+  }
+  byId("token").textContent = `${parts.join("; ")}.`;
+}
+
+// Heads
+
+byId("quantity").append(...Object.keys(data.quantities).map((name) => element("option", { value: name }, name.replaceAll("_", " "))));
+byId("quantity").addEventListener("change", (event) => {
+  state.quantity = event.target.value;
+  paintHeads();
+});
+
+const grids = data.models.map((model, index) => {
+  const widest = Math.max(...model.layers.map((layer) => layer.heads));
+  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}; arrow keys select one`, style: `grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
+  grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
+  const buttons = model.layers.map((layer, row) => {
+    const made = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
+    grid.append(element("span", {}, String(row)), ...made, ...Array.from({ length: widest - layer.heads }, () => element("span")));
+    return made;
+  });
+  grid.addEventListener("keydown", (event) => {
+    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    const { layer, head } = state.heads[index];
+    const row = Math.min(Math.max(layer + steps[event.key][0], 0), buttons.length - 1);
+    selectHead(index, row, head + steps[event.key][1]);
+    buttons[row][state.heads[index].head].focus();
+  });
+  const readout = element("p", { class: "readout", "aria-live": "polite" });
+  const scale = element("p", { class: "scale" });
+  byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale, readout));
+  return { buttons, readout, scale };
+});
+
+function selectHead(index, layer, head) {
+  const together = byId("together")?.checked;
+  data.models.forEach((model, other) => {
+    if (other !== index && !together) return;
+    const row = Math.min(layer, model.layers.length - 1);
+    state.heads[other] = { layer: row, head: Math.min(Math.max(head, 0), model.layers[row].heads - 1) };
+    paintPanel(other);
+  });
+  paintHeads();
+  if (state.colour.startsWith("attention")) paintText();
+}
+
+function paintHeads() {
+  byId("quantity-text").textContent = data.quantities[state.quantity];
+  const all = data.models.flatMap((model) => model.layers.flatMap((layer) => layer.numbers[state.quantity] ?? [])).filter(isNumber);
+  const low = Math.min(...all), high = Math.max(...all);
+  // Around 0 if there are negative numbers, else from the smallest to the largest
+  const from = low < 0 ? 0 : low;
+  const limit = Math.max(high - from, from - low);
+  data.models.forEach((model, index) => {
+    const { buttons, readout, scale } = grids[index];
+    buttons.forEach((row, layer) =>
+      row.forEach((button, head) => {
+        const value = model.layers[layer].numbers[state.quantity]?.[head];
+        const isSelected = state.heads[index].layer === layer && state.heads[index].head === head;
+        button.style.background = isNumber(value) ? colour(value - from, limit) : "";
+        button.classList.toggle("none", !isNumber(value));
+        button.setAttribute("aria-pressed", String(isSelected));
+        button.tabIndex = isSelected ? 0 : -1;
+        button.title = `layer ${layer}, head ${head}: ${written(value)}`;
+        button.setAttribute("aria-label", button.title);
+      }),
+    );
+    const { layer, head } = state.heads[index];
+    const value = model.layers[layer].numbers[state.quantity]?.[head];
+    const reason = isNumber(value) ? written(value) : (model.layers[layer].missing[state.quantity] ?? "none");
+    readout.textContent = `Layer ${layer}, head ${head}: ${state.quantity.replaceAll("_", " ")} ${reason}.`;
+    if (all.length) showScale(scale, low, high, from, limit, "");
+    else scale.replaceChildren("no head has it");
+  });
+}
+
+// One head of each model
+
+const panels = data.models.map((model, index) => {
+  const panel = {
+    title: element("h3"),
+    map: element("canvas", { tabindex: 0, role: "img", "aria-label": `Attention map, ${model.name}; arrow keys move` }),
+    reason: element("p", { class: "soft" }),
+    readout: element("p", { class: "readout", "aria-live": "polite" }),
+    charts: element("div", { class: "charts" }),
+    numbers: element("table"),
+  };
+  panel.map.width = panel.map.height = model.map_tokens;
+  const move = (query, key) => selectQuery(query, Math.min(key, query));
+  panel.map.addEventListener("click", (event) => {
+    const box = panel.map.getBoundingClientRect();
+    const place = (offset, size) => Math.min(Math.max(Math.floor((offset / size) * model.map_tokens), 0), model.map_tokens - 1);
+    move(place(event.clientY - box.top, box.height), place(event.clientX - box.left, box.width));
+  });
+  panel.map.addEventListener("keydown", (event) => {
+    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    const query = Math.min(Math.max(state.query + steps[event.key][0], 0), model.map_tokens - 1);
+    move(query, Math.max((state.key ?? query) + steps[event.key][1], 0));
+  });
+  const picture = element("div", {}, panel.map, panel.reason, panel.readout);
+  byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
+  return panel;
+});
+
+byId("scale").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
+
+async function paintPanel(index) {
+  const model = data.models[index], panel = panels[index];
+  const { layer, head } = state.heads[index];
+  const { found, rows, weight } = await readHead(index);
+  if (state.heads[index].layer !== layer || state.heads[index].head !== head) return; // another choice meanwhile
+  panel.title.textContent = `${model.name}: layer ${layer}, head ${head} (${found.activation})`;
+  panel.map.hidden = !weight;
+  panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
+  if (weight) paintMap(panel.map, weight, rows.largest, model.map_tokens);
+  panel.readout.textContent = weight ? describeRow(model, rows, weight) : "";
+  panel.charts.replaceChildren(...Object.entries(rows).filter(([name]) => name !== "largest").map(([name, values]) => chart(name, values)));
+  const names = [...Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing)];
+  panel.numbers.replaceChildren(
+    ...names.map((name) => {
+      const value = found.numbers[name]?.[head];
+      return element("tr", {}, element("th", { scope: "row" }, name.replaceAll("_", " ")), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
+    }),
+  );
+}
+
+function describeRow(model, rows, weight) {
+  if (state.query >= model.map_tokens) return `The maps of this page have the first ${model.map_tokens} tokens.`;
+  const token = (place) => `“${shown(data.tokens[place])}”`;
+  const parts = [`Query ${state.query} ${token(state.query)}: sum of weights ${written(rows.row_sum[state.query])}`];
+  if (state.key !== null) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
+  else {
+    const keys = Array.from({ length: state.query + 1 }, (_, key) => key);
+    const best = keys.sort((one, other) => Math.abs(weight(state.query, other)) - Math.abs(weight(state.query, one))).slice(0, 3);
+    parts.push(`largest ${best.map((key) => `${written(weight(state.query, key))} of ${key} ${token(key)}`).join(", ")}`);
+  }
+  return `${parts.join("; ")}.`;
+}
+
+function paintMap(canvas, weight, largest, size) {
+  const context = canvas.getContext("2d");
+  const style = getComputedStyle(document.documentElement);
+  const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
+  const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
+  const image = context.createImageData(size, size);
+  const byRow = byId("scale").value === "row";
+  const limit = Math.max(...largest.subarray(0, size));
+  for (let query = 0; query < size; query++) {
+    const most = byRow ? largest[query] : limit;
+    for (let key = 0; key < size; key++) {
+      const value = weight(query, key);
+      const part = most ? Math.min(Math.abs(value) / most, 1) ** 0.6 : 0;
+      const full = value < 0 ? cold : hot;
+      const base = key > query ? soft : sheet;
+      for (let channel = 0; channel < 3; channel++) {
+        image.data[4 * (query * size + key) + channel] = base[channel] + part * (full[channel] - base[channel]);
+      }
+      image.data[4 * (query * size + key) + 3] = 255;
+    }
+  }
+  context.putImageData(image, 0, 0);
+  if (state.query < size) {
+    context.globalAlpha = 0.35;
+    context.fillStyle = style.getPropertyValue("--mark");
+    context.fillRect(0, state.query, state.query + 1, 1);
+    if (state.key !== null) context.fillRect(state.key, state.key, 1, size - state.key);
+    context.globalAlpha = 1;
+  }
+}
+
+function chart(name, values) {
+  const numbers = Array.from(values).filter(isNumber);
+  const low = Math.min(...numbers), high = Math.max(...numbers);
+  const place = (value) => 96 - (92 * (value - low)) / (high - low || 1);
+  let path = "", isDrawn = false;
+  values.forEach((value, index) => {
+    path += isNumber(value) ? `${isDrawn ? "L" : "M"}${index + 0.5} ${place(value).toFixed(2)}` : "";
+    isDrawn = isNumber(value);
+  });
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `0 0 ${length} 100`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  for (const [tag, attributes] of [["path", { d: path }], ["line", { x1: state.query + 0.5, x2: state.query + 0.5, y1: 0, y2: 100 }]]) {
+    const part = document.createElementNS(svg.namespaceURI, tag);
+    Object.entries(attributes).forEach(([key, value]) => part.setAttribute(key, value));
+    svg.append(part);
+  }
+  const at = `here ${written(values[state.query])}, from ${written(low)} to ${written(high)}`;
+  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, `${name.replaceAll("_", " ")} by query: ${at}`));
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
+
+byId("colour").value = state.colour;
+paintHeads();
+selectQuery(state.query);

@@ -1,0 +1,230 @@
+"""The numbers of the explorer, each by one function.
+
+Shapes: `heads` are the maps of a layer; `query` and `key` are the tokens of one text, in order. Weights are 0 where a query does
+not see a key. They may be negative, and their rows need not sum to 1. `p_ij = |w_ij| / sum_k |w_ik|` are the shares of a row.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..observing import attention_layers
+from ..run.evaluation import token_losses
+
+
+# Logits that are in memory at once, in bytes
+_LOGITS_AT_ONCE = 2**28
+
+
+def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Computes the loss of each token after the first, `-log p(token | tokens before it)`.
+
+    Args:
+        model: any causal language model.
+        input_ids: `(batch, length)`, without padding.
+
+    Returns:
+        `(batch, length - 1)`, in nats, on the CPU.
+    """
+    with torch.no_grad():
+        logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+    return token_losses(logits, input_ids.to(logits.device))[0].cpu()
+
+
+def losses_of_documents(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Computes the losses of several texts, `(tokens - 1,)` each, in batches.
+
+    Args:
+        model: any causal language model.
+        documents: the tokens of each text, at least 2.
+    """
+    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
+    found: dict[int, torch.Tensor] = {}
+    while order:
+        count = _rows_at_once(model, len(documents[order[-1]]))
+        batch, order = order[-count:], order[:-count]
+        # What stands after a text changes nothing in it, so the padding needs no mask
+        rows = nn.utils.rnn.pad_sequence([torch.as_tensor(documents[index]) for index in batch], batch_first=True)
+        for index, losses in zip(batch, losses_of_tokens(model, rows)):
+            found[index] = losses[: len(documents[index]) - 1].clone()
+    return [found[index] for index in range(len(documents))]
+
+
+def _rows_at_once(model: PreTrainedModel, length: int) -> int:
+    return max(1, _LOGITS_AT_ONCE // (4 * length * model.config.vocab_size))
+
+
+def shares(weights: torch.Tensor) -> torch.Tensor:
+    """Computes `p_ij` of weights `(heads, query, key)`; NaN in rows of zeros, which have none."""
+    weights = weights.abs()
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def row_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sums `(heads, query, key)` over the keys, with signs: `(heads, query)`. It is 1 for softmax without a sink."""
+    return weights.sum(dim=-1)
+
+
+def entropies(weights: torch.Tensor) -> torch.Tensor:
+    """Computes `-sum_j p_ij log p_ij` in nats, `(heads, query)`; NaN in rows of zeros.
+
+    It is that of the shares, so it is defined for weights that are negative or sum to another number. Its largest value is the
+    logarithm of the number of keys.
+    """
+    return torch.special.entr(shares(weights)).sum(dim=-1)
+
+
+def first_token_shares(weights: torch.Tensor) -> torch.Tensor:
+    """Returns `p_i0`, `(heads, query)`: the share of the text's first token; NaN in rows of zeros (Xiao et al. 2309.17453)."""
+    return shares(weights)[..., 0]
+
+
+def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Computes `cos(y_i, v_i)`, `(heads, query)`, between a head's output and the token's own value (arXiv 2603.09078).
+
+    Args:
+        outputs: `(heads, query, head_dim)`, `y_i = sum_j w_ij v_j`, before gates and the output projection.
+        values: `(heads, query, head_dim)`, the values as they are attended, repeated for the heads that share them.
+
+    Returns:
+        Between -1 and 1; 0 where one of the two is 0.
+    """
+    return nn.functional.cosine_similarity(outputs, values, dim=-1, eps=torch.finfo(values.dtype).tiny)
+
+
+def effective_ranks(states: torch.Tensor) -> torch.Tensor:
+    """Computes the effective rank of each head's matrix of queries (Roy and Vetterli 2007).
+
+    It is `exp(H)`, with the entropy `H` of the singular values divided by their sum.
+
+    Args:
+        states: `(heads, query, head_dim)`.
+
+    Returns:
+        `(heads,)`, between 1 and the smaller side of the matrix; NaN for a matrix of zeros.
+    """
+    values = torch.linalg.svdvals(states.double())
+    return torch.special.entr(values / values.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
+
+
+def largest_scores(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Returns the largest score of each head, `(heads,)`, before the activation.
+
+    Args:
+        scores: `(heads, query, key)`.
+        visible: booleans that broadcast to them.
+    """
+    return scores.masked_fill(~visible, -torch.inf).flatten(1).amax(dim=-1)
+
+
+def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
+    """Returns the mean of `p_i,i-1` over all queries after the first, `(heads,)` (Olsson et al. 2022, arXiv 2209.11895)."""
+    return shares(weights).diagonal(offset=-1, dim1=-2, dim2=-1).nan_to_num(nan=0.0).mean(dim=-1)
+
+
+def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
+    """Returns how much a head attends to what followed the same token before (Olsson et al. 2022, arXiv 2209.11895).
+
+    It is the mean of `p_i,i-period+1` over the queries of the second part of a text that consists of random tokens, twice.
+
+    Args:
+        weights: `(heads, 2 * period, 2 * period)`.
+        period: the number of random tokens.
+
+    Returns:
+        `(heads,)`, between 0 and 1.
+    """
+    return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
+
+
+def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: int = 0) -> torch.Tensor:
+    """Draws random tokens without special ones, and repeats them once: `(1, 2 * period)`."""
+    allowed = torch.tensor(sorted(set(range(vocab_size)) - set(special)))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = allowed[torch.randint(len(allowed), (1, period), generator=generator)]
+    return tokens.repeat(1, 2)
+
+
+@torch.no_grad()
+def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """Computes what it costs to remove a head: the mean loss with the head's output set to 0, minus the mean loss.
+
+    The output is set to 0 before the output projection, after gates and whatever else a layer does to it.
+
+    Args:
+        model: a language model with NLQ attention layers.
+        input_ids: `(1, length)`.
+        heads: how many equal parts of the output projection's input a layer removes one by one; by default its heads.
+
+    Returns:
+        For each layer `(heads,)`, in nats per token; positive where the head lowers the loss.
+    """
+    whole = losses_of_tokens(model, input_ids).double().mean()
+    layers = attention_layers(model)
+    counts = heads or [layer.config.num_attention_heads for layer in layers]
+    rows_at_once = _rows_at_once(model, input_ids.shape[1])
+    found = []
+    for layer, count in zip(layers, counts):
+        losses = []
+        for removed in torch.arange(count).split(rows_at_once):
+
+            def remove(module: nn.Module, inputs: tuple[torch.Tensor], removed=removed, count=count) -> tuple[torch.Tensor]:
+                parts = inputs[0].unflatten(-1, (count, -1)).clone()
+                parts[torch.arange(len(removed)), :, removed] = 0.0
+                return (parts.flatten(-2),)
+
+            hook = layer.o_proj.register_forward_pre_hook(remove)
+            try:
+                losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1)))
+            finally:
+                hook.remove()
+        found.append(torch.cat(losses).double().mean(dim=-1) - whole)
+    return found
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """The difference of the losses of two models on documents, in nats per token; negative where the second is better.
+
+    Attributes:
+        mean: over all tokens.
+        low, high: a 95 % interval over documents; `None` for fewer than two documents.
+        documents, tokens: how many were compared.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    documents: int
+    tokens: int
+
+
+def loss_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> LossDifference:
+    """Compares the losses of two models, token by token, on the same documents.
+
+    Tokens of one document depend on each other, so the documents are the sample. The mean over all tokens is a ratio of two
+    sums over documents, and its interval is that of Student's t for a ratio, linearised (Cochran 1977, section 2.11).
+
+    Args:
+        first, second: for each document the losses of its tokens, `(tokens,)`.
+
+    Raises:
+        ValueError: if there is no token.
+    """
+    sums = np.array([(theirs.double() - ours.double()).sum().item() for ours, theirs in zip(first, second, strict=True)])
+    sizes = np.array([len(ours) for ours in first])
+    documents, tokens = len(sums), int(sizes.sum())
+    if not tokens:
+        raise ValueError("there is no token to compare: a document needs two")
+    mean = sums.sum() / tokens
+    if documents < 2:
+        return LossDifference(mean, None, None, documents, tokens)
+    deviation = math.sqrt(documents / (documents - 1) * ((sums - mean * sizes) ** 2).sum()) / tokens
+    width = stats.t.ppf(0.975, documents - 1) * deviation
+    return LossDifference(float(mean), float(mean - width), float(mean + width), documents, tokens)

@@ -1,0 +1,66 @@
+"""`nlq explore --serve`: the page of the explorer with a field for the text, by Gradio."""
+
+import html
+import os
+from pathlib import Path
+
+from ..text import check_number, one_line
+from .exploring import explore_texts, load_subjects, read_texts
+
+
+def make_app(model: str, other: str | None = None, text: str = "", max_tokens: int | None = None):
+    """Loads the models, and makes Gradio's app of them.
+
+    Raises:
+        ImportError: if Gradio is not installed.
+        ValueError: as `explore` does.
+    """
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError('--serve needs Gradio: pip install "modeling-nlq[explore]"') from error
+    check_number("max_tokens", max_tokens, 2)
+    models, tokenizer = load_subjects([name for name in (model, other) if name is not None])
+
+    def show(text: str) -> str:
+        try:
+            page = explore_texts(models, tokenizer, [text], max_tokens).page
+        except ValueError as error:
+            raise gradio.Error(one_line(error), print_exception=False) from error
+        # The frame runs the page's script, and nothing else of this site
+        return f'<iframe sandbox="allow-scripts" title="page" style="width:100%;height:90vh;border:0" srcdoc="{html.escape(page)}"></iframe>'
+
+    title = f"Attention of {' and '.join(models)}"
+    with gradio.Blocks(title=title, analytics_enabled=False) as app:
+        field = gradio.Textbox(text, label="Text", lines=4)
+        button = gradio.Button("Show", variant="primary")
+        page = gradio.HTML()
+        button.click(show, field, page)
+    return app
+
+
+def serve(
+    model: str,
+    other: str | None = None,
+    *,
+    text: str | None = None,
+    file: str | None = None,
+    max_tokens: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+) -> None:
+    """Serves the page until it is interrupted.
+
+    Args:
+        model, other, text, file, max_tokens: as in `explore`; the text, or that of the file, is in the field at first.
+        host: the address to listen at; by default this machine alone.
+        port: by default the first free one from 7860.
+
+    Raises:
+        ImportError, ValueError: as `make_app` does.
+        OSError: if the port is taken.
+    """
+    check_number("port", port, 1, 65535)
+    text = text if file is None else read_texts(Path(file))[0]
+    make_app(model, other, text or "", max_tokens).launch(server_name=host or "127.0.0.1", server_port=port, share=False)

@@ -1,0 +1,63 @@
+"""Runs an NLQ model on given tokens, and shows each attention layer's call to a function before the layer computes it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from modeling_nlq.attention_parts_nlq import AttentionCall
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
+from modeling_nlq.configuration_nlq import AUTOMATIC
+
+
+# Gets the layer, its call, and cosines and sines of rotary positions, or `None`
+Receive = Callable[[NLQAttentionProjections, AttentionCall, tuple[torch.Tensor, torch.Tensor] | None], None]
+
+
+def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
+    """The attention layers of an NLQ model, first to last.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no NLQ attention layers: their attention cannot be shown or recorded")
+    return layers
+
+
+@torch.no_grad()
+def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
+    """Runs a model without dropout, by any backend, and leaves it as it was, its random state included.
+
+    Args:
+        model: any model with NLQ attention layers.
+        receive: is called once for each layer, in order.
+        input_ids: `(batch, length)`, without padding.
+        inputs: other arguments of `forward`.
+
+    Raises:
+        ValueError: if the model has no NLQ attention layers.
+    """
+    layers = attention_layers(model)
+
+    def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
+        receive(layer, layer.begin(*positional, keywords["places"], keywords["first_values"]), keywords["position_embeddings"])
+
+    # The layers read the backend from their own configuration
+    config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
+    implementation = config._attn_implementation
+    hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    try:
+        model.eval()
+        # This backend serves every activation, compiles nothing and needs no half precision
+        config._attn_implementation = AUTOMATIC
+        return model(input_ids=input_ids.to(model.device), use_cache=False, **inputs)
+    finally:
+        config._attn_implementation = implementation
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
