@@ -13,9 +13,12 @@ from .attention_parts_nlq import AttentionPart
 from .parts_nlq import PARTS
 
 
-# What a file may import of this package: names that every saved model brings
-_PUBLISHED = "attention_parts_nlq"
-_ORIGINS = ("modeling_nlq", f"modeling_nlq.{_PUBLISHED}", f".{_PUBLISHED}")
+# What a file may import of this package: names that every saved model brings, and their modules
+_MODULES = {
+    **dict.fromkeys(("AttentionCall", "AttentionPart", "Places", "ScoreBias"), "attention_parts_nlq"),
+    "register_attention_activation": "activations_nlq",
+}
+_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())))
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
 _registered: dict[tuple[str, str], type[AttentionPart]] = {}
@@ -50,9 +53,10 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
 
 
 def load_attention_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:
-    """Runs a file, and registers the attention parts that it defines.
+    """Runs a file, and registers the attention parts that it defines. It may register activations itself.
 
-    It may import PyTorch, Transformers, the standard library, and what `modeling_nlq.attention_parts_nlq` defines.
+    It may import PyTorch, Transformers, the standard library, and of this package the classes that a part needs and
+    `register_attention_activation`.
 
     Args:
         source: the file, such as `my_idea.py`.
@@ -62,7 +66,8 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         The parts. The same text is run once in a process.
 
     Raises:
-        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part.
+        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part and
+            no activation.
     """
     path = Path(source)
     if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
@@ -81,8 +86,8 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, AttentionPart) and value.__module__ == name
     ]
-    if not parts:
-        raise ValueError(f"{source} defines no subclass of AttentionPart")
+    if not parts and "register_attention_activation" not in text:
+        raise ValueError(f"{source} defines no subclass of AttentionPart, and registers no attention activation")
     return [register_attention_part(part) for part in parts]
 
 
@@ -121,20 +126,22 @@ def published_text(text: str, source: str) -> str:
             origin = "." * node.level + (node.module or "")
             foreign = [origin] if origin not in _ORIGINS and (node.level or origin.split(".")[0] == "modeling_nlq") else []
             if origin in _ORIGINS:
-                foreign = [alias.name for alias in node.names if alias.name not in _NAMES]
-                new = f"from .{_PUBLISHED} import {', '.join(map(ast.unparse, node.names))}".encode()
+                foreign = [alias.name for alias in node.names if alias.name not in _MODULES]
+                modules = dict.fromkeys(_MODULES.get(alias.name) for alias in node.names)
+                new = "; ".join(
+                    f"from .{module} import "
+                    + ", ".join(ast.unparse(alias) for alias in node.names if _MODULES.get(alias.name) == module)
+                    for module in modules
+                ).encode()
                 first, last = node.lineno - 1, node.end_lineno - 1
                 line = lines[first][: node.col_offset] + new + lines[last][node.end_col_offset :]
                 lines[first : last + 1] = [line] + [b""] * (last - first)
         if foreign:
             raise ValueError(
                 f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
-                f"`from modeling_nlq import ...` with {', '.join(_NAMES)}"
+                f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
             )
     return b"\n".join(lines).decode().rstrip("\n") + "\n"
-
-
-_NAMES = ("AttentionCall", "AttentionPart", "Places", "ScoreBias")
 
 
 def _hash(text: str) -> str:

@@ -5,9 +5,11 @@ import os
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
+from support.own_parts import DISTANCE
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
@@ -62,6 +64,29 @@ class TestSameNumbers:
         assert "3 of 3 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
         assert main(["compare", file, "--output_dir", address]) == 1
         assert "results at an address need --engine ray" in capsys.readouterr().err
+
+    def test_an_idea_of_the_users_own(self, comparison_file, start_cluster, tmp_path):
+        """A part and an activation in one file, which no node has."""
+        file = Path(comparison_file(
+            models={
+                "base": {},
+                "distance": {"switches": {"attention_parts": ["distance"]}},
+                "bell": {"switches": {"attention_activation": "bell"}},
+            },
+            baseline="base",
+            parts=["my_idea.py"],
+            seeds=[0],
+        ))
+        file.with_name("my_idea.py").write_text(
+            f"{DISTANCE}\n\nfrom modeling_nlq import register_attention_activation\n"
+            "register_attention_activation('bell', lambda s: torch.exp(-s * s), non_negative=True, exist_ok=True)\n"
+        )
+        comparison = load_comparison(str(file))
+        file.with_name("my_idea.py").unlink()
+        start_cluster(1, 1)
+        results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
+        expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
+        assert without_times(results) == without_times(expected)
 
     def test_ladder(self, comparison_file, start_cluster, tmp_path):
         """Two scales, in which each seed chooses its rate."""

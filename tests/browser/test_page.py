@@ -1,0 +1,256 @@
+"""The page of the explorer in a real browser, from disk and without any network: what it shows is what was computed.
+
+`CHROMIUM` names the browser. `SCREENSHOTS` names a folder for pictures at three widths in both themes.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.paths import REPOSITORY
+from support.runs import free_port
+
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make test-browser")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+WIDTHS = {"phone": 400, "laptop": 1280, "wide": 2000}
+TEXT = "import json\n\ndef load(path):\n    <script>alert(1)</script> <b>no</b> &amp; return json.load(path)\n"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt-get install chromium, or CHROMIUM=PATH")
+    with playwright.sync_playwright() as client:
+        browser = client.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page that is open, with all that it said and asked for."""
+
+    def __init__(self, browser, address, width=1280, theme="light"):
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=True)
+        self.page = self.context.new_page()
+        self.said, self.asked = [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+        self.page.wait_for_function("document.querySelector('#panels h3').textContent !== ''")
+
+    def text(self, selector):
+        return self.page.locator(selector).first.inner_text()
+
+    def close(self):
+        self.context.close()
+        assert self.said == []
+        assert [url for url in self.asked if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.fixture
+def open_page(browser):
+    """A function that opens a page, which must be silent and ask for nothing until the end of the test."""
+    opened = []
+
+    def open_page(path, **options):
+        opened.append(Opened(browser, Path(path).as_uri(), **options))
+        return opened[-1]
+
+    yield open_page
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def explored(run, tmp_path_factory):
+    """A page of two models, softmax and one with a layer of linear attention, and what was computed."""
+    from modeling_nlq import NLQForCausalLM
+    from modeling_nlq.training.explore.exploring import explore
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("explored")
+    config = AutoConfig.from_pretrained(
+        run[0], attention_activation="tanh", per_layer_config={1: {"attention_activation": "linear_attention"}}
+    )
+    NLQForCausalLM(config).save_pretrained(folder / "other")
+    AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder / "other")
+    page = folder / "page.html"
+    return page, explore(run[0], folder / "other", text=TEXT, output=page)
+
+
+def written(value):
+    """A number as the page writes it."""
+    if value != 0 and abs(value) < 0.001:
+        return re.sub(r"e([+-])0", r"e\1", f"{value:.3e}")
+    return f"{float(f'{value:.4g}'):g}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_fits_and_opens_quickly(open_page, explored, width, theme):
+    opened = open_page(explored[0], width=WIDTHS[width], theme=theme)
+    page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
+    assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.wait_for_timeout(300)
+        page.screenshot(path=Path(folder) / f"{width}-{theme}.png", full_page=True)
+
+
+def test_the_text_is_shown_and_never_run(open_page, explored):
+    opened = open_page(explored[0])
+    shown = opened.page.evaluate("document.getElementById('text').textContent")
+    assert shown.replace("↵", "") == "".join(explored[1].tokens)
+    assert "<script>alert(1)</script>" in shown
+    assert opened.page.locator("#text script, #text b").count() == 0
+
+
+def test_losses(open_page, explored):
+    _, done = explored
+    opened = open_page(explored[0])
+    for token in (1, 5, len(done.tokens) - 1):
+        opened.page.locator(".token").nth(token).click()
+        text = opened.text("#token")
+        for model in done.models:
+            loss = model.losses[token - 1].item()
+            assert f"{model.name}: loss {written(loss)}" in text
+    first, second = (model.losses[-1].item() for model in done.models)
+    assert float(re.search(r"difference (\S+)\.$", text)[1]) == pytest.approx(second - first, abs=1e-3)
+
+
+def test_numbers_of_heads(open_page, explored):
+    _, done = explored
+    opened = open_page(explored[0])
+    page, model = opened.page, done.models[0]
+    for layer in range(2):
+        for head in range(2):
+            page.locator(".heads").first.get_by_role("button").nth(2 * layer + head).click()
+            rows = page.locator("#panels table").first.locator("tr").all()
+            shown = {row.locator("th").inner_text().replace(" ", "_"): row.locator("td").inner_text() for row in rows}
+            assert shown.keys() == model.layers[layer].numbers.keys()
+            for name, values in model.layers[layer].numbers.items():
+                assert float(shown[name]) == pytest.approx(values[head].item(), rel=1e-3), (layer, head, name)
+
+
+def test_weights_and_rows(open_page, explored):
+    _, done = explored
+    opened = open_page(explored[0])
+    page, layer = opened.page, done.models[0].layers[0]
+    query, key = 9, 4
+    box = page.locator("canvas").first.bounding_box()
+    size = len(done.tokens)
+    page.locator("canvas").first.click(
+        position={"x": (key + 0.5) / size * box["width"], "y": (query + 0.5) / size * box["height"]}
+    )
+    text = opened.text("#panels .readout")
+    weight = float(re.search(r"Weight (\S+) of key 4 ", text)[1])
+    row = layer.weights[0, query]
+    assert weight == pytest.approx(row[key].item(), abs=row.abs().max().item() / 254 * 1.01)
+    assert float(re.search(r"sum of weights (\S+)\.$", text)[1]) == pytest.approx(layer.rows["row_sum"][0, query].item(), rel=1e-3)
+    for chart in page.locator("#panels > div").first.locator("figure").all():
+        name = chart.get_attribute("data-row")
+        here = float(re.search(r"here (\S+),", chart.inner_text())[1])
+        assert here == pytest.approx(layer.rows[name][0, query].item(), rel=1e-3, abs=1e-6), name
+
+
+def test_what_a_layer_lacks_is_said(open_page, explored):
+    opened = open_page(explored[0])
+    opened.page.locator("#together").uncheck()
+    opened.page.locator(".heads").nth(1).get_by_role("button").nth(2).click()
+    panel = opened.page.locator("#panels > div").nth(1)
+    assert "layer 1, head 0 (linear_attention)" in panel.inner_text()
+    assert "No map: linear attention computes no weight" in panel.inner_text()
+    assert not panel.locator("canvas").is_visible()
+    opened.page.locator("#colour").select_option("attention 1")
+    assert "no weights" in opened.text("#text-scale")
+
+
+def test_keys_move_the_selection(open_page, explored):
+    opened = open_page(explored[0])
+    page, last = opened.page, len(explored[1].tokens) - 1
+    page.locator(".token").nth(3).click()
+    page.keyboard.press("ArrowRight")
+    assert opened.text("#token").startswith("Token 4:")
+    page.keyboard.press("End")
+    assert opened.text("#token").startswith(f"Token {last}:")
+    page.locator(".heads").first.get_by_role("button").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert opened.text("#panels h3").endswith("layer 1, head 1 (softmax)")
+    page.locator("canvas").first.focus()
+    page.keyboard.press("ArrowUp")
+    assert opened.text("#token").startswith(f"Token {last - 1}:")
+    page.keyboard.press("ArrowLeft")
+    assert f"key {last - 2} " in opened.text("#panels .readout")
+    # All of it can be reached by the tabulator alone
+    reached = set()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"colour", "quantity", "scale", "together", "SPAN", "BUTTON", "CANVAS"} <= reached
+
+
+def test_colours(open_page, explored):
+    """The text follows the choice, and the selected row of attention."""
+    opened = open_page(explored[0])
+    page = opened.page
+    painted = "[...document.querySelectorAll('.token')].map((token) => token.style.background)"
+    before = page.evaluate(painted)
+    page.locator("#colour").select_option("loss 0")
+    losses = page.evaluate(painted)
+    assert losses != before and losses[0] == "transparent"
+    page.locator("#colour").select_option("attention 0")
+    page.locator(".token").nth(5).click()
+    page.wait_for_timeout(100)
+    attention = page.evaluate(painted)
+    assert all(colour == "transparent" for colour in attention[6:]) and "transparent" not in attention[0].split(",")[0]
+
+
+def test_a_page_of_a_finished_run(open_page, run):
+    opened = open_page(run[0] / "explore.html")
+    assert opened.text("h1") == "Attention of finished"
+
+
+def test_serving(browser, run):
+    port = free_port()
+    command = [sys.executable, "-m", "nlq", "explore", str(run[0]), "--serve", "--port", str(port), "--text", "import json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=REPOSITORY) as server:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(120):
+                try:
+                    urllib.request.urlopen(address).close()
+                    break
+                except OSError:
+                    assert server.poll() is None, server.stdout.read().decode()
+                    time.sleep(0.5)
+            page = browser.new_page()
+            asked = []
+            page.on("request", lambda request: asked.append(request.url))
+            page.goto(address)
+            page.get_by_role("button", name="Show").click()
+            frame = page.frame_locator("iframe")
+            assert "Token" in frame.locator("#token").inner_text(timeout=30000)
+            page.get_by_label("Text").first.fill("")
+            page.get_by_role("button", name="Show").click()
+            page.get_by_text("the text is empty").wait_for()
+            assert [url for url in asked if not url.startswith((address, f"http://localhost:{port}", "data:", "about:", "blob:"))] == []
+            page.close()
+        finally:
+            server.terminate()
+
+
+def test_json_is_what_the_page_reads(open_page, explored):
+    opened = open_page(explored[0])
+    content = json.loads(opened.page.evaluate("document.getElementById('data').textContent"))
+    assert content["tokens"] == explored[1].tokens
