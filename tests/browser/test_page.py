@@ -156,7 +156,9 @@ def test_weights_and_rows(open_page, explored):
     weight = float(re.search(r"Weight (\S+) of key 4 ", text)[1])
     row = layer.weights[0, query]
     assert weight == pytest.approx(row[key].item(), abs=row.abs().max().item() / 254 * 1.01)
-    assert float(re.search(r"sum of weights (\S+)\.$", text)[1]) == pytest.approx(layer.rows["row_sum"][0, query].item(), rel=1e-3)
+    assert float(re.search(r"sum of weights (\S+)\.$", text)[1]) == pytest.approx(
+        layer.rows["row_sum"][0, query].item(), rel=1e-3
+    )
     for chart in page.locator("#panels > div").first.locator("figure").all():
         name = chart.get_attribute("data-row")
         here = float(re.search(r"here (\S+),", chart.inner_text())[1])
@@ -244,7 +246,9 @@ def test_serving(browser, run):
             page.get_by_label("Text").first.fill("")
             page.get_by_role("button", name="Show").click()
             page.get_by_text("the text is empty").wait_for()
-            assert [url for url in asked if not url.startswith((address, f"http://localhost:{port}", "data:", "about:", "blob:"))] == []
+            assert [
+                url for url in asked if not url.startswith((address, f"http://localhost:{port}", "data:", "about:", "blob:"))
+            ] == []
             page.close()
         finally:
             server.terminate()

@@ -65,18 +65,19 @@ class TestSameNumbers:
         assert main(["compare", file, "--output_dir", address]) == 1
         assert "results at an address need --engine ray" in capsys.readouterr().err
 
-    def test_an_idea_of_the_users_own(self, comparison_file, start_cluster, tmp_path):
+    def test_an_idea_of_the_users_own(self, recipe_file, comparison_file, start_cluster, tmp_path):
         """A part and an activation in one file, which no node has."""
-        file = Path(comparison_file(
-            models={
-                "base": {},
-                "distance": {"switches": {"attention_parts": ["distance"]}},
-                "bell": {"switches": {"attention_activation": "bell"}},
-            },
-            baseline="base",
-            parts=["my_idea.py"],
-            seeds=[0],
-        ))
+        file = Path(
+            comparison_file(
+                models={
+                    "base": {},
+                    "distance": {"switches": {"attention_parts": ["distance"]}},
+                    "bell": {"switches": {"attention_activation": "bell"}},
+                },
+                recipe={**yaml.safe_load(recipe_file.read_text()), "parts": ["my_idea.py"]},
+                seeds=[0],
+            )
+        )
         file.with_name("my_idea.py").write_text(
             f"{DISTANCE}\n\nfrom modeling_nlq import register_attention_activation\n"
             "register_attention_activation('bell', lambda s: torch.exp(-s * s), non_negative=True, exist_ok=True)\n"

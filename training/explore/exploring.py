@@ -110,7 +110,9 @@ def explore_texts(
 ) -> Exploration:
     """Makes the page of models from the text to show, and the documents to compare two models on, if they are others."""
     # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
-    encoded = [tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"] for text in texts]
+    encoded = [
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"] for text in texts
+    ]
     if not encoded[0]:
         raise ValueError("the text is empty: it has no token")
     return explore_tokens(models, tokenizer, encoded[0], encoded[1:] or encoded, max_tokens)

@@ -82,7 +82,9 @@ def write_page(
     if difference is not None:
         notes.append(describe_difference(difference, [model.name for model in models]))
     if map_tokens < length:
-        notes.append(f"The maps have the first {map_tokens} of {length} tokens, for the size of this page; all numbers have all tokens.")
+        notes.append(
+            f"The maps have the first {map_tokens} of {length} tokens, for the size of this page; all numbers have all tokens."
+        )
     content = {
         "tokens": list(tokens),
         "quantities": _quantities(models),
@@ -115,7 +117,9 @@ def write_page(
 def describe_difference(difference: LossDifference, names: Sequence[str]) -> str:
     """One sentence about the losses of two models on documents."""
     first, second = names
-    interval = "" if difference.low is None else f" (95 % interval over documents: {difference.low:+.4f} to {difference.high:+.4f})"
+    interval = (
+        "" if difference.low is None else f" (95 % interval over documents: {difference.low:+.4f} to {difference.high:+.4f})"
+    )
     many = "document" if difference.documents == 1 else "documents"
     return (
         f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over {difference.documents:,} "

@@ -58,7 +58,9 @@ def test_weights_and_own_values(make_model, name):
         torch.testing.assert_close(layer.weights, weights[0])
         assert layer.heads == len(weights[0])
         sums = layer.rows["row_sum"]
-        assert layer.numbers["row_sum"].tolist() == pytest.approx(sums[:, 2 if name == "stick_breaking" else 1 :].mean(1).tolist())
+        assert layer.numbers["row_sum"].tolist() == pytest.approx(
+            sums[:, 2 if name == "stick_breaking" else 1 :].mean(1).tolist()
+        )
         if name == "v1":
             assert "two groups" in layer.missing["own_value_cosine"]
             continue
@@ -89,7 +91,9 @@ def test_scores_and_queries(make_model):
     states = {}
     attention = model.model.layers[0].self_attn
     hooks = [
-        getattr(attention, name).register_forward_hook(lambda _m, _i, out, name=name: states.update({name: out[0].view(9, 4, 4)}))
+        getattr(attention, name).register_forward_hook(
+            lambda _m, _i, out, name=name: states.update({name: out[0].view(9, 4, 4)})
+        )
         for name in ("q_proj", "k_proj")
     ]
     with torch.no_grad():

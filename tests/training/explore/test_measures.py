@@ -63,7 +63,9 @@ def test_own_value_cosines():
 
 def test_effective_ranks():
     # Three orthogonal directions of equal size, two of them, and one
-    states = torch.stack([torch.diag(torch.tensor([2.0, 2.0, 2.0])), torch.diag(torch.tensor([1.0, 1.0, 0.0])), torch.ones(3, 3)])
+    states = torch.stack(
+        [torch.diag(torch.tensor([2.0, 2.0, 2.0])), torch.diag(torch.tensor([1.0, 1.0, 0.0])), torch.ones(3, 3)]
+    )
     torch.testing.assert_close(measures.effective_ranks(states), torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
     sizes = np.linalg.svd(matrix := np.random.default_rng(0).normal(size=(9, 4)), compute_uv=False)
     shares = sizes / sizes.sum()
@@ -101,7 +103,9 @@ def test_losses(make_model):
     model, ids = make_model(attention_activation="sigmoid"), torch.randint(13, (1, 9))
     logits = model(ids).logits[0].double()
     expected = [-(logits[i] - logits[i].logsumexp(-1))[ids[0, i + 1]].item() for i in range(8)]
-    torch.testing.assert_close(measures.losses_of_tokens(model, ids)[0].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        measures.losses_of_tokens(model, ids)[0].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0
+    )
 
 
 def test_losses_of_documents_do_not_depend_on_their_batch(make_model, monkeypatch):
