@@ -54,7 +54,7 @@ class TestLost:
             )
             assert re.search(lost, errors.read_text())
             assert "Going on from" in run.with_name(f"{run.name}.log").read_text()
-        assert "0 of 4 runs finished, 1 running, 3 waiting" in status
+        assert "0 of 3 runs finished, 1 running, 2 waiting" in status
         assert re.search(rf"{first.name} +running +(\d+ of 120)? +", status)
 
     def test_killed_driver(self, two_runs, start_cluster, tmp_path, monkeypatch, capfd):
