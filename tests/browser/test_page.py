@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
-from support.runs import free_port
 
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make test-browser")
@@ -46,10 +46,12 @@ class Opened:
         self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(address)
-        self.page.wait_for_function("document.querySelector('#panels h3').textContent !== ''")
+        playwright.expect(self.page.locator("#panels h3").first).not_to_be_empty()
 
-    def text(self, selector):
-        return self.page.locator(selector).first.inner_text()
+    def shows(self, selector, pattern):
+        """Waits until the first element has a text, and returns its match."""
+        playwright.expect(self.page.locator(selector).first).to_have_text(pattern := re.compile(pattern))
+        return pattern.search(self.page.locator(selector).first.inner_text())
 
     def close(self):
         self.context.close()
@@ -74,9 +76,10 @@ def open_page(browser):
 @pytest.fixture(scope="session")
 def explored(run, tmp_path_factory):
     """A page of two models, softmax and one with a layer of linear attention, and what was computed."""
+    from transformers import AutoConfig, AutoTokenizer
+
     from modeling_nlq import NLQForCausalLM
     from modeling_nlq.training.explore.exploring import explore
-    from transformers import AutoConfig, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("explored")
     config = AutoConfig.from_pretrained(
@@ -88,6 +91,12 @@ def explored(run, tmp_path_factory):
     return page, explore(run[0], folder / "other", text=TEXT, output=page)
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def written(value):
     """A number as the page writes it."""
     if value != 0 and abs(value) < 0.001:
@@ -97,11 +106,10 @@ def written(value):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_fits_and_opens_quickly(open_page, explored, width, theme):
+def test_it_fits(open_page, explored, width, theme):
     opened = open_page(explored[0], width=WIDTHS[width], theme=theme)
     page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
-    assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000
     if folder := os.environ.get("SCREENSHOTS"):
         page.wait_for_timeout(300)
         page.screenshot(path=Path(folder) / f"{width}-{theme}.png", full_page=True)
@@ -120,12 +128,11 @@ def test_losses(open_page, explored):
     opened = open_page(explored[0])
     for token in (1, 5, len(done.tokens) - 1):
         opened.page.locator(".token").nth(token).click()
-        text = opened.text("#token")
-        for model in done.models:
-            loss = model.losses[token - 1].item()
-            assert f"{model.name}: loss {written(loss)}" in text
-    first, second = (model.losses[-1].item() for model in done.models)
-    assert float(re.search(r"difference (\S+)\.$", text)[1]) == pytest.approx(second - first, abs=1e-3)
+        difference = opened.shows("#token", rf"^Token {token}: .*difference (\S+)\.$")
+        losses = [model.losses[token - 1].item() for model in done.models]
+        for model, loss in zip(done.models, losses):
+            assert f"{model.name}: loss {written(loss)}" in difference.string
+        assert float(difference[1]) == pytest.approx(losses[1] - losses[0], abs=1e-3)
 
 
 def test_numbers_of_heads(open_page, explored):
@@ -135,6 +142,7 @@ def test_numbers_of_heads(open_page, explored):
     for layer in range(2):
         for head in range(2):
             page.locator(".heads").first.get_by_role("button").nth(2 * layer + head).click()
+            opened.shows("#panels h3", f"layer {layer}, head {head} ")
             rows = page.locator("#panels table").first.locator("tr").all()
             shown = {row.locator("th").inner_text().replace(" ", "_"): row.locator("td").inner_text() for row in rows}
             assert shown.keys() == model.layers[layer].numbers.keys()
@@ -152,13 +160,10 @@ def test_weights_and_rows(open_page, explored):
     page.locator("canvas").first.click(
         position={"x": (key + 0.5) / size * box["width"], "y": (query + 0.5) / size * box["height"]}
     )
-    text = opened.text("#panels .readout")
-    weight = float(re.search(r"Weight (\S+) of key 4 ", text)[1])
+    shown = opened.shows("#panels .readout", r"Weight (\S+) of key 4 .*sum of weights (\S+)\.$")
     row = layer.weights[0, query]
-    assert weight == pytest.approx(row[key].item(), abs=row.abs().max().item() / 254 * 1.01)
-    assert float(re.search(r"sum of weights (\S+)\.$", text)[1]) == pytest.approx(
-        layer.rows["row_sum"][0, query].item(), rel=1e-3
-    )
+    assert float(shown[1]) == pytest.approx(row[key].item(), abs=row.abs().max().item() / 254 * 1.01)
+    assert float(shown[2]) == pytest.approx(layer.rows["row_sum"][0, query].item(), rel=1e-3)
     for chart in page.locator("#panels > div").first.locator("figure").all():
         name = chart.get_attribute("data-row")
         here = float(re.search(r"here (\S+),", chart.inner_text())[1])
@@ -170,11 +175,11 @@ def test_what_a_layer_lacks_is_said(open_page, explored):
     opened.page.locator("#together").uncheck()
     opened.page.locator(".heads").nth(1).get_by_role("button").nth(2).click()
     panel = opened.page.locator("#panels > div").nth(1)
-    assert "layer 1, head 0 (linear_attention)" in panel.inner_text()
-    assert "No map: linear attention computes no weight" in panel.inner_text()
+    playwright.expect(panel).to_contain_text("layer 1, head 0 (linear_attention)")
+    playwright.expect(panel).to_contain_text("No map: linear attention computes no weight")
     assert not panel.locator("canvas").is_visible()
     opened.page.locator("#colour").select_option("attention 1")
-    assert "no weights" in opened.text("#text-scale")
+    opened.shows("#text-scale", "no weights")
 
 
 def test_keys_move_the_selection(open_page, explored):
@@ -182,18 +187,18 @@ def test_keys_move_the_selection(open_page, explored):
     page, last = opened.page, len(explored[1].tokens) - 1
     page.locator(".token").nth(3).click()
     page.keyboard.press("ArrowRight")
-    assert opened.text("#token").startswith("Token 4:")
+    opened.shows("#token", "^Token 4:")
     page.keyboard.press("End")
-    assert opened.text("#token").startswith(f"Token {last}:")
+    opened.shows("#token", f"^Token {last}:")
     page.locator(".heads").first.get_by_role("button").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
-    assert opened.text("#panels h3").endswith("layer 1, head 1 (softmax)")
+    opened.shows("#panels h3", r"layer 1, head 1 \(softmax\)$")
     page.locator("canvas").first.focus()
     page.keyboard.press("ArrowUp")
-    assert opened.text("#token").startswith(f"Token {last - 1}:")
+    opened.shows("#token", f"^Token {last - 1}:")
     page.keyboard.press("ArrowLeft")
-    assert f"key {last - 2} " in opened.text("#panels .readout")
+    opened.shows("#panels .readout", f"key {last - 2} ")
     # All of it can be reached by the tabulator alone
     reached = set()
     for _ in range(20):
@@ -220,7 +225,7 @@ def test_colours(open_page, explored):
 
 def test_a_page_of_a_finished_run(open_page, run):
     opened = open_page(run[0] / "explore.html")
-    assert opened.text("h1") == "Attention of finished"
+    opened.shows("h1", "^Attention of finished$")
 
 
 def test_serving(browser, run):

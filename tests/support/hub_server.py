@@ -368,7 +368,8 @@ class HubServer:
                 raise HubError(400, f"Invalid metadata in README.md: {'; '.join(errors)}")
         title, message = header["value"]["summary"], header["value"].get("description", "")
         commit = repo.commit(rev, files, title, message, request.user)
-        url = f"{self.endpoint}/{repo.id}/commit/{commit.oid}"
+        place = next(key for key, known in self._repos.items() if known is repo)
+        url = f"{self.endpoint}/{place}/commit/{commit.oid}"
         return {"success": True, "commitOid": commit.oid, "commitUrl": url, "hookOutput": ""}
 
     def _apply(self, key: str, value: dict, repo: Repo, files: dict[str, Blob]) -> None:

@@ -37,7 +37,7 @@ INDUCTION_PERIOD = 64
 # What is measured of rows, and of heads: a name, and what a page says of it. Rows are averaged over the queries that see more
 # than one key
 ROWS = {
-    "entropy": "Entropy of the weights' shares |w| / Σ|w| in nats, mean over queries. 0: one key has all; ln n: all n keys alike.",
+    "entropy": "Entropy of the shares |w| / Σ|w| of a query's weights in nats, mean over queries. 0: one key has all.",
     "first_token": "Share of the first token, mean over queries. Large: an attention sink.",
     "row_sum": "Sum of the weights of a query, with signs, mean over queries. 1 for softmax.",
     "own_value_cosine": "cos(y, v) between a head's output and the token's own value, mean over queries.",

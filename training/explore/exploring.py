@@ -60,12 +60,12 @@ def explore(
         file: a text instead: a `.txt` file, whose documents are between blank lines, or a `.jsonl` or `.parquet` file. The page
             shows its first document; the losses of two models are compared on all.
         output: the HTML file to write; `None` writes none.
-        max_tokens: the page shows the first tokens of the text, and documents are read in pieces of this length; by default 512,
-            or as many as the models have positions for.
+        max_tokens: the page shows the first tokens of the text, and documents are read in pieces of this length; by default
+            512, or as many as the models have positions for.
 
     Raises:
-        ValueError: for a model that cannot be loaded or has no attention to show, two tokenizers, a text without tokens, and more
-            tokens than positions. Nothing is written then.
+        ValueError: for a model that cannot be loaded or has no attention to show, two tokenizers, a text without tokens, and
+            more tokens than positions. Nothing is written then.
     """
     if (text is None) == (file is None):
         raise ValueError("give a text by --text, or a file by --file, and not both")

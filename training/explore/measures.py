@@ -1,7 +1,8 @@
 """The numbers of the explorer, each by one function.
 
-Shapes: `heads` are the maps of a layer; `query` and `key` are the tokens of one text, in order. Weights are 0 where a query does
-not see a key. They may be negative, and their rows need not sum to 1. `p_ij = |w_ij| / sum_k |w_ik|` are the shares of a row.
+Shapes: `heads` are the maps of a layer; `query` and `key` are the tokens of one text, in order. Weights are 0 where a query
+does not see a key. They may be negative, and their rows need not sum to 1. `p_ij = |w_ij| / sum_k |w_ik|` are the shares of a
+row.
 """
 
 import math
@@ -224,7 +225,7 @@ def loss_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor
         raise ValueError("there is no token to compare: a document needs two")
     mean = sums.sum() / tokens
     if documents < 2:
-        return LossDifference(mean, None, None, documents, tokens)
+        return LossDifference(float(mean), None, None, documents, tokens)
     deviation = math.sqrt(documents / (documents - 1) * ((sums - mean * sizes) ** 2).sum()) / tokens
     width = stats.t.ppf(0.975, documents - 1) * deviation
     return LossDifference(float(mean), float(mean - width), float(mean + width), documents, tokens)

@@ -122,8 +122,8 @@ def describe_difference(difference: LossDifference, names: Sequence[str]) -> str
     )
     many = "document" if difference.documents == 1 else "documents"
     return (
-        f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over {difference.documents:,} "
-        f"{many} of {difference.tokens:,} tokens."
+        f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over "
+        f"{difference.documents:,} {many} of {difference.tokens:,} tokens."
     )
 
 
@@ -161,30 +161,25 @@ def _quantities(models: Sequence[Shown]) -> dict[str, str]:
 
 
 def _layer(layer: Layer, maps: list[str] | None) -> dict[str, Any]:
-    names = list(layer.rows)
-    rows = list(layer.rows.values())
-    if layer.weights is not None:
-        names, rows = ["largest", *names], [layer.weights.abs().amax(dim=-1), *rows]
     # Half precision is enough to look at, and its zeros are deflated; the scale of a map is exact
-    by_head = [
-        np.stack([row[head].float().numpy() if name == "largest" else _halved(row[head]) for name, row in zip(names, rows)])
-        for head in range(layer.heads)
-    ]
+    rows = {name: _halved(row) for name, row in layer.rows.items()}
+    if layer.weights is not None:
+        rows = {"largest": layer.weights.abs().amax(dim=-1).float(), **rows}
     return {
         "activation": layer.activation,
         "heads": layer.heads,
         "numbers": {name: [_number(value) for value in values.tolist()] for name, values in layer.numbers.items()},
         "missing": layer.missing,
         "maps": maps,
-        "row_names": names,
-        "rows": [pack(numbers) for numbers in by_head] if rows else None,
+        "row_names": list(rows),
+        "rows": [pack(torch.stack(head).numpy()) for head in zip(*rows.values())] if rows else None,
     }
 
 
-def _halved(row: torch.Tensor) -> np.ndarray:
+def _halved(row: torch.Tensor) -> torch.Tensor:
     """Rounds to 11 bits, in float32."""
     mantissa, exponent = torch.frexp(row.float())
-    return torch.ldexp((mantissa * 2048).round() / 2048, exponent).numpy()
+    return torch.ldexp((mantissa * 2048).round() / 2048, exponent)
 
 
 def _number(value: float) -> float | None:

@@ -8,6 +8,10 @@ from ..text import check_number, one_line
 from .exploring import explore_texts, load_subjects, read_texts
 
 
+# It runs the page's script, which reaches nothing else of this site
+_FRAME = '<iframe sandbox="allow-scripts" title="page" style="width:100%;height:90vh;border:0" srcdoc="{}"></iframe>'
+
+
 def make_app(model: str, other: str | None = None, text: str = "", max_tokens: int | None = None):
     """Loads the models, and makes Gradio's app of them.
 
@@ -28,8 +32,7 @@ def make_app(model: str, other: str | None = None, text: str = "", max_tokens: i
             page = explore_texts(models, tokenizer, [text], max_tokens).page
         except ValueError as error:
             raise gradio.Error(one_line(error), print_exception=False) from error
-        # The frame runs the page's script, and nothing else of this site
-        return f'<iframe sandbox="allow-scripts" title="page" style="width:100%;height:90vh;border:0" srcdoc="{html.escape(page)}"></iframe>'
+        return _FRAME.format(html.escape(page))
 
     title = f"Attention of {' and '.join(models)}"
     with gradio.Blocks(title=title, analytics_enabled=False) as app:

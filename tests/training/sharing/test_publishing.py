@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from support.hub_server import Blob
 from support.publishing_cases import (
     CODE,
@@ -65,6 +66,27 @@ class TestRoundTrip:
         inputs = tokenizer("import json", return_tensors="pt")
         assert results["tokens"] == inputs["input_ids"][0].tolist()
         assert results["text"] == tokenizer.decode(model.generate(**inputs, max_new_tokens=5, do_sample=False)[0])
+
+    def test_a_page_becomes_a_space_only_if_asked(self, server, nlq, run):
+        assert (run[0] / "explore.html").is_file()
+        assert "explore.html" not in nlq.publish(run[0], "anna/without-page", "--dry-run").sizes
+        before = len(server.requests)
+        planned = nlq.publish(run[0], "anna/page", "--space", "--dry-run")
+        assert planned.sizes.keys() == {"README.md", "index.html"} and len(server.requests) == before
+        done = nlq.publish(run[0] / "explore.html", "anna/page", "--space")
+        files = server.files("spaces/anna/page")
+        assert files["index.html"] == (run[0] / "explore.html").read_bytes()
+        card = ModelCard(files["README.md"].decode(), ignore_metadata_errors=False).data.to_dict()
+        assert (card["title"], card["sdk"], card["app_file"]) == ("Attention of finished", "static", "index.html")
+        assert "spaces/anna/page" in done.out
+        nlq.publish(run[0], "anna/page", "--space")
+        assert len(server.commits("spaces/anna/page")) == 2, "nothing new is no commit"
+
+    def test_no_space(self, refuses, run, tmp_path):
+        (tmp_path / "other.html").write_text("<title>Something</title>")
+        refuses(tmp_path, "anna/page", "--space", words=("there is no page", "nlq explore"))
+        refuses(tmp_path / "other.html", "anna/page", "--space", words=("is no page of `nlq explore`",))
+        refuses(run[0], "anna/page", "--space", "--license", "mit", words=("--license and --space exclude each other",))
 
     def test_each_publication_is_one_commit(self, server, published):
         assert len(server.commits("anna/model")) == 3, "with the Hub's own first one"
