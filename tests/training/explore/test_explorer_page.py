@@ -106,10 +106,9 @@ def test_no_numbers_are_no_number():
 
 
 def test_the_difference_is_said():
-    sentence = page.describe_difference(LossDifference(-0.0132, -0.02, -0.001, 37, 5210), ["a", "b"])
-    assert sentence == (
-        "Loss of b minus loss of a: -0.0132 nats per token (95 % interval over documents: -0.0200 to -0.0010), over 37 documents "
-        "of 5,210 tokens."
+    assert page.describe_difference(LossDifference(-0.0132, -0.02, -0.001, 37, 5210), ["a", "b"]) == (
+        "Loss of b minus loss of a: -0.0132 nats per token (95 % interval over documents: -0.0200 to -0.0010), "
+        "over 37 documents of 5,210 tokens."
     )
 
 
