@@ -1,4 +1,4 @@
-"""Trains, evaluates, compares, converts and publishes models: `from modeling_nlq.training import train, ...`.
+"""Trains, evaluates, compares, shows, converts and publishes models: `from modeling_nlq.training import train, ...`.
 
 The functions do what the command line does. They are imported on first use, so that importing this package is quick.
 """
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .comparison.comparing import compare
     from .conversion.converting import convert
     from .engines import train
+    from .explore.exploring import explore
     from .run.evaluation import evaluate
     from .run.tasks import evaluate_tasks
     from .sharing.publishing import publish
@@ -19,12 +20,13 @@ _MODULES = {
     "compare": "comparison.comparing",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
+    "explore": "explore.exploring",
     "evaluate_tasks": "run.tasks",
     "publish": "sharing.publishing",
     "train": "engines",
 }
 
-__all__ = ["compare", "convert", "evaluate", "evaluate_tasks", "publish", "train"]
+__all__ = ["compare", "convert", "evaluate", "evaluate_tasks", "explore", "publish", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
-from .parameters import Size
+from .parameters import Size, parts_in
 from .traces import without_folders
 
 
@@ -123,6 +123,7 @@ def render(
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
+        parts=parts_in(config),
         parameters=size.total,
         non_embedding_parameters=size.non_embedding,
         trained_parameters=metrics.get("trained_parameters", size.total),

@@ -5,7 +5,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .files import RECIPE_FILE, is_taken
+from .explore.of_runs import explore_runs
+from .files import PAGE_FILE, RECIPE_FILE, is_taken
 from .run.lease import alone_at
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
 from .run.shared_files import share_data, share_model
@@ -48,13 +49,17 @@ def train(
 def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:
     """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
     given = {option: value for option, value in options.items() if value is not None}
-    if engine == "ray":
-        return train_on_ray(resolved, **given)
-    if engine != "local":
+    if engine not in ("local", "ray"):
         raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
-    if given:
+    if given and engine == "local":
         raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    return train_recipe(resolved)
+    metrics = train_on_ray(resolved, **given) if engine == "ray" else train_recipe(resolved)
+    folder = open_folder(resolved.training_arguments.output_dir)
+    is_first = resolved.training_arguments.process_index == 0
+    if is_first and resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+        name = folder.resolve().name if isinstance(folder, Path) else folder.name
+        explore_runs(resolved.recipe, {name: folder}, "validation", folder)
+    return metrics
 
 
 def train_on_ray(

@@ -1,5 +1,6 @@
 """The command line: its tables, its help, and one line for each error."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,20 @@ class TestCommandLine:
         assert table[0].split()[:2] == ["model", "parameters"]
         assert table[1].split()[0] == "tiny-linear" and table[1].split()[-1] == "512"
         assert table[2].split()[0] == "tiny-identity" and table[2].split()[-1] == "576"
+
+    def test_params_of_parts(self, tmp_path, capsys):
+        """Also of one that some layers have; a forget gate has a weight for each input and head, and a bias."""
+        config = {"model_type": "nlq", "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+        config["query_projection"] = "linear"
+        config["per_layer_config"] = {"1": {"forget_gate": "learned", "differential_attention": "v2"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["params", str(tmp_path / "config.json")]) == 0
+        lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
+        assert lines[0] == f"{16 * 4 + 4} parameters are those of forget_gate (Lin et al. 2025, arXiv 2503.02130)"
+        # Twice the queries, twice the forget gates, and a factor for each output
+        assert lines[1].startswith(
+            f"{16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters are those of differential_attention (Ye et al."
+        )
 
     @pytest.mark.parametrize(
         "arguments, parts",

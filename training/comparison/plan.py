@@ -146,7 +146,6 @@ class Comparison:
         """The recipe of a run."""
         content = copy.deepcopy(self.variants[run.model].content)
         content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
-        content["explore"] = False  # the comparison has a page
         return resolve_recipe(content, {"output_dir": str(folder)}, f"model {run.model!r}")
 
     def power_warning(self) -> str | None:

@@ -171,7 +171,7 @@ byId("quantity").addEventListener("change", (event) => {
 
 const grids = data.models.map((model, index) => {
   const widest = Math.max(...model.layers.map((layer) => layer.heads));
-  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}; arrow keys select one`, style: `grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
+  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}; arrow keys select one`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
   grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
   const buttons = model.layers.map((layer, row) => {
     const made = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));

@@ -1,5 +1,6 @@
 """The pages of finished runs and comparisons, on text that was held out."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,6 +9,10 @@ from transformers.utils import logging
 
 from ..files import PAGE_FILE, write_text
 from ..models import load_model
+from ..run.data import make_blocks
+from ..run.documents import load_documents
+from ..run.recipe import Recipe
+from ..storage import local_copy
 from ..text import one_line
 from .exploring import explore_tokens, prepare
 
@@ -18,31 +23,29 @@ logger = logging.get_logger(__name__)
 _BLOCKS = 50
 
 
-def explore_blocks(models: Mapping[str, Path], blocks: Iterable[Mapping], restart: bool, folder: Path) -> Path | None:
+def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path) -> None:
     """Writes the page of one or two trained models; a failure is a warning, for the models themselves are finished.
 
     Args:
-        models: the folders of the models, by the names that the page gives them.
-        blocks: rows with `input_ids`, which the models were not trained on. The first is shown.
-        restart: whether attention restarts at each document of a block; then the longest document of the blocks is shown.
-        folder: where the page is written.
-
-    Returns:
-        The page, or `None` if there is none.
+        recipe: names the text. Its first block is shown; with `packing: documents`, the longest document of its blocks.
+        runs: the folders of the models, or addresses, by the names that the page gives them.
+        split: the split of the text, which the models were not trained on.
+        target: the folder of the page, or an address.
     """
     try:
-        loaded = {name: load_model(str(path)) for name, path in models.items()}
+        with contextlib.ExitStack() as stack:
+            folders = {name: stack.enter_context(local_copy(run)) for name, run in runs.items()}
+            loaded = {name: load_model(str(folder)) for name, folder in folders.items()}
         tokenizer = next(iter(loaded.values()))[1]
+        blocks = make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset
         documents = [list(map(int, block["input_ids"])) for block in itertools.islice(blocks, _BLOCKS)]
-        if restart:
+        if recipe.packing == "documents":
             documents = sorted(_split(documents, tokenizer.eos_token_id), key=len, reverse=True)
         subjects = {name: prepare(model) for name, (model, _) in loaded.items()}
-        done = explore_tokens(subjects, tokenizer, documents[0], documents)
-        write_text(folder / PAGE_FILE, done.page)
+        page = explore_tokens(subjects, tokenizer, documents[0], documents).page
+        write_text(target / PAGE_FILE, page)
     except Exception as error:  # of a library, for a model of another family
         logger.warning(f"no page of attention was made: {type(error).__name__}: {one_line(error)}")
-        return None
-    return folder / PAGE_FILE
 
 
 def _split(blocks: Iterable[list[int]], end: int) -> list[list[int]]:

@@ -426,7 +426,7 @@ def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
 
 def _params(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.models import load_config
-    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure, part_size, parts_in
     from modeling_nlq.training.text import align
 
     budget = None
@@ -434,13 +434,16 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
         text = arguments.match.replace(",", "").replace("_", "")
         budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(arguments.match))
     header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
-    rows = [header]
+    rows, parts = [header], []
     for name in arguments.models:
         config = load_config(name)
         size = measure(config, arguments.context)
         row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
-    print("\n".join(align(rows)))
+        for part in parts_in(config):
+            source = f" ({part.source})" if part.source else ""
+            parts.append(f"{name}: {part_size(config, part):,} parameters are those of {part.name}{source}")
+    print("\n".join([*align(rows), *parts]))
 
 
 def _convert(arguments: argparse.Namespace, _: list[str]) -> None:

@@ -433,11 +433,6 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
         config = run.trainer.model.config
         card = render(folder.resolve().name, config, size, run.resolved.given, metrics, run.conversion, has_plot=True)
         card.save(folder / CARD_FILE)
-        if run.resolved.recipe.explore:
-            from ..explore.of_runs import explore_blocks  # it imports the conversion of all families
-
-            restart = run.resolved.recipe.packing == "documents"
-            explore_blocks({folder.resolve().name: folder}, run.blocks["validation"].dataset, restart, folder)
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     state.save_to_json(str(folder / STATE_FILE))

@@ -59,6 +59,21 @@ class TestCommand:
                     assert f"{run['test_loss']:.4f}" in page and f"{run['test_loss']:.4f}" in table
         assert str(Path(file).parent) not in page + table + json.dumps(results)
 
+        # The best of the models beside the baseline
+        means = {
+            name: sum(run["test_loss"] for run in model["runs"]) / 3
+            for name, model in results["models"].items()
+            if all(run["test_loss"] is not None for run in model["runs"])
+        }
+        title = " and ".join(dict.fromkeys(("base", min(means, key=means.get))))
+        explored = (folder / "explore.html").read_text()
+        assert f"<title>Attention of {title}</title>" in explored
+        assert '<a href="explore.html">' in page and "explore.html" not in table
+        (folder / "explore.html").unlink()
+        assert main(["compare", file, "--output_dir", str(folder), "--explore", "false"]) == 0
+        assert not (folder / "explore.html").exists()
+        assert "explore.html" not in (folder / "report.html").read_text()
+
     def test_folder_knows_how_to_go_on(self, finished):
         folder, results, _ = finished
         again = load_comparison(str(folder / "comparison.yaml"))

@@ -12,6 +12,7 @@ from support.corpora import write_documents
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.training import train
 from modeling_nlq.training.explore import page
 from modeling_nlq.training.explore.attention import Layer
 from modeling_nlq.training.explore.exploring import explore
@@ -186,7 +187,14 @@ class TestCommand:
         assert sorted(tmp_path.iterdir()) == before, "nothing is written"
 
 
-def test_a_run_has_a_page(run):
+def test_a_run_has_a_page_unless_it_wants_none(run, recipe_file, tmp_path):
+    assert "eval_loss" in train(recipe_file, output_dir=tmp_path / "run", max_steps=1, explore=False)
+    assert not (tmp_path / "run" / "explore.html").exists()
+    train(recipe_file, output_dir=tmp_path / "run", max_steps=1)
+    assert (tmp_path / "run" / "explore.html").is_file(), "the same run; it is finished"
+    train(recipe_file, output_dir=tmp_path / "documents", max_steps=1, packing="documents")
+    tokens = content_of((tmp_path / "documents" / "explore.html").read_text())["models"][0]["losses"]
+    assert 2 <= len(tokens) <= 64
     found = content_of((run[0] / "explore.html").read_text())
     assert [model["name"] for model in found["models"]] == ["finished"]
     assert len(found["tokens"]) == 64

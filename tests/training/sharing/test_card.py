@@ -11,6 +11,9 @@ import yaml
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.card import render
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.traces import without_folders
 
 
@@ -30,6 +33,11 @@ for repo in arguments:
         exec(block, names)
         assert names["model"].config.model_type == "nlq"
 """
+
+
+def test_parts_are_named_with_their_source():
+    config = load_config("tiny-forget-gate")
+    assert "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config)))) and "2503.02130" in text
 
 
 class TestCard:
