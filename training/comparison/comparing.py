@@ -191,6 +191,8 @@ def _claim_folder(folder: Path, comparison: Comparison | Ladder) -> None:
         before["recipe"] = public_recipe(before["recipe"])
     if changes := differences(before, comparison.given):
         added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
+        if added is not None and comparison.given.get("stop"):
+            raise ValueError(f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its looks")
         if added is None:
             raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
         if (folder / RESULTS_FILE).is_file():

@@ -132,6 +132,32 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
     return figure
 
 
+def draw_looks(results: dict[str, Any]) -> Figure | None:
+    """Improvement and interval of each model after each seed, of a comparison with `stop: early`."""
+    looks = {name: found for name, found in (results.get("looks") or {}).items() if found}
+    if not looks:
+        return None
+    styles = model_styles(results)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    values = [0.0]
+    for index, (name, found) in enumerate(looks.items()):
+        known = [look for look in found if look["loss_improvement_interval"] is not None]
+        middles = np.array([look["loss_improvement"] for look in known])
+        ends = np.array([look["loss_improvement_interval"] for look in known]).reshape(-1, 2).T
+        places = [look["seeds"] + 0.6 * ((index + 0.5) / len(looks) - 0.5) for look in known]
+        style = {**styles[name], "linewidth": 1.2, "markersize": 5}
+        axes.errorbar(places, middles, yerr=np.abs(ends - middles), capsize=2, **style)
+        values += ends.ravel().tolist()
+    scale_percent(axes, "improvement of test loss (%)", values)
+    axes.set_xticks(sorted({look["seeds"] for found in looks.values() for look in found}))
+    axes.set_xlabel("seeds")
+    axes.set_title(f"{results['name']}: improvement at each look; up is better", parse_math=False)
+    add_legend(figure, results, styles, [])
+    return figure
+
+
 def draw_stability(results: dict[str, Any]) -> Figure | None:
     """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..parameters import Size
 from ..run.recipe import ResolvedRecipe, resolve_recipe
 from ..text import align
 from .rates import Rates
-from .statistics import power_warning
+from .statistics import FIRST_LOOK, power_warning
 
 
 def default_folder(name: str) -> Path:
@@ -108,6 +108,8 @@ class Comparison:
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
+        stop: `"early"` if models leave as soon as there is a verdict about them (see `FinishedRuns.seeds_of`); then the seeds
+            are the most that a model has.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Comparison:
     tokens_per_run: int
     command: str
     given: dict[str, Any]
+    stop: Literal["early"] | None = None
 
     def has_choice(self, model: str) -> bool:
         """Whether a model has several rates. With one rate there is nothing to choose."""
@@ -181,6 +184,8 @@ class Comparison:
             f"{runs} runs of {self.tokens_per_run:,} tokens, {trained:,} tokens, {self.flops:.3g} FLOPs in "
             f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
         )
+        if self.stop:
+            yield f"{runs} is the most: from {FIRST_LOOK} seeds on, a model leaves as soon as there is a verdict about it"
         if warning := self.power_warning():
             yield f"warning: {warning}"
 

@@ -23,6 +23,7 @@ from ..text import one_line
 from ..traces import without_folders
 from .plan import Comparison, Ladder, Variant, default_folder, without_gpu_advice
 from .rates import Rates, read_rates
+from .statistics import FIRST_LOOK
 
 
 _FIELDS = (
@@ -34,6 +35,7 @@ _FIELDS = (
     "tokens_per_parameter",
     "learning_rates",
     "seeds",
+    "stop",
     "tasks",
     "match",
     "training",
@@ -81,6 +83,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved["name"] = own_name = _own_name(path, given)
     _check_tasks(path, given.get("tasks"))
+    _check_stop(path, given)
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     if given.get("scales") is None:
@@ -140,7 +143,7 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
             rates = read_rates("learning_rates", entry.get("learning_rates")) or shared
             variants[model] = Variant({}, rates, Size(0, 0, 0, 0), None, 0, 0, "", entry)
         seeds = (fields or {}).get("seeds") or given.get("seeds")
-        return Comparison(name, given["baseline"], variants, seeds, [], 0, "", dict(given))
+        return Comparison(name, given["baseline"], variants, seeds, [], 0, "", dict(given), given.get("stop"))
 
     if given.get("scales") is None:
         return make(given["name"], given)
@@ -203,6 +206,7 @@ def _read_comparison(
         variants[baseline].tokens,
         command,
         resolved,
+        given.get("stop"),
     )
 
 
@@ -316,6 +320,24 @@ def _check_tasks(path: Path, tasks: Any) -> None:
     if not isinstance(tasks, list) or not tasks or not all(isinstance(name, str) for name in tasks):
         raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
     check_tasks(tasks)
+
+
+def _check_stop(path: Path, given: Mapping[str, Any]) -> None:
+    stop, seeds = given.get("stop"), given.get("seeds")
+    if stop not in (None, "early"):
+        raise ValueError(f"{path}: stop={stop!r} must be early, or left out")
+    if stop and given.get("scales") is not None:
+        raise ValueError(f"{path}: stop: early needs a comparison at one scale: a trend needs all models at all scales")
+    if stop and given.get("tasks") is not None:
+        raise ValueError(
+            f"{path}: stop: early and tasks exclude each other: the number of a model's runs depends on their losses, so a "
+            "test of their scores would err too often"
+        )
+    if stop and isinstance(seeds, list) and len(seeds) <= FIRST_LOOK:
+        raise ValueError(
+            f"{path}: stop: early looks at {FIRST_LOOK} seeds first, and seeds={seeds!r} has no more; give the most seeds that "
+            "a model may take"
+        )
 
 
 def _is_seed(seed: Any) -> bool:

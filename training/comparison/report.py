@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
 from ..text import align
-from .figures import draw_costs, draw_curves, draw_stability, save
+from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from .statistics import EQUIVALENT, WITHIN_NOISE
 from .tables import (
     difference_rows,
     given_fields,
@@ -58,12 +59,19 @@ _TERMINAL_COLUMNS = {
     "loss improvement (%)": "improvement of loss %",
     "perplexity improvement (%)": "and of perplexity %",
     "Holm p": "Holm p",
+    "seeds": "seeds",
     "learning rate": "learning rate",
     "verdict": "verdict",
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
 # How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
-_BADGES = {"better": ("better", "▲"), "worse": ("worse", "▼"), "within noise": ("noise", "≈"), "baseline": ("baseline", "●")}
+_BADGES = {
+    "better": ("better", "▲"),
+    "worse": ("worse", "▼"),
+    WITHIN_NOISE: ("noise", "≈"),
+    EQUIVALENT: ("noise", "="),
+    "baseline": ("baseline", "●"),
+}
 _NO_VERDICT = ("open", "!")
 _RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
@@ -105,6 +113,12 @@ _FIGURES: _Figures = {
         "Improvement against parameters",
         "Improvement of test loss, with the interval of each model. Models of nearly the same size stand side by side.",
         lambda results: draw_costs(results, "non_embedding_parameters", "non-embedding parameters"),
+    ),
+    "looks": (
+        "Improvement at each look",
+        "Improvement of test loss after each seed, with the interval of each model, which holds at all looks together. A model "
+        "leaves when there is a verdict.",
+        draw_looks,
     ),
     "flops": (
         "Improvement against FLOPs",
@@ -162,7 +176,8 @@ def describe(results: dict[str, Any]) -> str:
     if "trend" in results:
         rows, notes = improvement_rows(results), outcome(results)
     else:
-        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items()} for row in summary_rows(results)]
+        found = summary_rows(results)
+        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in found]
         notes = [noise_floor_sentence(results), *selection_sentences(results)]
     first, last = ([f"warning: {text}" for text in of(results)] for of in (first_warnings, last_warnings))
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)

@@ -10,7 +10,7 @@ from ..files import METRICS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..traces import without_folders
 from .plan import Comparison, Run
-from .statistics import analyse, noise_from_text
+from .statistics import FIRST_LOOK, analyse, looks, noise_from_text
 
 
 def run_folder(folder: Path, run: Run) -> Path:
@@ -43,9 +43,49 @@ class FinishedRuns:
         """Takes the metrics of a run that was finished just now, which a shared folder may show later."""
         self._metrics[run] = metrics
 
+    def seeds_of(self, comparison: Comparison, model: str) -> list[int]:
+        """The seeds that a model is trained with, as far as is known: all, or those up to the look at which it leaves.
+
+        With `stop: early`, every model is looked at when the runs of its first `FIRST_LOOK` seeds are finished. A model about
+        which there is no verdict gets the next seed, as does the baseline as long as there is such a model. The finished runs
+        alone decide, so a comparison that goes on decides the same.
+        """
+        return comparison.seeds if comparison.stop is None else comparison.seeds[: self._seed_counts(comparison)[model]]
+
+    def _seed_counts(self, comparison: Comparison) -> dict[str, int]:
+        """How many of the seeds each model is trained with, by `seeds_of`."""
+        counts = dict.fromkeys(comparison.variants, FIRST_LOOK)
+        for count in range(FIRST_LOOK, len(comparison.seeds)):
+            at_look = [model for model, own in counts.items() if own == count]
+            losses = {model: self._test_losses(comparison, model, comparison.seeds[:own]) for model, own in counts.items()}
+            if comparison.baseline not in at_look or None in losses.values():
+                break
+            unsettled = [model for model in at_look if self._is_at_edge(comparison, model, comparison.seeds[:count])]
+            looked = analyse(losses, comparison.baseline, unsettled=unsettled, most=len(comparison.seeds))
+            if open_models := [model for model in at_look if model in looked.open_models()]:
+                counts |= dict.fromkeys([comparison.baseline, *open_models], count + 1)
+        return counts
+
+    def _test_losses(self, comparison: Comparison, model: str, seeds: list[int]) -> dict[int, float | None] | None:
+        """The test losses of a model's reported runs, `None` where one diverged; `None` if not all are finished."""
+        losses = {}
+        for run in self._reported(comparison, model, seeds):
+            if (metrics := self.metrics(run)) is None:
+                return None
+            losses[run.seed] = None if metrics["diverged"] else metrics["test_loss"]
+        return losses if len(losses) == len(seeds) else None
+
+    def _is_at_edge(self, comparison: Comparison, model: str, seeds: list[int]) -> bool:
+        """Whether the search of a seed stopped with its best rate at an edge, as `unsettled_models` has it."""
+        if not comparison.has_choice(model) or not comparison.variants[model].rates.is_search:
+            return False
+        tunings = [self._tune(comparison, model, seed) for seed in seeds]
+        return any(tuning.edge is not None and tuning.rate is not None for tuning in tunings)
+
     def tunings(self, comparison: Comparison, model: str) -> list["Tuning"]:
         """How far the choice of a model's learning rate is, for each seed."""
-        return [self._tune(comparison, model, seed) for seed in comparison.seeds] if comparison.has_choice(model) else []
+        seeds = self.seeds_of(comparison, model)
+        return [self._tune(comparison, model, seed) for seed in seeds] if comparison.has_choice(model) else []
 
     def _tune(self, comparison: Comparison, model: str, seed: int) -> "Tuning":
         """Goes on with the search of a seed from where it was when last asked for, with the losses of the finished runs."""
@@ -65,11 +105,14 @@ class FinishedRuns:
 
         A seed that diverges at each of its rates reports the run at the smallest.
         """
+        return self._reported(comparison, model, self.seeds_of(comparison, model))
+
+    def _reported(self, comparison: Comparison, model: str, seeds: list[int]) -> list[Run]:
         if not comparison.has_choice(model):
-            return [Run(model, comparison.variants[model].rates.first[0], seed) for seed in comparison.seeds]
+            return [Run(model, comparison.variants[model].rates.first[0], seed) for seed in seeds]
         return [
             Run(model, min(tuning.losses) if tuning.rate is None else tuning.rate, tuning.seed)
-            for tuning in self.tunings(comparison, model)
+            for tuning in (self._tune(comparison, model, seed) for seed in seeds)
             if not tuning.ready
         ]
 
@@ -144,10 +187,11 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in the same
       order; `None` if every run was stopped early.
     * `statistics`: the result of `analyse` for the test losses.
+    * `looks`: the result of `looks` with `stop: early`, else `None`; `statistics` is then that of each model's last look.
     * `noise_from_text`: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them has
       no losses of parts of the text.
     """
-    models = {}
+    models, most = {}, None if comparison.stop is None else len(comparison.seeds)
     for name, variant in comparison.variants.items():
         tunings = finished.tunings(comparison, name)
         to_choose, reported = finished.tried(comparison, name), finished.reported(comparison, name)
@@ -189,8 +233,9 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
         "statistics": dataclasses.asdict(
-            analyse(losses_by_seed(models), comparison.baseline, unsettled=unsettled_models(models))
+            analyse(losses_by_seed(models), comparison.baseline, unsettled=unsettled_models(models), most=most)
         ),
+        "looks": None if most is None else looks(losses_by_seed(models), comparison.baseline, most),
         "noise_from_text": _noise_from_text(models[comparison.baseline]["runs"]),
     }
 

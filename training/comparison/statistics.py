@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -25,7 +26,12 @@ from scipy import optimize, stats
 # probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
 PLAUSIBLE_EFFECT = 4.0
 
+# Of a comparison with `stop: early`: the seeds of its first look
+FIRST_LOOK = 3
+
 TOO_FEW_SEEDS = "too few seeds: no verdict"
+WITHIN_NOISE = "within noise"
+EQUIVALENT = "equivalent"
 AT_EDGE = "no verdict: its best rate is at an edge"
 BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
 
@@ -44,9 +50,9 @@ class Effect:
     models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
-        verdict: "better", "worse", "within noise", "too few seeds: no verdict", "diverged", "diverged in K of N runs", "no
-            verdict: the baseline diverged", "no verdict: its best rate is at an edge", or "no verdict: the baseline's best rate
-            is at an edge".
+        verdict: "better", "worse", "within noise", "equivalent" (only with looks, see `analyse`), "too few seeds: no verdict",
+            "diverged", "diverged in K of N runs", "no verdict: the baseline diverged", "no verdict: its best rate is at an
+            edge", or "no verdict: the baseline's best rate is at an edge".
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         mean_loss: the mean loss in nats over the seeds that the model finished.
@@ -57,7 +63,7 @@ class Effect:
         standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
         p: two-sided, with `pairs` - 1 degrees of freedom.
-        holm_p: `p` corrected for the number of models tested.
+        holm_p: `p` corrected for the number of models tested, and for the looks if there are any.
         loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
         perplexity_improvement_interval: percent, (low, high); exact, as the formula is monotone.
     """
@@ -100,6 +106,31 @@ class Analysis:
     confidence: float
     effects: dict[str, Effect]
 
+    def open_models(self) -> list[str]:
+        """The models about which more seeds may tell more."""
+        return [name for name, effect in self.effects.items() if effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS)]
+
+
+def looks(
+    losses: dict[str, dict[int, float | None]], baseline: str, most: int, alpha: float = 0.05
+) -> dict[str, list[dict[str, Any]]]:
+    """What a comparison with `stop: early` knew of each model at each look.
+
+    Args:
+        losses, baseline, most, alpha: as for `analyse`; a model has the seeds up to the look at which it left.
+
+    Returns:
+        By model the looks in order: `seeds`, `loss_improvement` and `loss_improvement_interval` in percent.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in losses if name != baseline}
+    for count in range(FIRST_LOOK, most + 1):
+        first = {name: dict(list(runs.items())[:count]) for name, runs in losses.items()}
+        for name, effect in analyse(first, baseline, alpha, most=most).effects.items():
+            if len(first[name]) == count:
+                own = {key: getattr(effect, key) for key in ("loss_improvement", "loss_improvement_interval")}
+                found[name].append({"seeds": count, **own})
+    return found
+
 
 def analyse(
     losses: dict[str, dict[int, float | None]],
@@ -107,6 +138,7 @@ def analyse(
     alpha: float = 0.05,
     unsettled: Collection[str] = (),
     resolution: float = 0.0,
+    most: int | None = None,
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
@@ -125,6 +157,10 @@ def analyse(
             than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
             sign that there is no noise, so a standard deviation below it counts as one step.
+        most: of a comparison that is looked at after each seed from `FIRST_LOOK` on, the number of seeds of the last look.
+            Each look spends its part of `alpha` (see `share_of_look`), and Bonferroni's method corrects for all models, also
+            those that have left. So verdicts and intervals hold at every look, however many there are in the end. A model is
+            "equivalent" if its interval, at the corrected level, lies within the noise floor on both sides.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
@@ -134,12 +170,23 @@ def analyse(
         effects[name] = _describe(runs, reference, open_question)
 
     tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
-    for (name, effect), corrected in zip(tested.items(), holm(effect.p for effect in tested.values())):
-        paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
-        effects[name] = _judge(dataclasses.replace(effect, holm_p=corrected), paired_loss, len(tested), alpha)
-
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
+    shares = {name: 1.0 if most is None else share_of_look(effect.pairs, most) for name, effect in tested.items()}
+    tests = len(tested) if most is None else len(models)
+    p_values = [effect.p for effect in tested.values()]
+    if most is None:
+        corrected = holm(p_values)
+    else:
+        corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares.values())]
+    for (name, effect), p in zip(tested.items(), corrected):
+        paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
+        effect = _judge(dataclasses.replace(effect, holm_p=p), paired_loss, tests, alpha, shares[name])
+        if most is not None and effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS) and noise_floor and shares[name]:
+            margin = critical_t(effect.pairs, tests, alpha * shares[name]) * effect.standard_error
+            is_inside = abs(effect.mean_difference) + margin < noise_floor
+            effect = dataclasses.replace(effect, verdict=EQUIVALENT) if is_inside else effect
+        effects[name] = effect
     return Analysis(
         baseline=baseline,
         baseline_mean_loss=mean_loss,
@@ -163,6 +210,23 @@ def holm(p_values: Iterable[float]) -> list[float]:
     corrected = np.empty_like(p_values)
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(factors * p_values[order]))
     return corrected.tolist()
+
+
+def share_of_look(seeds: int, most: int) -> float:
+    """The part of alpha that a look spends: half at the last one, the other half in equal parts at those before it.
+
+    The parts sum to 1, so by Bonferroni's inequality the errors of all looks together are alpha at most.
+    `benchmarks/selection.py` measures errors and power beside those of an e-process, which few seeds leave without power.
+
+    Args:
+        seeds: the number of seeds at this look; below `FIRST_LOOK` there is none, and nothing is spent.
+        most: that of the last look, `FIRST_LOOK` or more.
+    """
+    if seeds < FIRST_LOOK:
+        return 0.0
+    if most == FIRST_LOOK:
+        return 1.0
+    return 0.5 if seeds >= most else 0.5 / (most - FIRST_LOOK)
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
@@ -327,7 +391,7 @@ def _test(effect: Effect, resolution: float) -> Effect:
     return dataclasses.replace(effect, standard_error=standard_error, t=_plain(t), p=p)
 
 
-def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effect:
+def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
     """Adds verdict and intervals to a test.
 
     Args:
@@ -335,14 +399,17 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float) -> Effe
         paired_loss: the baseline's mean loss over the pairs, in nats.
         tests: number of models tested.
         alpha: family-wise error rate.
+        share: the part of it that this look spends.
     """
+    if not share:
+        return dataclasses.replace(effect, verdict=TOO_FEW_SEEDS)
     if effect.holm_p < alpha:
         verdict = "better" if effect.mean_difference < 0 else "worse"
-    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha) > PLAUSIBLE_EFFECT:
+    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
         verdict = TOO_FEW_SEEDS
     else:
-        verdict = "within noise"
-    margin = critical_t(effect.pairs, 1, alpha) * effect.standard_error
+        verdict = WITHIN_NOISE
+    margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
     return dataclasses.replace(
         effect,

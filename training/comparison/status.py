@@ -62,7 +62,7 @@ def _describe(comparison: Comparison, finished: FinishedRuns, is_begun: bool) ->
         rates = {tuning.rate for tuning in tunings} - {None} if tunings else {run.learning_rate for run in reported}
         nothing = "none yet" if any(tuning.ready for tuning in tunings) else "every rate diverged"
         chosen = " ".join(f"{rate:g}" for rate in sorted(rates)) or nothing
-        rows.append([model, f"{ended} of {ended + left}", f"{seeds} of {len(comparison.seeds)}", chosen])
+        rows.append([model, f"{ended} of {ended + left}", f"{seeds} of {len(finished.seeds_of(comparison, model))}", chosen])
         count += ended
         total += ended + left
     if not is_begun and not count:

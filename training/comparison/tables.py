@@ -33,6 +33,7 @@ def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
                 "loss improvement (%)": _improvement(effect, "loss_improvement"),
                 "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
                 "Holm p": p_value(effect.get("holm_p")),
+                **({"seeds": str(len(model["runs"]))} if results.get("looks") else {}),
                 "learning rate": _chosen_rate(results, name),
                 "parameters": f"{model['parameters']:,}",
                 **({"trained": f"{trained[name]:,}"} if has_frozen else {}),

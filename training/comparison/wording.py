@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .results import losses_by_seed
-from .statistics import noise_ratio, power_warning
+from .statistics import EQUIVALENT, FIRST_LOOK, WITHIN_NOISE, noise_ratio, power_warning
 from .tables import chosen_runs, scales_in
 
 
@@ -105,7 +105,7 @@ def cost_sentence(results: dict[str, Any]) -> str:
 
 def outcome_sentence(results: dict[str, Any]) -> str:
     """All verdicts in one line, the clear ones first."""
-    models: dict[str, list[str]] = {"better": [], "worse": [], "within noise": []}
+    models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
     for name, effect in results["statistics"]["effects"].items():
         models.setdefault(effect["verdict"], []).append(name)
     verdicts = [f"{verdict.replace(':', ',').capitalize()}: {', '.join(names)}." for verdict, names in models.items() if names]
@@ -228,10 +228,11 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
     """How the numbers were measured."""
     found, seeds = results["statistics"], results["seeds"]
     level = f"{100 * found['confidence']:g} %"
-    tested = _tested(results)
+    tested, count = _tested(results), "up to " if results.get("looks") else ""
     sentences = [
         noise_floor_sentence(results),
-        f"{len(results['models'])} models, {len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
+        f"{len(results['models'])} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} "
+        f"({', '.join(map(str, seeds))}), "
         f"{results['tokens_per_run']:,} tokens a run.",
     ]
     if results["same_tokens"]:
@@ -248,7 +249,19 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
             )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
-    if tested:
+    if looks := results.get("looks"):
+        made = sum(len(model["runs"]) for model in results["models"].values())
+        most = len(seeds) * len(results["models"])
+        sentences.append(
+            f"From {FIRST_LOOK} seeds on, each model still in question was compared with the baseline after every seed, by a "
+            "paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
+            "equivalent, which means that its interval lies within the noise floor on both sides. Half of the probability of "
+            f"an error, {found['alpha']:g}, belongs to the look at {len(seeds)} seeds, the other half in equal parts to those "
+            f"before it. Bonferroni's method corrects p for {len(looks)} model{'s' * (len(looks) != 1)} and all looks. "
+            f"Intervals are {level} intervals of one model each, which hold at all looks together. {made} of at most {most} "
+            "runs are reported."
+        )
+    elif tested:
         sentences.append(
             "Each model is tested by a paired t-test on its differences from the baseline, seed by seed, and by them alone. "
             f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "

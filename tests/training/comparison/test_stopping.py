@@ -1,0 +1,180 @@
+"""`stop: early`: a model leaves when there is a verdict, which holds at every look; a killed comparison decides the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.results import FinishedRuns, next_runs
+from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, looks, share_of_look
+from nlq import main
+
+
+def losses_of(differences, baseline=None):
+    """Losses of models by seed, whose differences from the baseline are given."""
+    count = max(map(len, differences.values()))
+    baseline = np.zeros(count) if baseline is None else baseline
+    models = {
+        name: {seed: 4.0 + baseline[seed] + value for seed, value in enumerate(values)} for name, values in differences.items()
+    }
+    return {"base": {seed: 4.0 + value for seed, value in enumerate(baseline)}, **models}
+
+
+@given(most=st.integers(FIRST_LOOK, 60))
+def test_all_looks_together_spend_alpha(most):
+    shares = [share_of_look(seeds, most) for seeds in range(most + 1)]
+    assert shares[:FIRST_LOOK] == [0.0] * FIRST_LOOK
+    assert sum(shares) == pytest.approx(1.0) and min(shares[FIRST_LOOK:]) > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(3, 8))
+def test_verdict_p_and_interval_are_those_of_the_formula(seed, count):
+    rng, most, models = np.random.default_rng(seed), 8, 2
+    values = {"a": rng.normal(0.02, 0.01, count), "b": rng.normal(0, 0.01, count)}
+    found = analyse(losses_of(values), "base", most=most)
+    share = 0.5 if count == most else 0.5 / 5
+    for name, own in values.items():
+        effect = found.effects[name]
+        p = stats.ttest_1samp(own, 0.0).pvalue
+        assert effect.holm_p == pytest.approx(min(1.0, p * models / share))
+        assert (effect.verdict == ("worse" if own.mean() > 0 else "better")) == (p < 0.05 * share / models)
+        low, high = stats.ttest_1samp(own, 0.0).confidence_interval(1 - 0.05 * share)
+        assert effect.loss_improvement_interval == pytest.approx((-25 * high, -25 * low))
+
+
+def test_equivalence_needs_the_whole_interval_within_the_noise_floor():
+    baseline = np.array([-0.1, 0.1] * 4)
+    small = 0.001 * np.array([1, -1, 1, 1, -1, 1, -1, -1])
+    found = analyse(losses_of({"twin": small, "near": small + 0.099 * np.array([1, -1] * 4)}, baseline), "base", most=9)
+    assert found.effects["twin"].verdict == "equivalent"
+    assert found.effects["near"].verdict in ("within noise", "too few seeds: no verdict")
+    assert found.open_models() == ["near"]
+    assert analyse(losses_of({"twin": small, "near": small}, baseline), "base").effects["twin"].verdict == "within noise"
+
+
+def stopped_runs(rng, most, differences, noise=1.0, shared=0.0):
+    """Simulates comparisons as they are run: verdicts, and the seeds of each model."""
+    names = list(differences)
+    draws = noise * rng.normal(size=(most, len(names) + 1)) + shared * rng.normal(size=(most, 1))
+    open_models, seeds, verdicts = list(names), dict.fromkeys(names, FIRST_LOOK), {}
+    for count in range(FIRST_LOOK, most + 1):
+        runs = {"base": dict(enumerate(draws[:count, 0] + 50))}
+        for index, name in enumerate(names, 1):
+            runs[name] = dict(enumerate((draws[:, index] + 50 + differences[name])[: min(count, seeds[name])]))
+        found = analyse(runs, "base", most=most)
+        verdicts |= {name: found.effects[name].verdict for name in open_models}
+        open_models = [name for name in open_models if name in found.open_models()]
+        seeds |= dict.fromkeys(open_models, count + 1)
+        if not open_models:
+            break
+    return verdicts, seeds
+
+
+@pytest.mark.parametrize("shared", [0.0, 1.7])
+def test_equal_models_are_seldom_told_apart(shared):
+    rng, trials = np.random.default_rng(0), 400
+    wrong = sum(
+        bool({"better", "worse"} & set(stopped_runs(rng, 6, {"a": 0.0, "b": 0.0, "c": 0.0}, shared=shared)[0].values()))
+        for _ in range(trials)
+    )
+    assert wrong <= stats.binom.ppf(0.999, trials, 0.05)
+
+
+def test_large_differences_are_found_at_once():
+    verdicts, seeds = stopped_runs(np.random.default_rng(1), 10, {"good": -60.0, "bad": 60.0, "twin": 0.0})
+    assert (verdicts["good"], verdicts["bad"]) == ("better", "worse")
+    assert seeds["good"] == seeds["bad"] == FIRST_LOOK < seeds["twin"]
+
+
+def test_looks_are_those_of_the_first_seeds():
+    rng = np.random.default_rng(2)
+    values = {"long": rng.normal(0, 0.01, 6), "short": rng.normal(0.5, 0.01, 3)}
+    found = looks(losses_of(values), "base", 6)
+    assert [look["seeds"] for look in found["long"]] == [3, 4, 5, 6]
+    assert [look["seeds"] for look in found["short"]] == [3]
+    first = analyse(losses_of({"long": values["long"][:4], "short": values["short"]}), "base", most=6).effects["long"]
+    assert found["long"][1]["loss_improvement_interval"] == first.loss_improvement_interval
+
+
+@pytest.fixture(scope="module")
+def stopped(make_file, tmp_path_factory):
+    """A comparison with a model that is certainly worse, and a twin of the baseline: folder, results, file."""
+    models = {"base": None, "twin": None, "planted": {"switches": {"initializer_range": 0.2}}}
+    training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
+    file = make_file(models=models, training=training, seeds=[0, 1, 2, 3, 4], stop="early")
+    folder = tmp_path_factory.mktemp("stopped") / "results"
+    return folder, run_comparison(load_comparison(file), folder), file
+
+
+class TestRuns:
+    def test_who_leaves_and_who_stays(self, stopped):
+        folder, results, _ = stopped
+        effects = results["statistics"]["effects"]
+        assert effects["planted"]["verdict"] == "worse"
+        # A twin has no difference at all: it is equivalent at the first look
+        assert effects["twin"]["verdict"] == "equivalent"
+        assert {name: len(model["runs"]) for name, model in results["models"].items()} == {"base": 3, "twin": 3, "planted": 3}
+        assert len(list(folder.glob("runs/*/*/metrics.json"))) == 9
+        assert results["looks"]["planted"][0]["seeds"] == 3
+
+    def test_a_killed_comparison_decides_the_same(self, stopped, tmp_path):
+        folder, results, file = stopped
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
+            shutil.rmtree(copy / "runs" / lost)
+        ready, done = next_runs(load_comparison(file), FinishedRuns(copy))
+        assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done == 7
+        again = run_comparison(load_comparison(file), copy)
+        assert {name: effect["verdict"] for name, effect in again["statistics"]["effects"].items()} == {
+            name: effect["verdict"] for name, effect in results["statistics"]["effects"].items()
+        }
+
+    def test_an_open_model_gets_the_next_seed_and_so_does_the_baseline(self, stopped, tmp_path):
+        folder, _, file = stopped
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        rng = np.random.default_rng(0)
+        for path in copy.glob("runs/twin/*/metrics.json"):
+            metrics = json.loads(path.read_text())
+            path.write_text(json.dumps({**metrics, "test_loss": metrics["test_loss"] + 0.3 * rng.normal()}))
+        ready, _ = next_runs(load_comparison(file), FinishedRuns(copy))
+        assert [run.name for run in ready] == ["base/rate-0.01-seed-3", "twin/rate-0.01-seed-3"]
+
+    def test_the_report_says_how_it_stopped(self, stopped, capsys):
+        folder, _, file = stopped
+        assert main(["compare", file, "--output_dir", str(folder), "--explore", "false"]) == 0
+        assert "equivalent" in capsys.readouterr().out
+        page = (folder / "report.html").read_text()
+        for text in ("up to 5 seeds", "9 of at most 15 runs are reported", "Improvement at each look", "seeds"):
+            assert text in page
+        assert (folder / "figures" / "looks.png").is_file()
+        assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
+        assert "9 of 9 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
+
+    def test_seeds_cannot_be_added(self, stopped, tmp_path, capsys):
+        folder, _, file = stopped
+        more = tmp_path / "comparison.yaml"
+        more.write_text(Path(file).read_text().replace("- 4\n", "- 4\n- 5\n"))
+        assert main(["compare", str(more), "--output_dir", str(folder)]) == 1
+        assert "stop: early needs the plan of its looks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"stop": "soon"}, "stop='soon' must be early, or left out"),
+        ({"seeds": [0, 1, 2]}, "looks at 3 seeds first"),
+        ({"tasks": ["nlq_brackets"]}, "stop: early and tasks exclude each other"),
+        ({"scales": {"small": {}, "large": {"switches": {"hidden_size": 64}}}}, "stop: early needs a comparison at one scale"),
+    ],
+)
+def test_refused(make_file, fields, message):
+    with pytest.raises(ValueError, match=message):
+        load_comparison(make_file(**{"seeds": [0, 1, 2, 3], "stop": "early", **fields}))
