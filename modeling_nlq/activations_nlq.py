@@ -287,6 +287,11 @@ _FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
+def registered_activations() -> set[str]:
+    """Returns the names of the activations that were registered in this process."""
+    return set(_REGISTERED)
+
+
 def register_attention_activation(
     name: str,
     function: Callable[[torch.Tensor], torch.Tensor],

@@ -210,9 +210,9 @@ class AttentionPart(nn.Module):
         return "it has no start without effect"
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
-        """Returns what a call is worth looking at (`nlq explore`): numbers `(heads,)` by name, for a batch of one text.
+        """Returns numbers of each head, `(heads,)` by name, that `nlq explore` shows.
 
-        The values of the call are set.
+        The batch is one text, and `call.values` is set.
         """
         return {}
 

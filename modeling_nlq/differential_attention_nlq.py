@@ -103,9 +103,7 @@ class DifferentialAttention(AttentionPart):
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         factor = self._factor(call)
-        return {
-            "factor of the second map": factor.mean(dim=(0, 1)) if factor.dim() else factor.expand(call.layer.num_heads // 2)
-        }
+        return {"factor_of_second_map": factor.mean(dim=(0, 1)) if factor.dim() else factor.expand(call.layer.num_heads // 2)}
 
     def _factor(self, call: AttentionCall) -> torch.Tensor:
         """Returns the factor of the second map: `(batch, query, heads)`, or one number for `"v1"`."""

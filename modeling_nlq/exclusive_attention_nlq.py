@@ -35,7 +35,7 @@ class ExclusiveAttention(AttentionPart):
         return None
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
-        return {} if self.alpha is None else {"share of the own value taken out": torch.tanh(self.alpha)}
+        return {} if self.alpha is None else {"own_value_taken_out": torch.tanh(self.alpha)}
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         values = call.values.transpose(1, 2)[:, :, :, None]  # (batch, query, groups, 1, head_dim)

@@ -75,4 +75,4 @@ class ForgetGate(AttentionPart):
         return ScoreBias(total[..., call.places.query_index], total)
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
-        return {"mean log forget gate": self.token_state(call).mean(dim=(0, 2)).flatten()}
+        return {"mean_log_forget_gate": self.token_state(call).mean(dim=(0, 2)).flatten()}

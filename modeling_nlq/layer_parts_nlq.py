@@ -180,7 +180,7 @@ class AttentionGate(AttentionPart):
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         heads = self.config.num_attention_heads
         gate = self._gate(call, heads).mean(dim=(0, 1, 3))
-        return {"mean gate": gate.repeat_interleave(heads // len(gate))}
+        return {"mean_gate": gate.repeat_interleave(heads // len(gate))}
 
     def _gate(self, call: AttentionCall, heads: int) -> torch.Tensor:
         """Returns `(batch, query, heads or groups, head_dim or 1)`."""

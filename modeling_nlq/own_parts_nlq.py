@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from .activations_nlq import registered_activations
 from .attention_parts_nlq import AttentionPart
 from .parts_nlq import PARTS
 
@@ -25,6 +26,8 @@ _registered: dict[tuple[str, str], type[AttentionPart]] = {}
 _latest: dict[str, str] = {}
 # By module: name of the file, and its text as it is published
 _files: dict[str, tuple[str, str]] = {}
+# The modules that register activations
+_registering: set[str] = set()
 
 
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
@@ -86,7 +89,7 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, AttentionPart) and value.__module__ == name
     ]
-    if not parts and "register_attention_activation" not in text:
+    if not parts and name not in _registering:
         raise ValueError(f"{source} defines no subclass of AttentionPart, and registers no attention activation")
     return [register_attention_part(part) for part in parts]
 
@@ -98,8 +101,11 @@ def _run(name: str, file: str, text: str) -> ModuleType:
     linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
     sys.modules[name] = module
     _files[name] = (file, text)
+    before = registered_activations()
     try:
         exec(compile(text, module.__file__, "exec"), vars(module))
+        if registered_activations() != before:
+            _registering.add(name)
     except Exception as error:
         del sys.modules[name], _files[name]
         raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error

@@ -10,6 +10,7 @@ from transformers.utils import ModelOutput
 from modeling_nlq.attention_parts_nlq import AttentionCall
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
+from modeling_nlq.masking_nlq import Visibility, make_visibility
 
 
 # Gets the layer, its call, and cosines and sines of rotary positions, or `None`
@@ -24,7 +25,7 @@ def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
     """
     layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no NLQ attention layers: their attention cannot be shown or recorded")
+        raise ValueError(f"{type(model).__name__} has no NLQ attention layers, so its attention cannot be shown or recorded")
     return layers
 
 
@@ -61,3 +62,19 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
             hook.remove()
         for module, mode in modes:
             module.training = mode
+
+
+def visibility_of(
+    layer: NLQAttentionProjections, length: int, device: torch.device, segments: torch.Tensor | None = None
+) -> Visibility:
+    """Which keys each query of a layer sees in texts without padding.
+
+    Args:
+        layer: no layer of linear attention.
+        length: of the texts, in tokens.
+        device: where the `Visibility` is made.
+        segments: `(batch, length)`, the number of each token's document, for packed documents.
+    """
+    window, sees_own_key = layer.visible_keys
+    visibility = make_visibility(length, length, 0, device, segments=segments, sliding_window=window)
+    return visibility if sees_own_key else visibility.of_earlier_keys()

@@ -80,7 +80,7 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
 
 
 def part_size(config: NLQConfig, part: type[AttentionPart]) -> int:
-    """Counts the parameters that a model has more than without a part."""
+    """Counts the parameters that a part adds to a model."""
     without, default = config.to_dict(), NLQConfig()
     for values in (without, *(without.get("per_layer_config") or {}).values()):
         if part.name in ATTENTION_PARTS:

@@ -42,11 +42,9 @@ class TestCommandLine:
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert main(["params", str(tmp_path / "config.json")]) == 0
         lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
-        assert lines[0] == f"{16 * 4 + 4} parameters are those of forget_gate (Lin et al. 2025, arXiv 2503.02130)"
+        assert lines[0] == f"forget_gate adds {16 * 4 + 4} parameters (Lin et al. 2025, arXiv 2503.02130)"
         # Twice the queries, twice the forget gates, and a factor for each output
-        assert lines[1].startswith(
-            f"{16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters are those of differential_attention (Ye et al."
-        )
+        assert lines[1].startswith(f"differential_attention adds {16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters (Ye et al.")
 
     @pytest.mark.parametrize(
         "arguments, parts",

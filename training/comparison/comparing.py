@@ -124,8 +124,7 @@ def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
         with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
-            explore_best(comparison, results, folder, target)
-            write_report(results, target)
+            write_report(results, target, has_page=explore_best(comparison, results, folder, target))
     return results
 
 

@@ -5,29 +5,35 @@ from pathlib import Path
 from typing import Any
 
 from ..explore.of_runs import explore_runs
+from ..files import PAGE_FILE
 from .ladder import scale_folder
 from .plan import Comparison, Ladder, Run, scales_of
 from .tables import scales_in
 
 
-def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folder: Path, target: Path) -> None:
+def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folder: Path, target: Path) -> bool:
     """Writes the page of the model with the lowest mean test loss, at the largest scale, beside the baseline.
 
-    There is none if the recipe wants none, or every run diverged.
+    One run of each is shown. There is no page if the recipe wants none, or no model finished all of its runs.
 
     Args:
         comparison: the comparison.
         results: its results.
         folder: the folder of its runs, or an address.
-        target: the folder of the page.
+        target: the folder of the page. An old one there is removed.
+
+    Returns:
+        Whether there is a page.
     """
+    (target / PAGE_FILE).unlink(missing_ok=True)
     (name, scale), found = list(scales_of(comparison).items())[-1], list(scales_in(results).values())[-1]
     recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), Path(target)).recipe
-    finished = {
-        model: [run for run in content["runs"] if run["test_loss"] is not None] for model, content in found["models"].items()
-    }
-    means = {model: statistics.mean(run["test_loss"] for run in runs) for model, runs in finished.items() if runs}
-    if means and recipe.explore:
-        shown = dict.fromkeys((scale.baseline, min(means, key=means.get)))
-        runs = {model: scale_folder(folder, name) / finished[model][0]["folder"] for model in shown if model in means}
-        explore_runs(recipe, runs, "test", target)
+    finished = {model: content["runs"] for model, content in found["models"].items() if content["runs"]}
+    finished = {model: runs for model, runs in finished.items() if all(run["test_loss"] is not None for run in runs)}
+    if not finished or not recipe.explore:
+        return False
+    best = min(finished, key=lambda model: statistics.mean(run["test_loss"] for run in finished[model]))
+    shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best)) if model in finished}
+    runs = {model: scale_folder(folder, name) / run["folder"] for model, run in shown.items()}
+    seeds = " and ".join(f"{model} of seed {run['seed']}" for model, run in shown.items())
+    return explore_runs(recipe, runs, "test", target, [f"One run of each model: {seeds}. The report compares all seeds."])

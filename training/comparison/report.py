@@ -157,18 +157,17 @@ _FIGURES_OF_A_LADDER: _Figures = {
 }
 
 
-def write_report(results: dict[str, Any], folder: Path) -> None:
+def write_report(results: dict[str, Any], folder: Path, has_page: bool = False) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
-
-    The report links to the page of `nlq explore`, if there is one.
 
     Args:
         results: the content of `results.json`.
         folder: folder of the comparison.
+        has_page: whether `nlq explore` has a page there, which the report links to.
     """
     figures = _write_figures(results, folder / "figures")
     write_text(folder / "results.md", _markdown(results, figures))
-    write_text(folder / "report.html", _page(results, figures, folder / "figures"))
+    write_text(folder / "report.html", _page(results, figures, folder / "figures", has_page))
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -333,7 +332,7 @@ def _top(results: dict[str, Any]) -> dict[str, Any]:
     return list(scales_in(results).values())[-1]
 
 
-def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
+def _page(results: dict[str, Any], figures: list[str], folder: Path, has_page: bool) -> str:
     """The page for a browser, from its template."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -347,7 +346,7 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path) -> str:
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
         corpus=provenance(_top(results)),
-        explored=PAGE_FILE if (folder.parent / PAGE_FILE).is_file() else None,
+        explored=PAGE_FILE if has_page else None,
         words=_WORDS,
         first_warnings=first_warnings(results),
         outcome=" ".join(outcome(results)),

@@ -1,5 +1,8 @@
 "use strict";
 
+if (!("DecompressionStream" in window) || !CSS.supports("color", "color-mix(in srgb, red, blue)")) throw new Error("too old");
+document.getElementById("too-old").remove();
+
 // The page's data: see page.py. Maps and rows are packed, and unpacked when they are looked at.
 const data = JSON.parse(document.getElementById("data").textContent);
 const length = data.tokens.length;
@@ -35,11 +38,13 @@ function written(value) {
   return size !== 0 && (size < 0.001 || size >= 100000) ? value.toExponential(3) : String(Number(value.toPrecision(4)));
 }
 
-// A colour between the sheet and orange or blue: it follows the theme
-function colour(value, limit) {
+const label = (name) => name.replaceAll("_", " ");
+
+// A colour between the sheet and orange or blue, which follows the theme. Behind text it stays so faint that the text is readable
+function colour(value, limit, strength = "85%") {
   if (!isNumber(value) || !limit) return "transparent";
   const part = Math.min(Math.abs(value) / limit, 1) ** 0.7;
-  return `color-mix(in srgb, var(--${value < 0 ? "cold" : "hot"}) ${(85 * part).toFixed(1)}%, transparent)`;
+  return `color-mix(in srgb, var(--${value < 0 ? "cold" : "hot"}) calc(${part.toFixed(3)} * ${strength}), transparent)`;
 }
 
 function shown(token) {
@@ -47,8 +52,8 @@ function shown(token) {
 }
 
 // A legend from the lowest to the highest number, of which `zero` has no colour
-function showScale(place, low, high, zero, limit, unit) {
-  const stops = Array.from({ length: 9 }, (_, step) => colour(low + ((high - low) * step) / 8 - zero, limit));
+function showScale(place, low, high, zero, limit, unit, strength) {
+  const stops = Array.from({ length: 9 }, (_, step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
   place.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
@@ -59,6 +64,13 @@ const unpacked = new Map();
 function unpack(packed) {
   if (!unpacked.has(packed)) unpacked.set(packed, inflate(packed));
   return unpacked.get(packed);
+}
+
+// Keys that move a selection, without those of the browser
+function stepOf(event, steps) {
+  if (event.altKey || event.ctrlKey || event.metaKey || !(event.key in steps)) return null;
+  event.preventDefault();
+  return steps[event.key];
 }
 
 async function inflate(packed) {
@@ -80,7 +92,7 @@ async function readHead(index) {
   }
   if (!found.maps) return { found, rows, weight: null };
   const levels = new Int8Array(await unpack(found.maps[head]));
-  const weight = (query, key) => (key > query ? 0 : (levels[(query * (query + 1)) / 2 + key] * rows.largest[query]) / 127);
+  const weight = (query, key) => (key > query ? 0 : (levels[(query * (query + 1)) / 2 + key] * rows.largest[query]) / data.levels);
   return { found, rows, weight };
 }
 
@@ -88,7 +100,7 @@ async function readHead(index) {
 
 for (const model of data.models) {
   byId("models").append(
-    element("div", {}, element("h3", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per token.`)),
+    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per token.`)),
   );
 }
 
@@ -114,9 +126,9 @@ const tokens = data.tokens.map((token, index) =>
 byId("text").append(...tokens);
 byId("text").addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
-  if (!(event.key in steps)) return;
-  event.preventDefault();
-  selectQuery(state.query + steps[event.key]);
+  const step = stepOf(event, steps);
+  if (step === null) return;
+  selectQuery(state.query + step);
   tokens[state.query].focus();
 });
 
@@ -127,7 +139,10 @@ function selectQuery(query, key = null) {
   data.models.forEach((_, index) => paintPanel(index));
 }
 
+let textsPainted = 0;
+
 async function paintText() {
+  const turn = ++textsPainted;
   const [kind, place] = state.colour.split(" ");
   let values, unit = "nats";
   if (kind === "loss") values = data.models[place].losses;
@@ -138,16 +153,16 @@ async function paintText() {
     values = data.tokens.map((_, key) => (weight && key <= state.query && state.query < rows ? weight(state.query, key) : null));
     unit = "weight";
   }
-  if (state.colour !== `${kind}${place === undefined ? "" : ` ${place}`}`) return; // another choice meanwhile
+  if (turn !== textsPainted) return; // another choice meanwhile
   const numbers = values.filter(isNumber);
   const limit = Math.max(...numbers.map(Math.abs), 0);
   tokens.forEach((token, index) => {
-    token.style.background = colour(values[index], limit);
+    token.style.background = colour(values[index], limit, "var(--behind-text)");
     token.setAttribute("aria-selected", String(index === state.query));
     token.tabIndex = index === state.query ? 0 : -1;
     token.classList.toggle("key", index === state.key);
   });
-  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit);
+  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
   const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
   for (const model of data.models) {
@@ -159,11 +174,13 @@ async function paintText() {
     parts.push(`difference ${written(data.models[1].losses[state.query] - data.models[0].losses[state.query])}`);
   }
   byId("token").textContent = `${parts.join("; ")}.`;
+  const box = byId("text"), top = tokens[state.query].offsetTop - box.offsetTop;
+  if (top < box.scrollTop || top > box.scrollTop + box.clientHeight - 30) box.scrollTop = top - box.clientHeight / 2;
 }
 
 // Heads
 
-byId("quantity").append(...Object.keys(data.quantities).map((name) => element("option", { value: name }, name.replaceAll("_", " "))));
+byId("quantity").append(...Object.keys(data.quantities).map((name) => element("option", { value: name }, label(name))));
 byId("quantity").addEventListener("change", (event) => {
   state.quantity = event.target.value;
   paintHeads();
@@ -180,14 +197,14 @@ const grids = data.models.map((model, index) => {
   });
   grid.addEventListener("keydown", (event) => {
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    if (!(event.key in steps)) return;
-    event.preventDefault();
+    const step = stepOf(event, steps);
+    if (step === null) return;
     const { layer, head } = state.heads[index];
-    const row = Math.min(Math.max(layer + steps[event.key][0], 0), buttons.length - 1);
-    selectHead(index, row, head + steps[event.key][1]);
+    const row = Math.min(Math.max(layer + step[0], 0), buttons.length - 1);
+    selectHead(index, row, head + step[1]);
     buttons[row][state.heads[index].head].focus();
   });
-  const readout = element("p", { class: "readout", "aria-live": "polite" });
+  const readout = element("p", { class: "readout" });
   const scale = element("p", { class: "scale" });
   byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale, readout));
   return { buttons, readout, scale };
@@ -228,8 +245,9 @@ function paintHeads() {
     );
     const { layer, head } = state.heads[index];
     const value = model.layers[layer].numbers[state.quantity]?.[head];
-    const reason = isNumber(value) ? written(value) : (model.layers[layer].missing[state.quantity] ?? "none");
-    readout.textContent = `Layer ${layer}, head ${head}: ${state.quantity.replaceAll("_", " ")} ${reason}.`;
+    const reason = model.layers[layer].missing[state.quantity];
+    const found = isNumber(value) || !reason ? `${label(state.quantity)} ${written(value)}` : `no ${label(state.quantity)}: ${reason}`;
+    readout.textContent = `Layer ${layer}, head ${head}: ${found}.`;
     if (all.length) showScale(scale, low, high, from, limit, "");
     else scale.replaceChildren("no head has it");
   });
@@ -240,7 +258,8 @@ function paintHeads() {
 const panels = data.models.map((model, index) => {
   const panel = {
     title: element("h3"),
-    map: element("canvas", { tabindex: 0, role: "img", "aria-label": `Attention map, ${model.name}; arrow keys move` }),
+    map: element("canvas", { tabindex: 0, role: "application", "aria-label": `Attention map, ${model.name}; arrow keys move` }),
+    scale: element("p", { class: "scale" }),
     reason: element("p", { class: "soft" }),
     readout: element("p", { class: "readout", "aria-live": "polite" }),
     charts: element("div", { class: "charts" }),
@@ -255,12 +274,12 @@ const panels = data.models.map((model, index) => {
   });
   panel.map.addEventListener("keydown", (event) => {
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    if (!(event.key in steps)) return;
-    event.preventDefault();
-    const query = Math.min(Math.max(state.query + steps[event.key][0], 0), model.map_tokens - 1);
-    move(query, Math.max((state.key ?? query) + steps[event.key][1], 0));
+    const step = stepOf(event, steps);
+    if (step === null) return;
+    const query = Math.min(Math.max(state.query + step[0], 0), model.map_tokens - 1);
+    move(query, Math.max((state.key ?? query) + step[1], 0));
   });
-  const picture = element("div", {}, panel.map, panel.reason, panel.readout);
+  const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
   byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
   return panel;
 });
@@ -272,17 +291,17 @@ async function paintPanel(index) {
   const { layer, head } = state.heads[index];
   const { found, rows, weight } = await readHead(index);
   if (state.heads[index].layer !== layer || state.heads[index].head !== head) return; // another choice meanwhile
-  panel.title.textContent = `${model.name}: layer ${layer}, head ${head} (${found.activation})`;
-  panel.map.hidden = !weight;
+  panel.title.textContent = `${model.name}: layer ${layer}, head ${head}${found.activation && ` (${found.activation})`}`;
+  panel.map.hidden = panel.scale.hidden = !weight;
   panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
-  if (weight) paintMap(panel.map, weight, rows.largest, model.map_tokens);
+  if (weight) paintMap(panel, weight, rows.largest, model.map_tokens);
   panel.readout.textContent = weight ? describeRow(model, rows, weight) : "";
   panel.charts.replaceChildren(...Object.entries(rows).filter(([name]) => name !== "largest").map(([name, values]) => chart(name, values)));
-  const names = [...Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing)];
+  const names = Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing);
   panel.numbers.replaceChildren(
     ...names.map((name) => {
       const value = found.numbers[name]?.[head];
-      return element("tr", {}, element("th", { scope: "row" }, name.replaceAll("_", " ")), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
+      return element("tr", {}, element("th", { scope: "row" }, label(name)), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
     }),
   );
 }
@@ -290,7 +309,8 @@ async function paintPanel(index) {
 function describeRow(model, rows, weight) {
   if (state.query >= model.map_tokens) return `The maps of this page have the first ${model.map_tokens} tokens.`;
   const token = (place) => `“${shown(data.tokens[place])}”`;
-  const parts = [`Query ${state.query} ${token(state.query)}: sum of weights ${written(rows.row_sum[state.query])}`];
+  const sum = rows.row_sum ? `: sum of weights ${written(rows.row_sum[state.query])}` : "";
+  const parts = [`Query ${state.query} ${token(state.query)}${sum}`];
   if (state.key !== null) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
   else {
     const keys = Array.from({ length: state.query + 1 }, (_, key) => key);
@@ -300,18 +320,23 @@ function describeRow(model, rows, weight) {
   return `${parts.join("; ")}.`;
 }
 
-function paintMap(canvas, weight, largest, size) {
-  const context = canvas.getContext("2d");
+function paintMap(panel, weight, largest, size) {
+  const context = panel.map.getContext("2d");
   const style = getComputedStyle(document.documentElement);
   const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
   const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
   const image = context.createImageData(size, size);
   const byRow = byId("scale").value === "row";
   const limit = Math.max(...largest.subarray(0, size));
+  let low = 0, high = 0;
   for (let query = 0; query < size; query++) {
     const most = byRow ? largest[query] : limit;
     for (let key = 0; key < size; key++) {
       const value = weight(query, key);
+      if (!byRow || query === state.query) {
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
       const part = most ? Math.min(Math.abs(value) / most, 1) ** 0.6 : 0;
       const full = value < 0 ? cold : hot;
       const base = key > query ? soft : sheet;
@@ -322,6 +347,7 @@ function paintMap(canvas, weight, largest, size) {
     }
   }
   context.putImageData(image, 0, 0);
+  showScale(panel.scale, low, high, 0, Math.max(high, -low), byRow ? "in the selected row" : "");
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");
@@ -350,11 +376,12 @@ function chart(name, values) {
     svg.append(part);
   }
   const at = `here ${written(values[state.query])}, from ${written(low)} to ${written(high)}`;
-  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, `${name.replaceAll("_", " ")} by query: ${at}`));
+  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, `${label(name)} by query: ${at}`));
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
 
+addEventListener("unhandledrejection", () => byId("token").append(" The data of this page are damaged."));
 byId("colour").value = state.colour;
 paintHeads();
 selectQuery(state.query);

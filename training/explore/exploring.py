@@ -1,7 +1,8 @@
 """`nlq explore`: reads models and text, and writes the page."""
 
+import gzip
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +11,22 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_nlq.configuration_nlq import NLQConfig
-from modeling_nlq.part_table_nlq import parts_of
 
 from ..conversion.renaming import to_nlq
 from ..files import PAGE_FILE, data_format, write_text
 from ..models import limits_length, load_model
+from ..parameters import parts_in
 from ..run.documents import load_documents, text_documents
 from ..run.trained_on import recipe_of
 from ..text import check_number, first_line
-from .attention import ablated_tokens, look
-from .measures import LossDifference, loss_difference, losses_of_documents, losses_of_tokens
-from .page import Shown, write_page
+from .attention import Layer, measure_attention, tokens_to_ablate
+from .measures import LossDifference, loss_difference, losses_of_documents, losses_of_tokens, repeated_tokens
+from .page import ExploredModel, describe_difference, write_page
 
 
 DEFAULT_TOKENS = 512
+# Random tokens of the text for induction scores, which has them twice
+INDUCTION_PERIOD = 64
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Exploration:
     """
 
     page: str
-    models: list[Shown]
+    models: list[ExploredModel]
     tokens: list[str]
     difference: LossDifference | None
 
@@ -57,27 +60,35 @@ def explore(
     Args:
         model, other: folders or Hub names of saved causal language models; the two must have one tokenizer.
         text: the text.
-        file: a text instead: a `.txt` file, whose documents are between blank lines, or a `.jsonl` or `.parquet` file. The page
-            shows its first document; the losses of two models are compared on all.
+        file: a text instead, whose documents are its paragraphs; or a `.jsonl` or `.parquet` file, whose documents are its
+            rows, of which the page shows the first. The losses of two models are compared on all documents.
         output: the HTML file to write; `None` writes none.
         max_tokens: the page shows the first tokens of the text, and documents are read in pieces of this length; by default
             512, or as many as the models have positions for.
 
     Raises:
-        ValueError: for a model that cannot be loaded or has no attention to show, two tokenizers, a text without tokens, and
-            more tokens than positions. Nothing is written then.
+        ValueError: for a model that cannot be loaded or has no attention to show, different tokenizers, a text without
+            tokens, and more tokens than positions. Nothing is written then.
     """
     if (text is None) == (file is None):
-        raise ValueError("give a text by --text, or a file by --file, and not both")
+        raise ValueError("give either --text TEXT or --file FILE")
     check_number("max_tokens", max_tokens, 2)
     if output is not None:
         _check_output(Path(output))
-    texts = [text] if text is not None else read_texts(Path(file))
+    source = Text(text, [text]) if text is not None else read_text(Path(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None])
-    done = explore_texts(models, tokenizer, texts, max_tokens)
+    done = explore_text(models, tokenizer, source, max_tokens)
     if output is not None:
         write_text(Path(output), done.page)
     return done
+
+
+@dataclass
+class Text:
+    """A text to show, and the documents to compare two models on."""
+
+    shown: str
+    documents: list[str]
 
 
 @dataclass
@@ -97,33 +108,37 @@ def load_subjects(names: Sequence[str]) -> tuple[dict[str, Subject], PreTrainedT
     """Loads models by the names that a page gives them, and their tokenizer.
 
     Raises:
-        ValueError: for a model that cannot be loaded, and for two tokenizers.
+        ValueError: for a model that cannot be loaded, and for different tokenizers.
     """
     models, tokenizers = zip(*(load_model(name) for name in names))
     if len(names) > 1 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
-        raise ValueError(f"models {names[0]!r} and {names[1]!r} have two tokenizers: their tokens cannot be compared")
+        raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
     return dict(zip(_labels(names), map(prepare, models))), tokenizers[0]
 
 
-def explore_texts(
-    models: Mapping[str, Subject], tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int | None = None
+def explore_text(
+    models: Mapping[str, Subject], tokenizer: PreTrainedTokenizerBase, text: Text, max_tokens: int | None = None
 ) -> Exploration:
-    """Makes the page of models from the text to show, and the documents to compare two models on, if they are others."""
-    # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
-    encoded = [
-        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"] for text in texts
-    ]
-    if not encoded[0]:
+    """Makes the page of models from a text; raises as `explore` does."""
+
+    def encode(text: str) -> list[int]:
+        # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    shown = encode(text.shown)
+    if not shown:
         raise ValueError("the text is empty: it has no token")
-    return explore_tokens(models, tokenizer, encoded[0], encoded[1:] or encoded, max_tokens)
+    return explore_tokens(models, tokenizer, shown, map(encode, text.documents) if len(models) > 1 else (), max_tokens)
 
 
 def explore_tokens(
     models: Mapping[str, Subject],
     tokenizer: PreTrainedTokenizerBase,
     shown: Sequence[int],
-    documents: Sequence[Sequence[int]],
+    documents: Iterable[Sequence[int]] = (),
     max_tokens: int | None = None,
+    unit: str = "document",
+    notes: Sequence[str] = (),
 ) -> Exploration:
     """Makes the page of one or two models.
 
@@ -133,58 +148,103 @@ def explore_tokens(
         shown: the tokens of the shown text.
         documents: the tokens of the documents on which two models are compared.
         max_tokens: as in `explore`.
+        unit: what a document is called.
+        notes: what the page should say besides.
     """
-    configs = {name: subject.model.config for name, subject in models.items()}
-    limits = {name: getattr(config, "max_position_embeddings", None) for name, config in configs.items()}
-    limits = {name: limit for name, limit in limits.items() if limit is not None and limits_length(configs[name])}
-    limit = min(limits.values(), default=None)
-    if max_tokens is not None and limit is not None and max_tokens > limit:
-        name = next(name for name, positions in limits.items() if positions == limit)
-        raise ValueError(f"max_tokens={max_tokens} exceeds the {limit} positions of model {name!r}; set at most {limit}")
-    max_tokens = max_tokens or min(DEFAULT_TOKENS, limit or DEFAULT_TOKENS)
+    max_tokens = _check_length(models, max_tokens)
     input_ids = torch.tensor([list(shown[:max_tokens])])
     length = input_ids.shape[1]
-    notes = [f"The first {length:,} of {len(shown):,} tokens."] if length < len(shown) else []
-    pieces = [part for document in documents for part in _cut(document, max_tokens)]
-    sizes = [sum(len(part) - 1 for part in _cut(document, max_tokens)) for document in documents]
+    notes = list(notes)
+    if length < len(shown):
+        notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
+    cut = [_cut(document, max_tokens) for document in documents] if len(models) > 1 else []
 
     pages, losses = [], []
     for name, subject in models.items():
         model = subject.model
-        count = ablated_tokens(model, length) if isinstance(model.config, NLQConfig) else 0
-        layers = look(model, tokenizer, input_ids, count)
-        if all(layer.weights is None and not layer.numbers for layer in layers):
+        own = losses_of_tokens(model, input_ids)[0]
+        if not own.isfinite().all():
+            raise ValueError(f"model {name!r} computes losses that are infinite or not a number: its training diverged")
+        count = tokens_to_ablate(model, length) if isinstance(model.config, NLQConfig) else 0
+        layers = measure_attention(model, input_ids, _random_tokens(model, tokenizer), count)
+        if not layers:
             raise ValueError(f"model {name!r} has no attention to show: its layers return no weights")
-        pages.append(Shown(name, subject.description, losses_of_tokens(model, input_ids)[0], layers))
-        if len(models) > 1:
-            losses.append(torch.cat(losses_of_documents(model, pieces)).split(sizes))
-        if 0 < count < length:
-            notes.append(f"The heads of {name} were removed on the first {count} tokens, for the time that it takes.")
-    difference = loss_difference(*losses) if losses and sum(sizes) else None
-    tokens = [_written(tokenizer, token) for token in input_ids[0].tolist()]
+        notes += _notes(name, model, layers, count, length)
+        pages.append(ExploredModel(name, subject.description, own, layers))
+        found = iter(losses_of_documents(model, [piece for pieces in cut for piece in pieces]))
+        losses.append([torch.cat([torch.empty(0), *(next(found) for _ in pieces)]) for pieces in cut])
+    difference = loss_difference(*losses) if any(cut) else None
+    if difference is not None:
+        notes.append(describe_difference(difference, list(models), unit))
+    tokens = token_texts(tokenizer, input_ids[0].tolist())
     title = f"Attention of {' and '.join(models)}"
-    return Exploration(write_page(title, notes, tokens, pages, difference), pages, tokens, difference)
+    return Exploration(write_page(title, notes, tokens, pages), pages, tokens, difference)
 
 
-def read_texts(file: Path) -> list[str]:
-    """Reads the text of a file to show, and all of its documents.
+def _check_length(models: Mapping[str, Subject], max_tokens: int | None) -> int:
+    """Returns how many tokens are read at once; raises `ValueError` for more than the models have positions for."""
+    limits = {}
+    for name, subject in models.items():
+        positions = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and limits_length(subject.model.config.get_text_config()):
+            limits[name] = positions
+    smallest = min(limits, key=limits.get, default=None)
+    if smallest is None:
+        return max_tokens or DEFAULT_TOKENS
+    if max_tokens is not None and max_tokens > limits[smallest]:
+        positions = limits[smallest]
+        raise ValueError(
+            f"max_tokens={max_tokens} exceeds the {positions} positions of model {smallest!r}; set at most {positions}"
+        )
+    return max_tokens or min(DEFAULT_TOKENS, limits[smallest])
+
+
+def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Random tokens, repeated once, as many as the model has positions for."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or 2 * INDUCTION_PERIOD
+    period = min(INDUCTION_PERIOD, positions // 2)
+    return repeated_tokens(min(len(tokenizer), config.vocab_size), tokenizer.all_special_ids, period)
+
+
+def _notes(name: str, model: PreTrainedModel, layers: list[Layer], ablated_tokens: int, length: int) -> list[str]:
+    """What a page must say of the numbers of a model. Where heads were not removed, the layers get the reason."""
+    notes = []
+    if isinstance(model.config, NLQConfig):
+        if ablated_tokens < 2:
+            reason = "the text has a single token" if length < 2 else "it would take too long for a model of this size"
+            for layer in layers:
+                layer.missing["ablation"] = reason
+        elif ablated_tokens < length:
+            notes.append(f"Ablation of {name} uses the first {ablated_tokens} tokens only, to save time.")
+    elif len(layers) < (count := model.config.get_text_config().num_hidden_layers):
+        notes.append(f"Only {len(layers)} of the {count} layers of {name} return attention weights, and only they are shown.")
+    return notes
+
+
+def read_text(file: Path) -> Text:
+    """Reads a file: its whole text and its paragraphs, or of a table the first row and all rows.
 
     Raises:
         ValueError: if there is no such file, or it is empty or no text.
     """
     if not file.is_file():
         raise ValueError(f"there is no file {str(file)!r}")
-    if file.stat().st_size == 0:
-        raise ValueError(f"{file} is empty")
-    kind = data_format(file)
-    if kind not in (None, "text"):
-        documents = load_documents(recipe_of({}, dataset=str(file)), is_whole=True)["validation"]["text"]
-        return [documents[0], *documents]
-    try:
+    if data_format(file) not in (None, "text"):
+        documents = [
+            text for text in load_documents(recipe_of({}, dataset=str(file)), is_whole=True)["validation"]["text"] if text
+        ]
+        text = documents[0] if documents else ""
+    else:
+        try:
+            with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+                text = stream.read().decode("utf-8-sig")
+        except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{file} is not UTF-8 text: {first_line(error)}") from error
         documents = [document["text"] for document in text_documents([str(file)], [""])]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {first_line(error)}") from error
-    return ["\n\n".join(documents), *documents]
+    if not text.strip():
+        raise ValueError(f"{file} is empty")
+    return Text(text, documents)
 
 
 def _cut(document: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -217,22 +277,31 @@ def prepare(model: PreTrainedModel) -> Subject:
 
 
 def _describe(model: PreTrainedModel) -> str:
-    config = model.config
-    parts = [f"{config.model_type}, {model.num_parameters():,} parameters"]
+    config = model.config.get_text_config()
+    parts = [f"{model.config.model_type}, {model.num_parameters():,} parameters"]
     heads = getattr(config, "num_attention_heads", None)
     parts.append(f"{config.num_hidden_layers} layers" + ("" if heads is None else f" of {heads} heads"))
     if isinstance(config, NLQConfig):
         layers = config.per_layer_config
         parts.append("/".join(dict.fromkeys(layer.attention_activation for layer in layers)))
         parts.append(f"{'/'.join(dict.fromkeys(layer.query_projection for layer in layers))} queries")
-        parts += dict.fromkeys(part.name for layer in layers for part in parts_of(layer))
+        parts += [part.name for part in parts_in(config)]
     return ", ".join(parts)
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """The text of a token. Part of a character has none: then it is what the tokenizer writes for its bytes."""
-    text = tokenizer.decode([token])
-    return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """The text that each token adds to those before it.
+
+    Some tokenizers leave out the space of a token that is decoded alone. A part of a character has no text, and is written as
+    the tokenizer writes its bytes.
+    """
+    texts, before = [], ""
+    for count, token in enumerate(tokens, 1):
+        whole = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
+        added = whole[len(before) :] if whole.startswith(before) else ""
+        texts.append(added if added and "\ufffd" not in added else tokenizer.convert_ids_to_tokens(token))
+        before = whole
+    return texts
 
 
 def _check_output(path: Path) -> None:
@@ -242,4 +311,4 @@ def _check_output(path: Path) -> None:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"output {str(path)!r} cannot be written: {folder} is no folder that can be written to")
+        raise ValueError(f"output {str(path)!r} cannot be written: {folder} is not a folder, or you may not write to it")

@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from scipy import stats
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..observing import attention_layers
 from ..run.evaluation import token_losses
+from ..text import bar_options
 
 
-# Logits that are in memory at once, in bytes
+# What a batch may take: its logits in bytes, and its tokens, for everything else grows with them
 _LOGITS_AT_ONCE = 2**28
+_TOKENS_AT_ONCE = 2**13
 
 
 def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,8 @@ def losses_of_documents(model: PreTrainedModel, documents: Sequence[Sequence[int
 
 
 def _rows_at_once(model: PreTrainedModel, length: int) -> int:
-    return max(1, _LOGITS_AT_ONCE // (4 * length * model.config.vocab_size))
+    vocab_size = model.config.get_text_config().vocab_size
+    return max(1, min(_LOGITS_AT_ONCE // (4 * length * vocab_size), _TOKENS_AT_ONCE // length))
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,10 @@ def largest_scores(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
 
 
 def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of `p_i,i-1` over all queries after the first, `(heads,)` (Olsson et al. 2022, arXiv 2209.11895)."""
+    """Returns the mean of `p_i,i-1` over all queries after the first, `(heads,)` (Olsson et al. 2022, arXiv 2209.11895).
+
+    A row of zeros counts as 0.
+    """
     return shares(weights).diagonal(offset=-1, dim1=-2, dim2=-1).nan_to_num(nan=0.0).mean(dim=-1)
 
 
@@ -139,7 +146,7 @@ def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
         period: the number of random tokens.
 
     Returns:
-        `(heads,)`, between 0 and 1.
+        `(heads,)`, between 0 and 1; a row of zeros counts as 0.
     """
     return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
 
@@ -153,7 +160,7 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 
 
 @torch.no_grad()
-def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int] | None = None) -> list[torch.Tensor]:
+def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what it costs to remove a head: the mean loss with the head's output set to 0, minus the mean loss.
 
     The output is set to 0 before the output projection, after gates and whatever else a layer does to it.
@@ -161,17 +168,18 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
     Args:
         model: a language model with NLQ attention layers.
         input_ids: `(1, length)`.
-        heads: how many equal parts of the output projection's input a layer removes one by one; by default its heads.
+        heads: of each layer, into how many equal parts the input of its output projection is cut, which are removed one by
+            one.
 
     Returns:
         For each layer `(heads,)`, in nats per token; positive where the head lowers the loss.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     layers = attention_layers(model)
-    counts = heads or [layer.config.num_attention_heads for layer in layers]
     rows_at_once = _rows_at_once(model, input_ids.shape[1])
     found = []
-    for layer, count in zip(layers, counts):
+    progress = tqdm(zip(layers, heads), "Removing heads", len(layers), **bar_options())
+    for layer, count in progress:
         losses = []
         for removed in torch.arange(count).split(rows_at_once):
 
@@ -213,13 +221,13 @@ def loss_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor
     sums over documents, and its interval is that of Student's t for a ratio, linearised (Cochran 1977, section 2.11).
 
     Args:
-        first, second: for each document the losses of its tokens, `(tokens,)`.
+        first, second: for each document the losses of its tokens, `(tokens,)`; a document without any does not count.
 
     Raises:
         ValueError: if there is no token.
     """
-    sums = np.array([(theirs.double() - ours.double()).sum().item() for ours, theirs in zip(first, second, strict=True)])
-    sizes = np.array([len(ours) for ours in first])
+    pairs = [(ours.double(), theirs.double()) for ours, theirs in zip(first, second, strict=True) if len(ours)]
+    sums, sizes = np.array([(theirs - ours).sum().item() for ours, theirs in pairs]), np.array([len(ours) for ours, _ in pairs])
     documents, tokens = len(sums), int(sizes.sum())
     if not tokens:
         raise ValueError("there is no token to compare: a document needs two")

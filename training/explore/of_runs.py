@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from transformers.utils import logging
@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 _BLOCKS = 50
 
 
-def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path) -> None:
+def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path, notes: Sequence[str] = ()) -> bool:
     """Writes the page of one or two trained models; a failure is a warning, for the models themselves are finished.
 
     Args:
@@ -31,6 +31,10 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         runs: the folders of the models, or addresses, by the names that the page gives them.
         split: the split of the text, which the models were not trained on.
         target: the folder of the page, or an address.
+        notes: what the page should say besides.
+
+    Returns:
+        Whether there is a page.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -42,10 +46,13 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         if recipe.packing == "documents":
             documents = sorted(_split(documents, tokenizer.eos_token_id), key=len, reverse=True)
         subjects = {name: prepare(model) for name, (model, _) in loaded.items()}
-        page = explore_tokens(subjects, tokenizer, documents[0], documents).page
-        write_text(target / PAGE_FILE, page)
+        unit = "document" if recipe.packing == "documents" else "block"
+        done = explore_tokens(subjects, tokenizer, documents[0], documents, unit=unit, notes=notes)
+        write_text(target / PAGE_FILE, done.page)
+        return True
     except Exception as error:  # of a library, for a model of another family
         logger.warning(f"no page of attention was made: {type(error).__name__}: {one_line(error)}")
+        return False
 
 
 def _split(blocks: Iterable[list[int]], end: int) -> list[list[int]]:

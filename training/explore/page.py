@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,27 @@ from .attention import HEADS, ROWS, Layer
 from .measures import LossDifference
 
 
-# Bytes that the packed maps of a page may take; the rest of it stays well below the other 2 MB of 10
-MAPS_BUDGET = 7_000_000
-_LEVELS = 127
+# Bytes of a page, a little below 10 MB
+PAGE_LIMIT = 9_900_000
+FEWEST_MAP_TOKENS = 16
+# Steps of a weight between 0 and the largest of its row
+LEVELS = 127
 
 
 @dataclass
-class Shown:
+class ExploredModel:
     """A model as a page shows it.
 
     Attributes:
         name, description: what it is.
         losses: `(length - 1,)`, the loss of each token after the first.
         layers: its attention layers.
-        missing: why none of its layers has something.
     """
 
     name: str
     description: str
     losses: torch.Tensor
     layers: list[Layer]
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 def pack(numbers: np.ndarray) -> str:
@@ -59,54 +59,42 @@ def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
-    levels = (weights * (_LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
+    levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
     query, key = torch.tril_indices(*weights.shape[1:])
     return levels[:, query, key].numpy(), largest.float().numpy()
 
 
-def write_page(
-    title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[Shown], difference: LossDifference | None = None
-) -> str:
-    """Makes the page of one model or of two.
+def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[ExploredModel]) -> str:
+    """Makes the page of one model or of two, of at most `PAGE_LIMIT` bytes.
+
+    If not all fits, the page has the maps of the first tokens only, and if the numbers of rows alone fill half of it, it has
+    none of them. It says so.
 
     Args:
         title: its title.
         notes: sentences below the title.
         tokens: the tokens of the text.
         models: each has a loss for every token but the first.
-        difference: of the two models' losses on a whole file.
     """
-    length = len(tokens)
-    map_tokens, maps = _pack_maps(models, length)
-    notes = list(notes)
-    if difference is not None:
-        notes.append(describe_difference(difference, [model.name for model in models]))
+    notes, length = list(notes), len(tokens)
+    content = _content(tokens, models, has_rows=True)
+    if _size(content) > PAGE_LIMIT / 2:
+        content = _content(tokens, models, has_rows=False)
+        notes.append("The charts of the rows are left out, to keep the page small.")
+    map_tokens, maps = _pack_maps(models, length, PAGE_LIMIT - _size(content) - _size(_read("explorer.js")) - 10_000)
     if map_tokens < length:
-        notes.append(
-            f"The maps have the first {map_tokens} of {length} tokens, for the size of this page; all numbers have all tokens."
-        )
-    content = {
-        "tokens": list(tokens),
-        "quantities": _quantities(models),
-        "models": [
-            {
-                "name": model.name,
-                "description": model.description,
-                "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
-                "losses": [None, *map(_number, model.losses.tolist())],
-                "map_tokens": map_tokens,
-                "layers": [_layer(layer, packed) for layer, packed in zip(model.layers, maps[index])],
-            }
-            for index, model in enumerate(models)
-        ],
-        "difference": None if difference is None else asdict(difference),
-    }
+        notes.append(f"Maps show the first {map_tokens} of {length} tokens only, to keep the page small.")
+    for model, layers in zip(content["models"], maps):
+        model["map_tokens"] = map_tokens
+        for layer, packed in zip(model["layers"], layers):
+            layer["maps"] = packed
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True
     return environment.get_template("page.html.jinja").render(
         title=title,
         notes=notes,
         is_pair=len(models) > 1,
+        levels=LEVELS,
         style=Markup(_read("explorer.css")),
         script=Markup(_read("explorer.js")),
         # No text can end the element, or begin another
@@ -114,17 +102,39 @@ def write_page(
     )
 
 
-def describe_difference(difference: LossDifference, names: Sequence[str]) -> str:
-    """One sentence about the losses of two models on documents."""
+def describe_difference(difference: LossDifference, names: Sequence[str], unit: str = "document") -> str:
+    """One sentence about the losses of two models on documents, or on another unit of text."""
     first, second = names
     interval = (
-        "" if difference.low is None else f" (95 % interval over documents: {difference.low:+.4f} to {difference.high:+.4f})"
+        "" if difference.low is None else f" (95 % interval over {unit}s: {difference.low:+.4f} to {difference.high:+.4f})"
     )
-    many = "document" if difference.documents == 1 else "documents"
     return (
-        f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over "
-        f"{difference.documents:,} {many} of {difference.tokens:,} tokens."
+        f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over {difference.tokens:,} "
+        f"tokens in {difference.documents:,} {unit}{'s' * (difference.documents != 1)}."
     )
+
+
+def _content(tokens: Sequence[str], models: Sequence[ExploredModel], has_rows: bool) -> dict[str, Any]:
+    """What the page's script reads, without the maps."""
+    return {
+        "tokens": list(tokens),
+        "levels": LEVELS,
+        "quantities": _quantities(models),
+        "models": [
+            {
+                "name": model.name,
+                "description": model.description,
+                "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
+                "losses": [None, *map(_number, model.losses.tolist())],
+                "layers": [_layer(layer, has_rows) for layer in model.layers],
+            }
+            for model in models
+        ],
+    }
+
+
+def _size(content: dict[str, Any] | str) -> int:
+    return len(json.dumps(content))
 
 
 @cache
@@ -132,8 +142,8 @@ def _read(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _pack_maps(models: Sequence[Shown], length: int) -> tuple[int, list[list[list[str] | None]]]:
-    """Packs all maps, of as many tokens as the budget allows: their number, and the maps by model, layer and head."""
+def _pack_maps(models: Sequence[ExploredModel], length: int, budget: int) -> tuple[int, list[list[list[str] | None]]]:
+    """Packs all maps, of as many tokens as fit into some bytes: their number, and the maps by model, layer and head."""
     tokens = length
     while True:
         packed = [
@@ -143,26 +153,26 @@ def _pack_maps(models: Sequence[Shown], length: int) -> tuple[int, list[list[lis
             ]
             for model in models
         ]
-        size = sum(len(head) for layers in packed for heads in layers if heads for head in heads)
-        if size <= MAPS_BUDGET or tokens <= 16:
+        size = sum(len(head) + 4 for layers in packed for heads in layers if heads for head in heads)
+        if size <= budget or tokens <= FEWEST_MAP_TOKENS:
             return tokens, packed
         # A map is a triangle: its size grows with the square
-        fitting = int(tokens * math.sqrt(MAPS_BUDGET / size) * 0.98)
-        tokens = max(16, fitting // 16 * 16)
+        fitting = int(tokens * math.sqrt(max(budget, 1) / size) * 0.98)
+        tokens = max(FEWEST_MAP_TOKENS, fitting // 16 * 16)
 
 
-def _quantities(models: Sequence[Shown]) -> dict[str, str]:
+def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
     """What the page shows of heads, with what it says of each: names that some layer has, or has a reason not to have."""
     named = {name for model in models for layer in model.layers for name in (*layer.numbers, *layer.missing)} - {"weights"}
     known = ROWS | HEADS
-    return {name: known[name] for name in known if name in named} | {
-        name: f"Of a part of the layer: {name}." for name in sorted(named - known.keys())
-    }
+    return {name: known[name] for name in known if name in named} | dict.fromkeys(
+        sorted(named - known.keys()), "Measured by a part of the layer."
+    )
 
 
-def _layer(layer: Layer, maps: list[str] | None) -> dict[str, Any]:
-    # Half precision is enough to look at, and its zeros are deflated; the scale of a map is exact
-    rows = {name: _halved(row) for name, row in layer.rows.items()}
+def _layer(layer: Layer, has_rows: bool) -> dict[str, Any]:
+    # Rows are rounded to 11 bits: that is enough to look at, and they compress better. The scale of a map is exact
+    rows = {name: _round(row) for name, row in layer.rows.items()} if has_rows else {}
     if layer.weights is not None:
         rows = {"largest": layer.weights.abs().amax(dim=-1).float(), **rows}
     return {
@@ -170,13 +180,12 @@ def _layer(layer: Layer, maps: list[str] | None) -> dict[str, Any]:
         "heads": layer.heads,
         "numbers": {name: [_number(value) for value in values.tolist()] for name, values in layer.numbers.items()},
         "missing": layer.missing,
-        "maps": maps,
         "row_names": list(rows),
         "rows": [pack(torch.stack(head).numpy()) for head in zip(*rows.values())] if rows else None,
     }
 
 
-def _halved(row: torch.Tensor) -> torch.Tensor:
+def _round(row: torch.Tensor) -> torch.Tensor:
     """Rounds to 11 bits, in float32."""
     mantissa, exponent = torch.frexp(row.float())
     return torch.ldexp((mantissa * 2048).round() / 2048, exponent)

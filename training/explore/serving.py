@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from ..text import check_number, one_line
-from .exploring import explore_texts, load_subjects, read_texts
+from .exploring import Text, explore_text, load_subjects, read_text
 
 
 # It runs the page's script, which reaches nothing else of this site
@@ -29,7 +29,7 @@ def make_app(model: str, other: str | None = None, text: str = "", max_tokens: i
 
     def show(text: str) -> str:
         try:
-            page = explore_texts(models, tokenizer, [text], max_tokens).page
+            page = explore_text(models, tokenizer, Text(text, [text]), max_tokens).page
         except ValueError as error:
             raise gradio.Error(one_line(error), print_exception=False) from error
         return _FRAME.format(html.escape(page))
@@ -65,5 +65,5 @@ def serve(
         OSError: if the port is taken.
     """
     check_number("port", port, 1, 65535)
-    text = text if file is None else read_texts(Path(file))[0]
+    text = text if file is None else read_text(Path(file)).shown
     make_app(model, other, text or "", max_tokens).launch(server_name=host or "127.0.0.1", server_port=port, share=False)

@@ -10,7 +10,6 @@ import signal
 import sys
 import textwrap
 from importlib import import_module
-from pathlib import Path
 
 
 _WIDTH = 100
@@ -281,13 +280,14 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.engines import train_with
     from modeling_nlq.training.files import PAGE_FILE
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
+    from modeling_nlq.training.storage import open_folder
 
     resolved = load_recipe(arguments.recipe, read_overrides(words))
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
     metrics = train_with(arguments.engine, resolved, **{name: getattr(arguments, name) for name in options})
     if resolved.training_arguments.process_index == 0:
-        folder = Path(resolved.training_arguments.output_dir)
-        print(f"{folder}: {_describe(metrics)}")
+        folder = open_folder(resolved.training_arguments.output_dir)
+        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
         if (folder / PAGE_FILE).is_file():
             print(f"what its attention does: {folder / PAGE_FILE}")
 
@@ -442,7 +442,7 @@ def _params(arguments: argparse.Namespace, _: list[str]) -> None:
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
         for part in parts_in(config):
             source = f" ({part.source})" if part.source else ""
-            parts.append(f"{name}: {part_size(config, part):,} parameters are those of {part.name}{source}")
+            parts.append(f"{name}: {part.name} adds {part_size(config, part):,} parameters{source}")
     print("\n".join([*align(rows), *parts]))
 
 

@@ -15,10 +15,10 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.masking_nlq import Visibility, make_visibility
+from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
 
-from ..observing import attention_layers, observe_calls
+from ..observing import attention_layers, observe_calls, visibility_of
 
 
 # Optimizer steps between two records; a record of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
@@ -80,9 +80,7 @@ def attention_statistics(
             records.append({})
             return
         query, key, _, bias = layer.prepare(call, position_embeddings)
-        window, sees_own_key = layer.visible_keys
-        visibility = make_visibility(length, length, 0, model.device, segments=segments, sliding_window=window)
-        visibility = visibility if sees_own_key else visibility.of_earlier_keys()
+        visibility = visibility_of(layer, length, model.device, segments)
         records.append(_layer_statistics(call, query, key, bias, visibility))
 
     observe_calls(model, record, input_ids, **inputs)

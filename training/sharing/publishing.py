@@ -152,7 +152,9 @@ def publish_space(
     page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
-    if not (title := re.search(r"<title>(Attention of .*?)</title>", page.read_text(encoding="utf-8", errors="replace"))):
+    text = page.read_text(encoding="utf-8", errors="replace")
+    title = re.search(r"<title>(.*?)</title>", text)
+    if title is None or '<meta name="generator" content="nlq explore">' not in text:
         raise ValueError(f"{page} is no page of `nlq explore`")
     settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"

@@ -2,20 +2,27 @@
 
 import pytest
 import torch
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from support.corpora import byte_tokenizer
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
+from modeling_nlq import load_attention_parts
 from modeling_nlq.training.conversion.renaming import to_nlq
-from modeling_nlq.training.explore.attention import HEADS, ROWS, look
-from modeling_nlq.training.explore.exploring import prepare
+from modeling_nlq.training.explore.attention import HEADS, ROWS, measure_attention, tokens_to_ablate
+from modeling_nlq.training.explore.exploring import Subject, explore_tokens, prepare
+from modeling_nlq.training.explore.measures import ablations, effective_ranks, repeated_tokens
+from modeling_nlq.training.observing import observe_calls
 
 
-class Letters:
-    """All of a tokenizer that `look` reads."""
-
-    all_special_ids = (0,)
-
-    def __len__(self):
-        return 13
+RANDOM = repeated_tokens(13, [0], 6)
 
 
 SOFTMAX = {"query_projection": "linear"}
@@ -49,25 +56,41 @@ def watch(model, ids):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_and_own_values(make_model, name):
+def test_weights_are_those_that_the_model_returns(make_model, name):
+    """On the text, and on random tokens for the two scores."""
     model, ids = make_model(dtype=torch.float64, **MODELS[name]), torch.randint(13, (1, 11))
-    layers = look(model, Letters(), ids)
+    layers = measure_attention(model, ids, RANDOM, 11)
     with torch.no_grad():
-        expected = model(ids, output_attentions=True).attentions
-    for layer, weights, outputs in zip(layers, expected, watch(model, ids), strict=True):
+        expected, on_random = (model(tokens, output_attentions=True).attentions for tokens in (ids, RANDOM))
+    first = 2 if name == "stick_breaking" else 1  # queries before it see one key at most
+    for layer, weights, random in zip(layers, expected, on_random, strict=True):
         torch.testing.assert_close(layer.weights, weights[0])
         assert layer.heads == len(weights[0])
-        sums = layer.rows["row_sum"]
-        assert layer.numbers["row_sum"].tolist() == pytest.approx(
-            sums[:, 2 if name == "stick_breaking" else 1 :].mean(1).tolist()
-        )
-        if name == "v1":
-            assert "two groups" in layer.missing["own_value_cosine"]
-            continue
-        # Of a first query that sees its own key alone, the output is a multiple of its value
-        if name in ("softmax", "tanh", "forget_gate", "v2"):
-            assert layer.rows["own_value_cosine"][:, 0].abs().tolist() == pytest.approx([1.0] * layer.heads)
-        assert outputs.shape == (11, 16)
+        torch.testing.assert_close(layer.numbers["row_sum"], weights[0].sum(-1)[:, first:].mean(-1))
+        share = (random[0].abs() / random[0].abs().sum(-1, keepdim=True)).nan_to_num(nan=0.0)
+        previous = torch.stack([share[:, i, i - 1] for i in range(1, 12)]).mean(0)
+        induction = torch.stack([share[:, i, i - 5] for i in range(6, 12)]).mean(0)
+        torch.testing.assert_close(layer.numbers["previous_token"], previous)
+        torch.testing.assert_close(layer.numbers["induction"], induction)
+    for index, (layer, cost) in enumerate(zip(layers, ablations(model, ids, [layer.heads for layer in layers]), strict=True)):
+        torch.testing.assert_close(layer.numbers["ablation"], cost, msg=f"layer {index}")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("v1", "v2")])
+def test_cosines_of_every_kind_of_layer(make_model, name):
+    """Without parts that change the output, the input of the output projection is the output of the heads."""
+    model, ids = make_model(dtype=torch.float64, **MODELS[name]), torch.randint(13, (1, 9))
+    values = {}
+
+    def keep(layer, call, _):
+        layer.prepare(call, None) if layer.activation.kind != "linear" else layer.project(call)
+        values[layer.layer_idx] = call.values[0].repeat_interleave(layer.num_key_value_groups, dim=0)
+
+    observe_calls(model, keep, ids)
+    for index, (layer, y) in enumerate(zip(measure_attention(model, ids, RANDOM), watch(model, ids), strict=True)):
+        y = y.view(9, 4, 4).transpose(0, 1)
+        expected = torch.nn.functional.cosine_similarity(y, values[index], dim=-1)
+        torch.testing.assert_close(layer.rows["own_value_cosine"], expected)
 
 
 @pytest.mark.parametrize("switches", [SOFTMAX, {"attention_activation": "linear_attention"}])
@@ -80,7 +103,7 @@ def test_cosines_are_those_of_the_outputs_of_heads(make_model, switches):
     outputs = watch(model, ids)
     for hook in hooks:
         hook.remove()
-    for layer, y, v in zip(look(model, Letters(), ids), outputs, values, strict=True):
+    for layer, y, v in zip(measure_attention(model, ids, RANDOM), outputs, values, strict=True):
         expected = torch.nn.functional.cosine_similarity(y.view(9, 4, 4), v.view(9, 4, 4), dim=-1).T
         torch.testing.assert_close(layer.rows["own_value_cosine"], expected)
         torch.testing.assert_close(layer.numbers["own_value_cosine"], expected[:, 1:].mean(dim=-1))
@@ -100,37 +123,82 @@ def test_scores_and_queries(make_model):
         model(ids)
     for hook in hooks:
         hook.remove()
-    layer = look(model, Letters(), ids)[0]
+    layer = measure_attention(model, ids, RANDOM)[0]
     scores = torch.einsum("ihd,jhd->hij", states["q_proj"], states["k_proj"]) * attention.scaling
     causal = torch.ones(9, 9).tril().bool()
     torch.testing.assert_close(layer.numbers["largest_score"], scores.masked_fill(~causal, -torch.inf).amax(dim=(1, 2)))
-    assert all(1.0 <= rank <= 4.0 for rank in layer.numbers["effective_rank"].tolist())
+    torch.testing.assert_close(layer.numbers["effective_rank"], effective_ranks(states["q_proj"].transpose(0, 1)))
 
 
 def test_what_a_layer_lacks_is_said(make_model):
     model = make_model(per_layer_config={1: {"attention_activation": "linear_attention"}}, attention_gate="headwise")
-    softmax, linear = look(model, Letters(), torch.randint(13, (1, 6)), ablated_tokens=6)
+    softmax, linear = measure_attention(model, torch.randint(13, (1, 6)), RANDOM, ablated_tokens=6)
     assert not softmax.missing
-    assert softmax.numbers.keys() == {*ROWS, *HEADS, "mean gate"}
+    assert softmax.numbers.keys() == {*ROWS, *HEADS, "mean_gate"}
     assert linear.weights is None
-    assert linear.numbers.keys() == {"own_value_cosine", "effective_rank", "ablation", "mean gate"}
-    assert linear.numbers.keys() | linear.missing.keys() == {*ROWS, *HEADS, "mean gate", "weights"}
+    assert linear.numbers.keys() == {"own_value_cosine", "effective_rank", "ablation", "mean_gate"}
+    assert linear.numbers.keys() | linear.missing.keys() == {*ROWS, *HEADS, "mean_gate", "weights"}
+
+
+def test_numbers_of_parts(make_model):
+    """By the modules that the parts have, on the first layer's input."""
+    switches = {"attention_gate": "elementwise", "forget_gate": "learned", "exclusive_attention": "learned"}
+    model, ids = make_model(dtype=torch.float64, **SOFTMAX, **switches), torch.randint(13, (1, 6))
+    attention, inputs = model.model.layers[0].self_attn, []
+    with torch.no_grad():
+        hook = attention.register_forward_pre_hook(lambda _, given, keywords: inputs.append(given[0]), with_kwargs=True)
+        model(ids)
+        hook.remove()
+        gate = torch.sigmoid(attention.gate_proj(inputs[0])).view(6, 4, 4).mean(dim=(0, 2))
+        forget = torch.nn.functional.logsigmoid(attention.parts["forget_gate"].proj(inputs[0]))[0].mean(dim=0)
+        alpha = torch.tanh(attention.parts["exclusive_attention"].alpha)
+    numbers = measure_attention(model, ids, RANDOM)[0].numbers
+    torch.testing.assert_close(numbers["mean_gate"], gate)
+    torch.testing.assert_close(numbers["mean_log_forget_gate"], forget)
+    torch.testing.assert_close(numbers["own_value_taken_out"], alpha)
+
+
+def test_factors_of_differential_attention(make_model):
+    ids = torch.randint(13, (1, 6))
+    v2 = make_model(dtype=torch.float64, **SOFTMAX, differential_attention="v2", forget_gate="fixed")
+    attention, inputs = v2.model.layers[0].self_attn, []
+    with torch.no_grad():
+        hook = attention.register_forward_pre_hook(lambda _, given, keywords: inputs.append(given[0]), with_kwargs=True)
+        v2(ids)
+        hook.remove()
+        expected = torch.sigmoid(attention.parts["differential_attention"].proj(inputs[0]))[0].mean(dim=0)
+    layer = measure_attention(v2, ids, RANDOM)[0]
+    torch.testing.assert_close(layer.numbers["factor_of_second_map"], expected)
+    assert "subtracts two maps" in layer.missing["mean_log_forget_gate"]
+    v1 = measure_attention(make_model(**SOFTMAX, differential_attention="v1"), ids, RANDOM)
+    assert v1[0].numbers["factor_of_second_map"].shape == (2,) and len(set(v1[0].numbers["factor_of_second_map"].tolist())) == 1
 
 
 @pytest.mark.parametrize(
-    "switches, name, low, high",
+    "measure, message",
     [
-        ({"attention_gate": "value"}, "mean gate", 0.0, 1.0),
-        ({**SOFTMAX, "forget_gate": "fixed"}, "mean log forget gate", -10.0, 0.0),
-        ({**SOFTMAX, "exclusive_attention": "learned"}, "share of the own value taken out", -1.0, 1.0),
-        ({**SOFTMAX, "differential_attention": "v2"}, "factor of the second map", 0.0, 1.0),
-        ({**SOFTMAX, "differential_attention": "v1"}, "factor of the second map", -1e3, 1e3),
+        ("{'wrong': torch.zeros(3)}", r"measures 'wrong' with the shape \(3,\); it must be \(4,\)"),
+        ("{'entropy': torch.zeros(4)}", "measures 'entropy', which is the name of another number"),
     ],
 )
-def test_numbers_of_parts(make_model, switches, name, low, high):
-    for layer in look(make_model(**switches), Letters(), torch.randint(13, (1, 6))):
-        assert layer.numbers[name].shape == (layer.heads,)
-        assert all(low <= value <= high for value in layer.numbers[name].tolist())
+def test_a_part_that_measures_wrongly(make_model, tmp_path, measure, message):
+    (tmp_path / "measured.py").write_text(
+        "import torch\nfrom modeling_nlq import AttentionPart\nclass Measured(AttentionPart):\n    name = 'measured'\n"
+        f"    def measure(self, call):\n        return {measure}\n"
+    )
+    load_attention_parts(tmp_path / "measured.py")
+    with pytest.raises(ValueError, match=message):
+        measure_attention(make_model(attention_parts=["measured"]), torch.randint(13, (1, 6)), RANDOM)
+
+
+def test_large_models_are_not_ablated(make_model):
+    model = make_model()
+    cost = 2 * model.num_parameters() * 8
+    assert tokens_to_ablate(model, 500) == 500
+    for parameters, expected in ((4e12 / 8 / 2 / 100, 100), (4e12 / 8 / 2 / 10, 64), (1e12, 0)):
+        model.num_parameters = lambda parameters=parameters: parameters
+        assert tokens_to_ablate(model, 500) == pytest.approx(expected, abs=1)
+    assert cost > 0
 
 
 SIZES = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -143,7 +211,7 @@ def test_a_model_that_converts_is_shown_by_its_conversion():
         expected = model(ids, output_attentions=True).attentions
     subject = prepare(model)
     assert "exact conversion" in subject.description
-    for layer, weights in zip(look(subject.model, Letters(), ids, 8), expected, strict=True):
+    for layer, weights in zip(measure_attention(subject.model, ids, RANDOM, 8), expected, strict=True):
         torch.testing.assert_close(layer.weights, weights[0])
         assert not layer.missing
 
@@ -155,7 +223,7 @@ def test_any_other_model_shows_its_weights():
     with pytest.raises(ValueError):
         to_nlq(model)
     ids = torch.randint(13, (1, 8))
-    layers = look(model, Letters(), ids)
+    layers = measure_attention(model, ids, RANDOM)
     with torch.no_grad():
         expected = model(ids, output_attentions=True).attentions
     for layer, weights in zip(layers, expected, strict=True):
@@ -165,4 +233,22 @@ def test_any_other_model_shows_its_weights():
 
 def test_a_model_without_attention():
     subject = prepare(MambaForCausalLM(MambaConfig(vocab_size=13, hidden_size=8, num_hidden_layers=1)).eval())
-    assert look(subject.model, Letters(), torch.randint(13, (1, 8))) == []
+    assert measure_attention(subject.model, torch.randint(13, (1, 8)), RANDOM) == []
+
+
+def test_layers_without_attention_are_said():
+    """Jamba has attention in some layers."""
+    sizes = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "use_mamba_kernels": False}
+    config = JambaConfig(
+        **sizes, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, num_experts=2, mamba_d_state=4
+    )
+    subject = prepare(JambaForCausalLM(config).eval())
+    done = explore_tokens({"jamba": subject}, byte_tokenizer(0), [1, 2, 3, 4])
+    assert "Only 1 of the 4 layers of jamba return attention weights" in done.page
+
+
+def test_a_model_that_diverged(make_model):
+    model = make_model()
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    with pytest.raises(ValueError, match="model 'lost' computes losses that are infinite or not a number"):
+        explore_tokens({"lost": Subject(model, "")}, byte_tokenizer(0), [1, 2, 3])

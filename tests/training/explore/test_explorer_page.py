@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from support.corpora import write_documents
-from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.explore import page
 from modeling_nlq.training.explore.attention import Layer
-from modeling_nlq.training.explore.exploring import explore
+from modeling_nlq.training.explore.exploring import explore, token_texts
 from modeling_nlq.training.explore.measures import LossDifference
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from nlq import main
@@ -30,7 +31,7 @@ def unpack(packed, kind):
 
 
 def shown(layers, length):
-    return page.Shown("model", "a model", torch.rand(length - 1), layers)
+    return page.ExploredModel("model", "a model", torch.rand(length - 1), layers)
 
 
 def layer_of(weights):
@@ -76,16 +77,26 @@ def test_uniform_rows_keep_their_weights():
 
 def test_too_many_maps_are_cut(monkeypatch):
     layers = [random_layer(64) for _ in range(3)]
-    monkeypatch.setattr(page, "MAPS_BUDGET", 8_000)
+    static = len(page.write_page("title", [], ["x"], [shown([random_layer(1)], 1)]))
+    monkeypatch.setattr(page, "PAGE_LIMIT", limit := static + 20_000)
     text = page.write_page("title", [], ["x"] * 64, [shown(layers, 64)])
     found = content_of(text)["models"][0]
     assert found["map_tokens"] in (16, 32, 48)
-    assert f"The maps have the first {found['map_tokens']} of 64 tokens" in text
-    assert sum(len(head) for layer in found["layers"] for head in layer["maps"]) <= 8_000
+    assert f"Maps show the first {found['map_tokens']} of 64 tokens only" in text
+    assert len(text.encode()) <= limit
     assert len(unpack(found["layers"][0]["rows"][0], np.float32)) == 4 * 64, "rows have all tokens"
     levels = unpack(found["layers"][2]["maps"][1], np.int8)
     whole, _ = page.quantize(layers[2].weights)
     assert levels.tolist() == whole[1][: len(levels)].tolist()
+
+
+def test_too_many_rows_are_left_out(monkeypatch):
+    layers = [random_layer(64) for _ in range(3)]
+    monkeypatch.setattr(page, "PAGE_LIMIT", 10_000)
+    text = page.write_page("title", [], ["x"] * 64, [shown(layers, 64)])
+    found = content_of(text)["models"][0]
+    assert "The charts of the rows are left out" in text
+    assert found["layers"][0]["row_names"] == ["largest"]
 
 
 def test_a_text_cannot_leave_its_place():
@@ -100,7 +111,9 @@ def test_no_numbers_are_no_number():
     layer = Layer(
         "linear_attention", 2, numbers={"effective_rank": torch.tensor([1.5, torch.nan])}, missing={"weights": "none"}
     )
-    found = content_of(page.write_page("title", [], ["a"], [page.Shown("m", "d", torch.empty(0), [layer])]))["models"][0]
+    found = content_of(page.write_page("title", [], ["a"], [page.ExploredModel("m", "d", torch.empty(0), [layer])]))["models"][
+        0
+    ]
     assert found["loss"] is None and found["losses"] == [None]
     assert found["layers"][0]["numbers"] == {"effective_rank": [1.5, None]}
     assert found["layers"][0]["maps"] is None and found["layers"][0]["rows"] is None
@@ -109,7 +122,7 @@ def test_no_numbers_are_no_number():
 def test_the_difference_is_said():
     assert page.describe_difference(LossDifference(-0.0132, -0.02, -0.001, 37, 5210), ["a", "b"]) == (
         "Loss of b minus loss of a: -0.0132 nats per token (95 % interval over documents: -0.0200 to -0.0010), "
-        "over 37 documents of 5,210 tokens."
+        "over 5,210 tokens in 37 documents."
     )
 
 
@@ -123,6 +136,18 @@ def other(run, tmp_path_factory):
     return folder
 
 
+def test_tokens_are_written_as_they_stand_in_the_text():
+    """Tokenizers of SentencePiece leave out the space of a token that is decoded alone, and bytes are parts of characters."""
+    tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, "<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    assert token_texts(fast, [0, 1, 2, 1]) == ["the", " cat", "s", " cat"]
+    byte_level = train_byte_pair_encoding(iter(["words"]), 260)
+    ids = byte_level("aé𝄞")["input_ids"]
+    written = token_texts(byte_level, ids)
+    assert len(written) == len(ids) > 3 and written[0] == "a" and all(written)
+
+
 class TestCommand:
     def test_two_models_and_a_file(self, run, other, tmp_path, capsys):
         file = tmp_path / "text.txt"
@@ -130,12 +155,11 @@ class TestCommand:
         target = tmp_path / "new" / "page.html"
         assert main(["explore", str(run[0]), str(other), "--file", str(file), "--output", str(target)]) == 0
         printed = capsys.readouterr().out
-        assert "over 3 documents of" in printed and f"page: {target}" in printed
+        assert "tokens in 3 documents." in printed and f"page: {target}" in printed
         found = content_of(target.read_text())
         assert [model["name"] for model in found["models"]] == ["finished", "other"]
         assert len(found["tokens"]) == 16, "as many as the smaller model has positions for"
         assert "".join(found["tokens"]) == file.read_text()[: len("".join(found["tokens"]))]
-        assert found["difference"]["documents"] == 3
 
     def test_documents_of_a_jsonl(self, run, tmp_path):
         rows = write_documents(tmp_path / "rows.jsonl", ["import json\n", "import re\n"])
@@ -145,24 +169,33 @@ class TestCommand:
 
     def test_own_file_of_code(self, run, tmp_path):
         (tmp_path / "code.py").write_text("x = 1\n")
-        assert "".join(explore(run[0], file=tmp_path / "code.py", output=None).tokens) == "x = 1"
+        assert "".join(explore(run[0], file=tmp_path / "code.py", output=None).tokens) == "x = 1\n"
+
+    def test_two_models_and_a_text_of_one_token(self, run):
+        done = explore(run[0], run[0], text="a", output=None)
+        assert done.difference is None and len(done.tokens) == 1
+        assert done.models[0].layers[0].missing["ablation"] == "the text has a single token"
 
     @pytest.mark.parametrize(
         "arguments, words",
         [
-            (["RUN"], ["give a text by --text, or a file by --file"]),
+            (["RUN"], ["give either --text TEXT or --file FILE"]),
             (["RUN", "--text", ""], ["the text is empty"]),
             (["RUN", "--file", "empty.txt"], ["empty.txt is empty"]),
+            (["RUN", "--file", "blank.txt"], ["blank.txt is empty"]),
             (["RUN", "--file", "none.txt"], ["there is no file 'none.txt'"]),
-            (["RUN", "--file", "bytes.txt"], ["bytes.txt is no text in UTF-8"]),
+            (["RUN", "--file", "bytes.txt"], ["bytes.txt is not UTF-8 text"]),
             (["RUN", "--text", "x", "--max_tokens", "65"], ["max_tokens=65 exceeds the 64 positions of model 'finished'"]),
             (["RUN", "--text", "x", "--max_tokens", "1"], ["max_tokens=1 must be at least 2"]),
             (["RUN", "OTHER", "--text", "x", "--max_tokens", "17"], ["exceeds the 16 positions of model 'other'"]),
-            (["RUN", "FOREIGN", "--text", "x"], ["have two tokenizers"]),
+            (["RUN", "FOREIGN", "--text", "x"], ["have different tokenizers"]),
             (["MAMBA", "--text", "x"], ["'mamba' has no attention to show"]),
             (["none", "--text", "x"], ["'none' is neither a folder nor a Hub name"]),
             (["RUN", "--text", "x", "--output", "."], ["is a folder; name a file"]),
-            (["RUN", "--text", "x", "--output", "empty.txt/page.html"], ["cannot be written", "is no folder"]),
+            (
+                ["RUN", "--text", "x", "--output", "empty.txt/page.html"],
+                ["cannot be written", "is not a folder, or you may not write to it"],
+            ),
             (["RUN", "--text", "x", "--port", "80"], ["--port needs --serve"]),
             (["RUN", "--text", "x", "--serve", "--output", "x.html"], ["--output and --serve exclude each other"]),
         ],
@@ -170,6 +203,7 @@ class TestCommand:
     def test_bad_input(self, run, other, tmp_path, monkeypatch, capsys, arguments, words):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "empty.txt").touch()
+        (tmp_path / "blank.txt").write_text(" \n\n ")
         (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
         places = {"RUN": str(run[0]), "OTHER": str(other), "FOREIGN": "foreign", "MAMBA": "mamba"}
         if "MAMBA" in arguments:

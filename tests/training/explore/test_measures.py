@@ -122,7 +122,7 @@ def test_losses_of_documents_do_not_depend_on_their_batch(make_model, monkeypatc
 def test_ablations(make_model, monkeypatch, switches):
     model, ids = make_model(**switches), torch.randint(13, (1, 12))
     monkeypatch.setattr(measures, "_rows_at_once", lambda *_: 3)
-    found = measures.ablations(model, ids)
+    found = measures.ablations(model, ids, [4, 4])
     whole = measures.losses_of_tokens(model, ids).mean()
     for layer in range(2):
         weight = model.model.layers[layer].self_attn.o_proj.weight
@@ -160,6 +160,11 @@ class TestLossDifference:
             found = measures.loss_difference([torch.zeros(size) for size in sizes], own)
             hits += found.low <= 0.3 <= found.high
         assert 0.925 < hits / trials < 0.97
+
+    def test_documents_without_tokens_do_not_count(self):
+        first, second = [torch.zeros(3), torch.zeros(4)], [torch.ones(3), torch.full((4,), 1.5)]
+        empty = [torch.zeros(0)]
+        assert measures.loss_difference(first + empty, second + empty) == measures.loss_difference(first, second)
 
     def test_one_document_has_no_interval(self):
         found = measures.loss_difference([torch.zeros(3)], [torch.ones(3)])
