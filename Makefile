@@ -71,6 +71,7 @@ test-ray: .venv-ray/installed
 CHROMIUM ?= $(shell command -v chromium chromium-browser google-chrome | head -1)
 
 test-browser: .venv-browser/installed
+	@test -x "$(CHROMIUM)" || { echo "no browser was found: install Chromium, or set CHROMIUM"; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(subst .venv,.venv-browser,$(PYTEST)) tests/browser
 
 lint: .venv/installed-test

@@ -35,8 +35,12 @@ beside its lowest point. Validation and test loss of a run correlate by 1 or by 
 best rates, but not equally sensitive to the rate.
 
 A table is about ladders: where the search of a scale begins, at the median of the rates that the seeds chose at the
-scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...). The last
-table is about seeds that are added until a report has a verdict.
+scale before, or of each seed at its own. The bowls are (..., 2g, g, 0, g, 2g, ...) and (..., 4g, g, 0, g, 4g, ...). A table
+is about seeds that are added until a report has a verdict.
+
+The last tables are about `stop: early`, beside all seeds with the paired test, and beside an e-process that may be looked at
+any number of times: the Bayes factor of a t-test (Rouder et al. 2009), whose effect has a normal prior with a standard
+deviation of 2, against the number of models divided by alpha.
 """
 
 import argparse
@@ -49,7 +53,7 @@ import scipy
 from scipy import optimize, special, stats
 
 import modeling_nlq
-from modeling_nlq.training.comparison.statistics import analyse, noise_ratio
+from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, critical_t, noise_ratio, share_of_look
 
 
 ALPHA = 0.05
@@ -343,6 +347,16 @@ def gate(repetitions: int = 40) -> None:
             verdicts = [effect.verdict in ("better", "worse") for effect in analysis.effects.values()]
             if verdicts != rejected[index].tolist():
                 raise SystemExit(f"correctness gate: verdicts differ (seeds {seeds}, models {models}); no tables")
+        # With `stop: early`, when the last seed is seen and no model has left before
+        critical = critical_early(seeds, models)
+        critical[:seeds] = np.inf
+        differs, equivalent, _ = stop_early(losses, critical)
+        for index, comparison in enumerate(losses.tolist()):
+            by_model = {str(model): dict(enumerate(runs)) for model, runs in enumerate(comparison)}
+            effects = analyse(by_model, "0", ALPHA, most=seeds).effects.values()
+            own = [[effect.verdict in ("better", "worse"), effect.verdict == "equivalent"] for effect in effects]
+            if own != np.stack([differs[index], equivalent[index]], axis=1).tolist():
+                raise SystemExit(f"correctness gate: early verdicts differ (seeds {seeds}, models {models}); no tables")
 
 
 def percent(share: float) -> str:
@@ -460,6 +474,127 @@ def show_looks(random: np.random.Generator, repetitions: int) -> None:
     show(["seeds of the reports", "1 model", "2 models", "5 models"], rows)
 
 
+def critical_early(most: int, models: int) -> np.ndarray:
+    """The |t| that ends the question about a model, after each number of seeds up to `most`."""
+    shares = [share_of_look(seeds, most) for seeds in range(most + 1)]
+    return np.array([critical_t(seeds, models, ALPHA * share) if share else np.inf for seeds, share in enumerate(shares)])
+
+
+def critical_e_process(most: int, models: int, prior: float = 2.0) -> np.ndarray:
+    """The same of the Bayes factor `(1 + g)^(-1/2) ((1 + t^2/v) / (1 + t^2/(v (1 + g))))^(n/2)`, with `g = n prior^2`."""
+    critical = np.full(most + 1, np.inf)
+    for seeds in range(FIRST_LOOK, most + 1):
+        g = seeds * prior**2
+        ratio = (models / ALPHA * np.sqrt(1 + g)) ** (2 / seeds)
+        if ratio < 1 + g:  # else no t is large enough
+            critical[seeds] = np.sqrt((seeds - 1) * (ratio - 1) / (1 - ratio / (1 + g)))
+    return critical
+
+
+def stop_early(losses: np.ndarray, critical: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Looks at comparisons after every seed.
+
+    Args:
+        losses: `(repetition, model, seed)`, the baseline first.
+        critical: by number of seeds.
+
+    Returns:
+        `(repetition, model)` each: whether a model was found to differ, whether it was found to be equivalent, and its seeds.
+    """
+    repetitions, models, most = losses.shape
+    differs, equivalent = np.zeros((2, repetitions, models - 1), bool)
+    seeds = np.full((repetitions, models - 1), most)
+    for count in range(FIRST_LOOK, most + 1):
+        seen = losses[..., :count]
+        differences = seen[:, 1:] - seen[:, :1]
+        error = differences.std(axis=2, ddof=1) / np.sqrt(count)
+        is_open = ~(differs | equivalent)
+        differs |= is_open & (np.abs(differences.mean(axis=2)) > critical[count] * error)
+        floor = seen[:, 0].std(axis=1, ddof=1)[:, None]
+        is_inside = np.abs(differences.mean(axis=2)) + critical[count] * error < floor
+        equivalent |= is_open & ~differs & is_inside
+        seeds = np.where(is_open & (differs | equivalent), count, seeds)
+    return differs, equivalent, seeds
+
+
+def draw_losses(
+    random: np.random.Generator, most: int, models: int, difference: float, kind: tuple[str, str, float, bool], repetitions: int
+) -> np.ndarray:
+    """Draws comparisons of models of which the first differs.
+
+    Args:
+        random: the source of all random numbers.
+        most, models, repetitions: numbers of seeds, of models besides the baseline, and of comparisons.
+        difference: of the first model, in standard deviations of a run.
+        kind: a name of `NOISES`, one of `DISTRIBUTIONS`, the shared part of the variance, and whether each seed takes the best
+            of three rates, whose true losses are (0, 1, 3).
+    """
+    noise, distribution, shared, has_choice = kind
+    baseline, first, other = NOISES[noise]
+    scale = np.array([baseline, first, *[other] * (models - 1)], float)[:, None]
+    rates = np.array([0.0, 1.0, 3.0]) if has_choice else np.zeros(1)
+    losses = draw(random, (repetitions, models + 1, len(rates), most), shared, distribution) + rates[:, None]
+    losses = scale * losses.min(axis=2)
+    losses[:, 1] += difference
+    return losses
+
+
+STOPPED = {
+    "normal, equal": ("equal", "normal", 0.0, False),
+    "shared by seeds": ("equal", "normal", 0.75, False),
+    "heavy tails": ("equal", "t3", 0.0, False),
+    "one model 4 x": ("one model 4 x", "normal", 0.0, False),
+    "baseline 4 x": ("baseline 4 x", "normal", 0.0, False),
+    "rates chosen": ("equal", "normal", 0.0, True),
+    "skewed, all 4 x": ("all models 4 x", "skewed", 0.0, False),
+}
+
+
+def show_stopping(random: np.random.Generator, repetitions: int) -> None:
+    plans = [(most, models) for most in (5, 10, 20) for models in (1, 4)]
+    print("Comparisons of equals with a wrong verdict, %: all seeds / stop: early / e-process\n")
+    rows = []
+    for most, models in plans:
+        row = [str(most), str(models)]
+        for kind in STOPPED.values():
+            losses = draw_losses(random, most, models, 0.0, kind, repetitions)
+            ways = [critical(most, models) for critical in (critical_early, critical_e_process)]
+            found = [paired(losses), *(stop_early(losses, critical)[0] for critical in ways)]
+            row.append(" / ".join(percent(rejected.any(axis=1).mean()) for rejected in found))
+        rows.append(row)
+    show(["most seeds", "models", *STOPPED], rows)
+
+    print(
+        "The first model differs. Found, % (runs of a comparison): all seeds / stop: early / e-process; normal, equal noise\n"
+    )
+    rows = []
+    for most, models in plans:
+        row = [str(most), str(models)]
+        for difference in (1.0, 2.0, 3.0, 6.0):
+            losses = draw_losses(random, most, models, difference, STOPPED["normal, equal"], repetitions)
+            cells = [f"{percent(paired(losses)[:, 0].mean())} ({most * (models + 1)})"]
+            for critical in (critical_early, critical_e_process):
+                differs, _, seeds = stop_early(losses, critical(most, models))
+                runs = (seeds.sum(axis=1) + seeds.max(axis=1)).mean()
+                cells.append(f"{percent(differs[:, 0].mean())} ({runs:.1f})")
+            row.append(" / ".join(cells))
+        rows.append(row)
+    show(["most seeds", "models", *(f"{difference:g} deviations" for difference in (1, 2, 3, 6))], rows)
+
+    print("Called equivalent, %: a model whose true difference is one noise floor, which is wrong, and the baseline's equal\n")
+    rows = []
+    for most, models in plans:
+        row = [str(most), str(models)]
+        for shared in (0.0, 0.75, 0.95):
+            kind = ("equal", "normal", shared, False)
+            for difference in (1.0, 0.0):
+                losses = draw_losses(random, most, models, difference, kind, repetitions)
+                row.append(percent(stop_early(losses, critical_early(most, models))[1][:, 0].mean()))
+        rows.append(row)
+    header = [f"{what}, shared {shared:.0%}" for shared in (0.0, 0.75, 0.95) for what in ("wrong", "right")]
+    show(["most seeds", "models", *header], rows)
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -484,7 +619,7 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    for part in (show_tests, show_choices, show_starts, show_looks):
+    for part in (show_tests, show_choices, show_starts, show_looks, show_stopping):
         part(np.random.default_rng(0), repetitions)
 
 
