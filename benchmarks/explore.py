@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.explore.exploring import explore_tokens, load_subjects, prepare, read_texts
+from modeling_nlq.training.explorer.exploring import explore_tokens, load_subjects, prepare, read_text
 
 
 LAYERS_AND_HEADS = ((1, 2), (5, 6), (30, 10))
@@ -31,8 +31,8 @@ class Numbers:
     def __len__(self):
         return 1000
 
-    def decode(self, tokens: list[int]) -> str:
-        return f"{tokens[0]} "
+    def decode(self, tokens: list[int], **_) -> str:
+        return "".join(f"{token} " for token in tokens)
 
 
 def open_times(page: Path) -> list[float]:
@@ -57,7 +57,7 @@ def open_times(page: Path) -> list[float]:
 
 def measure(name: str, subjects, tokenizer, tokens: list[int]) -> None:
     start = time.perf_counter()
-    done = explore_tokens(subjects, tokenizer, tokens, [tokens])
+    done = explore_tokens(subjects, tokenizer, tokens)
     made = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
@@ -72,10 +72,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("file", nargs="?", type=Path)
     arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     print("| model | tokens | page (MB) | made in (s) | opened in (s) |\n|---|---:|---:|---:|---:|")
     if arguments.model is not None:
         subjects, tokenizer = load_subjects([arguments.model])
-        tokens = tokenizer(read_texts(arguments.file)[0], add_special_tokens=False)["input_ids"]
+        tokens = tokenizer(read_text(arguments.file).shown, add_special_tokens=False)["input_ids"]
         measure(arguments.model, subjects, tokenizer, tokens)
         return
     torch.manual_seed(0)

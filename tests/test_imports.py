@@ -68,7 +68,7 @@ TRAINING_ROWS = (
     ("__main__",),
     ("sharing",),
     ("comparison", "engines"),
-    ("explore",),
+    ("explorer",),
     ("conversion",),
     ("run",),
     ("card",),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .comparison.comparing import compare
     from .conversion.converting import convert
     from .engines import train
-    from .explore.exploring import explore
+    from .explorer.exploring import explore
     from .run.evaluation import evaluate
     from .run.tasks import evaluate_tasks
     from .sharing.publishing import publish
@@ -20,7 +20,7 @@ _MODULES = {
     "compare": "comparison.comparing",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
-    "explore": "explore.exploring",
+    "explore": "explorer.exploring",
     "evaluate_tasks": "run.tasks",
     "publish": "sharing.publishing",
     "train": "engines",

@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .explore.of_runs import explore_runs
+from .explorer.of_runs import explore_runs
 from .files import PAGE_FILE, RECIPE_FILE, is_taken
 from .run.lease import alone_at
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe

@@ -79,7 +79,7 @@ def explored(run, tmp_path_factory):
     from transformers import AutoConfig, AutoTokenizer
 
     from modeling_nlq import NLQForCausalLM
-    from modeling_nlq.training.explore.exploring import explore
+    from modeling_nlq.training.explorer.exploring import explore
 
     folder = tmp_path_factory.mktemp("explored")
     config = AutoConfig.from_pretrained(

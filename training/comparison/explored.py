@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ..explore.of_runs import explore_runs
+from ..explorer.of_runs import explore_runs
 from ..files import PAGE_FILE
 from .ladder import scale_folder
 from .plan import Comparison, Ladder, Run, scales_of

@@ -158,7 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--host", help="with --serve: the address to listen at; by default 127.0.0.1, this machine alone")
     command.add_argument("--port", type=int, help="with --serve; by default the first free one from 7860")
     _add_parts(command)
-    command.set_defaults(run=_explore, module="explore.exploring")
+    command.set_defaults(run=_explore, module="explorer.exploring")
 
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
     command.add_argument("models", nargs="+", metavar="MODEL", help="shipped configuration, config.json, or saved model")
@@ -342,6 +342,8 @@ def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
 def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
     if metrics.get("diverged_at") is not None:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
+    if metrics.get("eval_perplexity") is None:
+        return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
     parts = [f"{kind} {metrics['eval_perplexity']:.2f}"]
     if metrics.get("unigram_perplexity"):
         parts.append(f"unigram baseline {metrics['unigram_perplexity']:.2f}")
@@ -402,7 +404,7 @@ def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
     if arguments.serve:
         if arguments.output is not None:
             raise ValueError("--output and --serve exclude each other: a served page is not written")
-        from modeling_nlq.training.explore.serving import serve
+        from modeling_nlq.training.explorer.serving import serve
 
         given = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens", "host", "port")}
         serve(arguments.model, arguments.other, **given)
@@ -410,11 +412,11 @@ def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
     for name in ("host", "port"):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} needs --serve")
-    from modeling_nlq.training.explore.exploring import explore
-    from modeling_nlq.training.explore.page import describe_difference
+    from modeling_nlq.training.explorer.exploring import explore
+    from modeling_nlq.training.explorer.page import describe_difference
     from modeling_nlq.training.files import PAGE_FILE
 
-    output = arguments.output or PAGE_FILE
+    output = PAGE_FILE if arguments.output is None else arguments.output
     options = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens")}
     done = explore(arguments.model, arguments.other, output=output, **options)
     for model in done.models:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from modeling_nlq.training.explore import measures
+from modeling_nlq.training.explorer import measures
 
 
 def random_weights(seed, heads=2, length=7, signed=False):

@@ -61,7 +61,7 @@ def losses_of_documents(model: PreTrainedModel, documents: Sequence[Sequence[int
 
 
 def _rows_at_once(model: PreTrainedModel, length: int) -> int:
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return max(1, min(_LOGITS_AT_ONCE // (4 * length * vocab_size), _TOKENS_AT_ONCE // length))
 
 

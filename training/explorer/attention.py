@@ -92,16 +92,17 @@ class Layer:
         Raises:
             ValueError: unless there is one for each head, under a name of its own.
         """
-        if name in (ROWS | HEADS).keys() | self.numbers.keys():
+        if name in {"weights", *ROWS, *HEADS, *self.numbers}:
             raise ValueError(f"attention part {part!r} measures {name!r}, which is the name of another number")
-        if values.shape == (self.heads,):
+        shape = tuple(values.shape) if isinstance(values, torch.Tensor) else None
+        if shape == (self.heads,):
             self.numbers[name] = values.cpu()
-        elif values.shape == (query_heads,):
+        elif shape == (query_heads,):
             self.missing[name] = _PAIRS
         else:
             raise ValueError(
-                f"attention part {part!r} measures {name!r} with the shape {tuple(values.shape)}; it must be ({self.heads},), "
-                "a number for each head"
+                f"attention part {part!r} measures {name!r} as {type(values).__name__} of the shape {shape}; it must be a "
+                f"tensor of the shape ({self.heads},), a number for each head"
             )
 
 
@@ -122,7 +123,7 @@ def measure_attention(
     is_ours = isinstance(model.config, NLQConfig)
     see = _see_inside if is_ours else _see_from_outside
     layers, period = see(model, input_ids), random_ids.shape[1] // 2
-    for layer, again in zip(layers, see(model, random_ids)):
+    for layer, again in zip(layers, see(model, random_ids) if period > 1 else ()):
         if again.weights is not None:
             layer.numbers["previous_token"] = previous_token_scores(again.weights)
             layer.numbers["induction"] = induction_scores(again.weights, period)
@@ -152,7 +153,11 @@ def _see_inside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
         see: Callable[..., Layer] = _see_linear if layer.activation.kind == "linear" else _see_weights
         found = see(layer, call, position_embeddings)
         for part in layer.parts.values():
-            for name, values in part.measure(call).items():
+            try:
+                measured = part.measure(call)
+            except Exception as error:  # of a user's own part
+                raise ValueError(f"attention part {part.name!r}: measure failed: {type(error).__name__}: {error}") from error
+            for name, values in measured.items():
                 found.add_measure(part.name, name, values, layer.num_heads)
         layers.append(found)
 
@@ -182,7 +187,7 @@ def _see_weights(
     else:
         found.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
     if value.shape == call.values.shape:
-        values = call.values[0].cpu().to(weights.dtype)
+        values = value[0].cpu().to(weights.dtype)
         values = values.repeat_interleave(len(weights) // len(values), dim=0)
         found.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
     else:
@@ -214,6 +219,8 @@ def _see_from_outside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[L
     output = model(input_ids=input_ids.to(model.device), output_attentions=True, use_cache=False)
     layers, length = [], input_ids.shape[1]
     for weights in getattr(output, "attentions", None) or ():
+        if weights is not None and weights.dim() == 4 and weights.triu(1).any():
+            raise ValueError("it is no causal model: its tokens attend to later ones")
         if weights is not None and weights.dim() == 4 and weights.shape[-2:] == (length, length):
             layer = Layer("", weights.shape[1])
             layer.add_weights(weights[0].float().cpu(), torch.arange(length) > 0)

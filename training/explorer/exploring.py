@@ -1,10 +1,12 @@
 """`nlq explore`: reads models and text, and writes the page."""
 
 import gzip
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -72,14 +74,16 @@ def explore(
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
+    if max_tokens is not None and not isinstance(max_tokens, int):
+        raise ValueError(f"max_tokens={max_tokens!r} must be a whole number")
     check_number("max_tokens", max_tokens, 2)
     if output is not None:
-        _check_output(Path(output))
+        _check_output(output := Path(output).resolve())
     source = Text(text, [text]) if text is not None else read_text(Path(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None])
     done = explore_text(models, tokenizer, source, max_tokens)
     if output is not None:
-        write_text(Path(output), done.page)
+        write_text(output, done.page)
     return done
 
 
@@ -111,15 +115,28 @@ def load_subjects(names: Sequence[str]) -> tuple[dict[str, Subject], PreTrainedT
         ValueError: for a model that cannot be loaded, and for different tokenizers.
     """
     models, tokenizers = zip(*(load_model(name) for name in names))
-    if len(names) > 1 and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+    if len(names) > 1 and _identity(tokenizers[0]) != _identity(tokenizers[1]):
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
     return dict(zip(_labels(names), map(prepare, models))), tokenizers[0]
+
+
+def _identity(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What two tokenizers must share to read every text alike."""
+    if not tokenizer.is_fast:
+        return tokenizer.get_vocab()
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return [content[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
 
 
 def explore_text(
     models: Mapping[str, Subject], tokenizer: PreTrainedTokenizerBase, text: Text, max_tokens: int | None = None
 ) -> Exploration:
     """Makes the page of models from a text; raises as `explore` does."""
+
+    try:
+        text.shown.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not valid Unicode: {first_line(error)}") from error
 
     def encode(text: str) -> list[int]:
         # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
@@ -151,7 +168,7 @@ def explore_tokens(
         unit: what a document is called.
         notes: what the page should say besides.
     """
-    max_tokens = _check_length(models, max_tokens)
+    max_tokens, period = _check_length(models, max_tokens)
     input_ids = torch.tensor([list(shown[:max_tokens])])
     length = input_ids.shape[1]
     notes = list(notes)
@@ -159,19 +176,29 @@ def explore_tokens(
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
     cut = [_cut(document, max_tokens) for document in documents] if len(models) > 1 else []
 
+    if period < INDUCTION_PERIOD:
+        notes.append(f"Scores of the previous token and of induction are measured on {period} random tokens, repeated once.")
+    vocab_size = min(
+        len(tokenizer), *(subject.model.config.get_text_config(decoder=True).vocab_size for subject in models.values())
+    )
+    random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
+
     pages, losses = [], []
     for name, subject in models.items():
         model = subject.model
-        own = losses_of_tokens(model, input_ids)[0]
-        if not own.isfinite().all():
-            raise ValueError(f"model {name!r} computes losses that are infinite or not a number: its training diverged")
         count = tokens_to_ablate(model, length) if isinstance(model.config, NLQConfig) else 0
-        layers = measure_attention(model, input_ids, _random_tokens(model, tokenizer), count)
+        try:
+            own = losses_of_tokens(model, input_ids)[0]
+            if not own.isfinite().all():
+                raise ValueError("its losses are infinite or not a number: its training diverged")
+            layers = measure_attention(model, input_ids, random_ids, count)
+            found = iter(losses_of_documents(model, [piece for pieces in cut for piece in pieces]))
+        except (ValueError, RuntimeError, IndexError) as error:  # of any library's model
+            raise ValueError(f"model {name!r} cannot be explored: {first_line(error)}") from error
         if not layers:
             raise ValueError(f"model {name!r} has no attention to show: its layers return no weights")
         notes += _notes(name, model, layers, count, length)
         pages.append(ExploredModel(name, subject.description, own, layers))
-        found = iter(losses_of_documents(model, [piece for pieces in cut for piece in pieces]))
         losses.append([torch.cat([torch.empty(0), *(next(found) for _ in pieces)]) for pieces in cut])
     difference = loss_difference(*losses) if any(cut) else None
     if difference is not None:
@@ -181,30 +208,27 @@ def explore_tokens(
     return Exploration(write_page(title, notes, tokens, pages), pages, tokens, difference)
 
 
-def _check_length(models: Mapping[str, Subject], max_tokens: int | None) -> int:
-    """Returns how many tokens are read at once; raises `ValueError` for more than the models have positions for."""
+def _check_length(models: Mapping[str, Subject], max_tokens: int | None) -> tuple[int, int]:
+    """Returns how many tokens are read at once, and how many random tokens, which are repeated, for all models alike.
+
+    Raises:
+        ValueError: for more tokens than a model has positions for.
+    """
     limits = {}
     for name, subject in models.items():
-        positions = getattr(subject.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and limits_length(subject.model.config.get_text_config()):
+        config = subject.model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None) or 0
+        if positions > 0 and limits_length(config):
             limits[name] = positions
     smallest = min(limits, key=limits.get, default=None)
     if smallest is None:
-        return max_tokens or DEFAULT_TOKENS
-    if max_tokens is not None and max_tokens > limits[smallest]:
-        positions = limits[smallest]
+        return max_tokens or DEFAULT_TOKENS, INDUCTION_PERIOD
+    positions = limits[smallest]
+    if max_tokens is not None and max_tokens > positions:
         raise ValueError(
             f"max_tokens={max_tokens} exceeds the {positions} positions of model {smallest!r}; set at most {positions}"
         )
-    return max_tokens or min(DEFAULT_TOKENS, limits[smallest])
-
-
-def _random_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Random tokens, repeated once, as many as the model has positions for."""
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or 2 * INDUCTION_PERIOD
-    period = min(INDUCTION_PERIOD, positions // 2)
-    return repeated_tokens(min(len(tokenizer), config.vocab_size), tokenizer.all_special_ids, period)
+    return max_tokens or min(DEFAULT_TOKENS, positions), min(INDUCTION_PERIOD, positions // 2)
 
 
 def _notes(name: str, model: PreTrainedModel, layers: list[Layer], ablated_tokens: int, length: int) -> list[str]:
@@ -217,8 +241,11 @@ def _notes(name: str, model: PreTrainedModel, layers: list[Layer], ablated_token
                 layer.missing["ablation"] = reason
         elif ablated_tokens < length:
             notes.append(f"Ablation of {name} uses the first {ablated_tokens} tokens only, to save time.")
-    elif len(layers) < (count := model.config.get_text_config().num_hidden_layers):
-        notes.append(f"Only {len(layers)} of the {count} layers of {name} return attention weights, and only they are shown.")
+    elif len(layers) < (count := model.config.get_text_config(decoder=True).num_hidden_layers):
+        notes.append(
+            f"Only {len(layers)} of the {count} layers of {name} return attention weights. Only they are shown, and the others "
+            "are not counted."
+        )
     return notes
 
 
@@ -231,15 +258,16 @@ def read_text(file: Path) -> Text:
     if not file.is_file():
         raise ValueError(f"there is no file {str(file)!r}")
     if data_format(file) not in (None, "text"):
-        documents = [
-            text for text in load_documents(recipe_of({}, dataset=str(file)), is_whole=True)["validation"]["text"] if text
-        ]
+        rows = load_documents(recipe_of({}, dataset=str(file)), is_whole=True)["validation"]["text"]
+        documents = [text for text in rows if text]
+        if wrong := [text for text in documents if not isinstance(text, str)]:
+            raise ValueError(f"{file}: the column 'text' holds {wrong[0]!r}, which is no text")
         text = documents[0] if documents else ""
     else:
         try:
             with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
                 text = stream.read().decode("utf-8-sig")
-        except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{file} is not UTF-8 text: {first_line(error)}") from error
         documents = [document["text"] for document in text_documents([str(file)], [""])]
     if not text.strip():
@@ -271,13 +299,21 @@ def prepare(model: PreTrainedModel) -> Subject:
         try:
             model, note = to_nlq(model).eval(), "; shown by its exact conversion to an NLQ model"
         except (ValueError, StrictDataclassError):
-            model.set_attn_implementation("eager")  # others return no weights
+            model = _with_weights(model)
             note = "; not an NLQ model and none that converts to it, so only its weights can be shown"
     return Subject(model.to("cuda" if torch.cuda.is_available() else "cpu"), f"{description}{note}")
 
 
+def _with_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with the implementation of attention that returns its weights; some choose it only when they are made."""
+    if not model.name_or_path:
+        model.set_attn_implementation("eager")
+        return model
+    return type(model).from_pretrained(model.name_or_path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
 def _describe(model: PreTrainedModel) -> str:
-    config = model.config.get_text_config()
+    config = model.config.get_text_config(decoder=True)
     parts = [f"{model.config.model_type}, {model.num_parameters():,} parameters"]
     heads = getattr(config, "num_attention_heads", None)
     parts.append(f"{config.num_hidden_layers} layers" + ("" if heads is None else f" of {heads} heads"))
@@ -305,10 +341,12 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 
 def _check_output(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() or not path.name:
         raise ValueError(f"output {str(path)!r} is a folder; name a file, such as {path / PAGE_FILE}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"output {str(path)!r} is no file that can be replaced")
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError(f"output {str(path)!r} cannot be written: {folder} is not a folder, or you may not write to it")

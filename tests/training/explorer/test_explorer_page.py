@@ -1,8 +1,10 @@
 """The page holds what was computed, in little space; and the command refuses what it cannot show in one line."""
 
 import base64
+import gzip
 import json
 import re
+import shutil
 import zlib
 
 import numpy as np
@@ -14,10 +16,10 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM, PreTraine
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
-from modeling_nlq.training.explore import page
-from modeling_nlq.training.explore.attention import Layer
-from modeling_nlq.training.explore.exploring import explore, token_texts
-from modeling_nlq.training.explore.measures import LossDifference
+from modeling_nlq.training.explorer import page
+from modeling_nlq.training.explorer.attention import Layer
+from modeling_nlq.training.explorer.exploring import explore, token_texts
+from modeling_nlq.training.explorer.measures import LossDifference
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from nlq import main
 
@@ -196,6 +198,12 @@ class TestCommand:
                 ["RUN", "--text", "x", "--output", "empty.txt/page.html"],
                 ["cannot be written", "is not a folder, or you may not write to it"],
             ),
+            (["RUN", "--text", "x", "--output", ""], ["is a folder; name a file"]),
+            (["RUN", "--text", "x", "--output", "/dev/null"], ["is no file that can be replaced"]),
+            (["RUN", "--text", "\ud800"], ["the text is not valid Unicode"]),
+            (["RUN", "--file", "numbers.jsonl"], ["numbers.jsonl", "3"]),
+            (["RUN", "--file", "short.txt.gz"], ["short.txt.gz is not UTF-8 text"]),
+            (["RUN", "OTHERMERGES", "--text", "x"], ["have different tokenizers"]),
             (["RUN", "--text", "x", "--port", "80"], ["--port needs --serve"]),
             (["RUN", "--text", "x", "--serve", "--output", "x.html"], ["--output and --serve exclude each other"]),
         ],
@@ -204,6 +212,8 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "empty.txt").touch()
         (tmp_path / "blank.txt").write_text(" \n\n ")
+        (tmp_path / "numbers.jsonl").write_text('{"text": 3}\n')
+        (tmp_path / "short.txt.gz").write_bytes(gzip.compress(b"text " * 99)[:15])
         (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
         places = {"RUN": str(run[0]), "OTHER": str(other), "FOREIGN": "foreign", "MAMBA": "mamba"}
         if "MAMBA" in arguments:
@@ -214,6 +224,11 @@ class TestCommand:
             NLQForCausalLM(NLQConfig.from_pretrained(run[0])).save_pretrained("foreign")
             train_byte_pair_encoding(iter(["other words"]), 300).save_pretrained("foreign")
             places["FOREIGN"] = str(tmp_path / "foreign")
+        if "OTHERMERGES" in arguments:
+            places["OTHERMERGES"] = str(shutil.copytree(run[0], tmp_path / "merges"))
+            content = json.loads((tmp_path / "merges" / "tokenizer.json").read_text())
+            content["model"]["merges"] = content["model"]["merges"][:-5]
+            (tmp_path / "merges" / "tokenizer.json").write_text(json.dumps(content))
         before = sorted(tmp_path.iterdir())
         assert main(["explore", *(places.get(word, word) for word in arguments)]) == 1
         error = capsys.readouterr().err.strip().splitlines()[-1]
