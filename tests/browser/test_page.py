@@ -3,7 +3,6 @@
 `CHROMIUM` names the browser. `SCREENSHOTS` names a folder for pictures at three widths in both themes.
 """
 
-import json
 import os
 import re
 import shutil
@@ -170,13 +169,38 @@ def test_weights_and_rows(open_page, explored):
         assert here == pytest.approx(layer.rows[name][0, query].item(), rel=1e-3, abs=1e-6), name
 
 
+def test_the_map_is_drawn(open_page, explored):
+    """The largest weight of a row has the full colour, a later key the colour of what is not seen."""
+    opened = open_page(explored[0])
+    row = explored[1].models[0].layers[0].weights[0, 9]
+    image = opened.page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]")
+    pixels = [image[4 * key : 4 * key + 3] for key in range(16)]
+    assert pixels[row.argmax()] == [0xD1, 0x57, 0x0B]
+    assert pixels[12] == [0xD6, 0xDB, 0xE1]
+    assert pixels[row[:10].argmin()][2] > pixels[row.argmax()][2]
+    assert "in the selected row" in opened.page.locator("#panels .scale").first.inner_text()
+    opened.page.locator("#scale").select_option("map")
+    playwright.expect(opened.page.locator("#panels .scale").first).not_to_contain_text("row")
+
+
+def test_another_number_of_the_heads(open_page, explored):
+    opened = open_page(explored[0])
+    layer = explored[1].models[0].layers[0]
+    for name in ("ablation", "largest_score"):
+        opened.page.locator("#quantity").select_option(name)
+        shown = opened.shows("#heads .readout", rf"^Layer 0, head 0: {name.replace('_', ' ')} (\S+)\.$")
+        assert float(shown[1]) == pytest.approx(layer.numbers[name][0].item(), rel=1e-3)
+    opened.page.locator(".heads").nth(1).get_by_role("button").nth(2).click()
+    opened.shows("#heads > div:nth-child(2) .readout", "no largest score: linear attention has no weight")
+
+
 def test_what_a_layer_lacks_is_said(open_page, explored):
     opened = open_page(explored[0])
     opened.page.locator("#together").uncheck()
     opened.page.locator(".heads").nth(1).get_by_role("button").nth(2).click()
     panel = opened.page.locator("#panels > div").nth(1)
     playwright.expect(panel).to_contain_text("layer 1, head 0 (linear_attention)")
-    playwright.expect(panel).to_contain_text("No map: linear attention computes no weight")
+    playwright.expect(panel).to_contain_text("No map: linear attention has no weight")
     assert not panel.locator("canvas").is_visible()
     opened.page.locator("#colour").select_option("attention 1")
     opened.shows("#text-scale", "no weights")
@@ -257,9 +281,3 @@ def test_serving(browser, run):
             page.close()
         finally:
             server.terminate()
-
-
-def test_json_is_what_the_page_reads(open_page, explored):
-    opened = open_page(explored[0])
-    content = json.loads(opened.page.evaluate("document.getElementById('data').textContent"))
-    assert content["tokens"] == explored[1].tokens
