@@ -45,7 +45,7 @@ test-newest:
 	test -d .venv-newest || $(PYTHON) -m venv .venv-newest
 	$(NEWEST) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 	$(subst .venv,.venv-newest,$(PIP)) freeze | grep "^torch==" > .venv-newest/torch.txt
-	$(NEWEST) -c .venv-newest/torch.txt -e ".[test,clients]"
+	$(NEWEST) -c .venv-newest/torch.txt -e ".[test,clients,screening]"
 	$(subst .venv,.venv-newest,$(PIP)) list
 	$(subst .venv,.venv-newest,$(PYTEST)) -m "not slow and not gpu" --ignore tests/cluster
 
@@ -146,7 +146,7 @@ gpu-comparison: $(GPU_READY)
 	touch $@
 
 .venv/installed-test: .venv/installed
-	$(PIP) install --quiet -c constraints.txt -e ".[test]"
+	$(PIP) install --quiet -c constraints.txt -e ".[test,screening]"
 	touch $@
 
 .venv-oldest/installed: pyproject.toml constraints-oldest.txt

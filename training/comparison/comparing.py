@@ -1,5 +1,6 @@
 """`nlq compare`: makes every run of a comparison once, on an engine, and then the results and the report."""
 
+import functools
 import json
 import os
 import sys
@@ -32,6 +33,8 @@ from .plan import Comparison, Ladder, default_folder, scales_of
 from .reading import load_comparison, outline
 from .report import write_report
 from .results import FinishedRuns, gather, unsettled_models
+from .screening import Screening, run_screening
+from .screening_report import write_screening_report
 
 
 ADDED_SEEDS_FILE = "added_seeds.json"
@@ -119,12 +122,25 @@ def compare(
     return run_and_report(loaded, open_folder(output_dir or default_folder(loaded.name)), made)
 
 
-def run_and_report(comparison: Comparison | Ladder, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(comparison: Comparison | Ladder | Screening, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
+    if isinstance(comparison, Screening):
+        return _screen(comparison, folder, engine)
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
         with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
             write_report(results, target, has_page=explore_best(comparison, results, folder, target))
+    return results
+
+
+def _screen(screening: Screening, folder: Path, engine: Engine | None) -> dict[str, Any]:
+    """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
+
+    run, confirm = (functools.partial(make, engine=engine) for make in (run_comparison, run_and_report))
+    results = run_screening(screening, folder, run, confirm)
+    if is_main_process():
+        with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
+            write_screening_report(results, target)
     return results
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..text import one_line
 from ..traces import without_folders
+from .factors import RATE, make_design, merged_change
 from .plan import Comparison, Ladder, Variant, default_folder, without_gpu_advice
 from .rates import Rates, read_rates
+from .screening import BEST, OFF, Screening, check_factors, row_name
 from .statistics import FIRST_LOOK
 
 
@@ -31,6 +33,9 @@ _FIELDS = (
     "recipe",
     "baseline",
     "models",
+    "factors",
+    "fold",
+    "confirm",
     "scales",
     "tokens_per_parameter",
     "learning_rates",
@@ -45,12 +50,13 @@ _MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
+_MOST_FACTORS = 15
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 @without_gpu_advice()
-def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison | Ladder:
+def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison | Ladder | Screening:
     """Reads a comparison, applies overrides, and checks that every run of it can be made.
 
     Args:
@@ -58,7 +64,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
         overrides: changed fields of the recipe that all models share, as in `load_recipe`.
 
     Returns:
-        A `Ladder` if the file has `scales`.
+        A `Ladder` if the file has `scales`, a `Screening` if it has `factors`.
 
     Raises:
         ValueError: for an unknown field, name or value.
@@ -68,11 +74,17 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     check_keys(str(path), given, _FIELDS)
     overrides = dict(overrides or {})
     _check_set_by_run("arguments", overrides)
+    has_factors = given.get("factors") is not None
     models = read_section(given.get("models"), f"{path}: models")
-    for name in ("recipe", "baseline"):
+    if not has_factors and (extra := [name for name in ("fold", "confirm") if name in given]):
+        raise ValueError(f"{path}: {extra[0]} needs factors")
+    for name in ("recipe",) if has_factors else ("recipe", "baseline"):
         if not given.get(name):
             raise ValueError(f"{path}: the field {name!r} is missing")
-    _check_models(path, models, given["baseline"])
+    if has_factors:
+        _check_factor_fields(path, given)
+    else:
+        _check_models(path, models, given["baseline"])
 
     # The recipe that all models share
     shared, recipe_source = given["recipe"], f"{path}: recipe"
@@ -86,6 +98,8 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     _check_stop(path, given)
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
+    if has_factors:
+        return _read_screening(str(path), own_name, command, resolved, shared, overrides, recipe_source)
     if given.get("scales") is None:
         return _read_comparison(str(path), own_name, command, resolved, shared, overrides, recipe_source)
 
@@ -208,6 +222,79 @@ def _read_comparison(
         resolved,
         given.get("stop"),
     )
+
+
+def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for fields that a screening does not have, or that it needs otherwise."""
+    for name in ("models", "baseline", "scales", "tokens_per_parameter", "stop", "tasks"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{path}: factors and {name} exclude each other: the models of a screening are those of its design"
+            )
+    if not isinstance(given.get("fold", False), bool):
+        raise ValueError(f"{path}: fold={given['fold']!r} must be true or false")
+    factors = read_section(given["factors"], f"{path}: factors")
+    if not 2 <= len(factors) <= _MOST_FACTORS:
+        raise ValueError(f"{path}: factors holds {len(factors)} changes; it must hold 2 to {_MOST_FACTORS}")
+    _check_names(f"{path}: factor", factors)
+    if wrong := [name for name in factors if "+" in name or "," in name or name in (OFF, BEST, RATE)]:
+        raise ValueError(f"{path}: factor {wrong[0]!r}: the name must be another one, without + and ,")
+    for name, fields in factors.items():
+        check_keys(f"{path}: factor {name!r}", read_section(fields, f"{path}: factor {name!r}"), ("switches", "training"))
+    rates = read_rates(f"{path}: learning_rates", given.get("learning_rates"))
+    if rates is None or rates.is_search or len(rates.listed) != 2:
+        raise ValueError(f"{path}: learning_rates must be a list of two with factors: the low rate and the high one")
+    if isinstance(given.get("seeds"), list) and len(given["seeds"]) < 2:
+        raise ValueError(f"{path}: seeds={given['seeds']!r}: a screening needs two or more: the noise shows between seeds")
+    check_keys(f"{path}: confirm", read_section(given.get("confirm"), f"{path}: confirm"), ("learning_rates", "seeds", "stop"))
+
+
+def _read_screening(
+    source: str,
+    name: str,
+    command: str,
+    given: dict[str, Any],
+    shared: dict[str, Any],
+    overrides: dict[str, Any],
+    recipe_source: str,
+) -> Screening:
+    """Reads a screening; the arguments are those of `_read_comparison`."""
+    factors = {factor: dict(fields or {}) for factor, fields in given["factors"].items()}
+    design = make_design(list(factors), bool(given.get("fold")))
+    low, high = read_rates(f"{source}: learning_rates", given["learning_rates"]).listed
+    _check_seeds(source, given.get("seeds"))
+    resolved = resolve_recipe(shared, overrides, recipe_source).given
+    sizes: dict[str, Size] = {}
+
+    def build(what: str, change: dict[str, Any]) -> Variant:
+        budget = sizes.get(OFF)
+        variant = _read_model(source, what, change, resolved, Rates(listed=(low,)), given.get("match"), budget)
+        sizes.setdefault(OFF, variant.size)  # the first is the baseline, which others may be matched to
+        return variant
+
+    try:
+        built = check_factors(factors, build)
+    except ValueError as error:
+        raise ValueError(f"{source}: {str(error).removeprefix(f'{source}: ')}") from error
+
+    models = {}
+    for row in design.rows:
+        on = [factor for factor, level in zip(factors, row) if level > 0]
+        rate = high if row[-1] > 0 else low
+        models[row_name(on, rate)] = {**merged_change(factors, on), "learning_rates": [rate]}
+    fields = {field: value for field, value in given.items() if field not in ("factors", "fold", "confirm")}
+    own = {**fields, "models": models, "baseline": row_name([], low), "learning_rates": [low]}
+    runs = _read_comparison(source, f"{name}, screening", command, own, shared, overrides, recipe_source)
+
+    def confirm(survivors: Sequence[str]) -> Comparison:
+        models = {OFF: {}, BEST: merged_change(factors, survivors)}
+        asked = {"learning_rates": {"start": math.sqrt(low * high), "factor": 2}, "seeds": given["seeds"]}
+        own = {**fields, **asked, **(given.get("confirm") or {}), "models": models, "baseline": OFF}
+        _check_stop(Path(source), own)
+        return _read_comparison(source, f"{name}, confirmation", command, own, shared, overrides, recipe_source)
+
+    confirm(list(factors)[:1])  # its fields are checked before anything is trained
+    return Screening(name, command, {**given, "recipe": resolved}, factors, design, (low, high), runs, built, confirm)
 
 
 def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = "") -> dict[str, Any]:

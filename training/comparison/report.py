@@ -51,7 +51,20 @@ from .wording import (
 
 _TERMINAL_WIDTH = 120
 # Columns of words; columns of numbers are aligned at the right
-_WORDS = ("model", "task", "metric", "verdict", "learning rate", "kind", "outcome", "backend", "tokens seen")
+_WORDS = (
+    "factor",
+    "interactions",
+    "survives",
+    "model",
+    "task",
+    "metric",
+    "verdict",
+    "learning rate",
+    "kind",
+    "outcome",
+    "backend",
+    "tokens seen",
+)
 # In the terminal: columns of the table of models, with their titles there
 _TERMINAL_COLUMNS = {
     "model": "model",
@@ -209,9 +222,10 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
+    count = "up to " if found.get("looks") else ""
     parts = [
         *map(_markdown_warning, warnings_of_others(results, scale)),
-        f"From the comparison `{found['name']}`: {len(rows)} models, {len(found['seeds'])} seeds each, "
+        f"From the comparison `{found['name']}`: {len(rows)} models, {count}{len(found['seeds'])} seeds each, "
         f"{found['tokens_per_run']:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
         "same order.",
         *([] if is_reported else [_markdown_warning(_NOT_REPORTED.format(run=run, model=model))]),
@@ -219,14 +233,14 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
-        _markdown_table(rows),
+        markdown_table(rows),
         *map(_markdown_warning, warning_sentences(found)),
     ]
     if "trend" in results:
         parts += [
             f"This is the scale {scale} of a ladder of {len(scales)} scales: {', '.join(scales)}.",
             trend_sentence(results),
-            _markdown_table(improvement_rows(results)),
+            markdown_table(improvement_rows(results)),
         ]
     return "\n\n".join(parts)
 
@@ -269,7 +283,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         "## Configuration",
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
-        _markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
+        markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
         law_sentence(results),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -277,7 +291,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
 
 def _trend(results: dict[str, Any]) -> list[str]:
     """The section of a ladder's trend, as Markdown."""
-    tables = [part for rows, caption in _tables_of_trend(results) for part in (_markdown_table(rows), caption)]
+    tables = [part for rows, caption in _tables_of_trend(results) for part in (markdown_table(rows), caption)]
     return ["## The trend over scales", *tables, _markdown_list(trend_protocol(results))]
 
 
@@ -287,7 +301,7 @@ def _models(found: dict[str, Any], heading: str) -> list[str]:
     return [
         _markdown_list(protocol_sentences(found)),
         f"{heading} Models",
-        _markdown_table(summary_rows(found)),
+        markdown_table(summary_rows(found)),
         "What differs between them:",
         _markdown_list(given),
     ]
@@ -297,10 +311,10 @@ def _runs(found: dict[str, Any], heading: str) -> list[str]:
     """The sections of one scale about tasks, rates and runs, as Markdown."""
     rates, tasks = rate_rows(found), task_rows(found)
     return [
-        *([f"{heading} Downstream tasks", _TASKS_CAPTION, _markdown_table(tasks)] if tasks else []),
-        *([f"{heading} Learning rates", _RATES_CAPTION, _markdown_table(rates)] if rates else []),
+        *([f"{heading} Downstream tasks", _TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
+        *([f"{heading} Learning rates", _RATES_CAPTION, markdown_table(rates)] if rates else []),
         f"{heading} Every run",
-        _markdown_table(run_rows(found)),
+        markdown_table(run_rows(found)),
     ]
 
 
@@ -316,7 +330,8 @@ def _markdown_warning(text: str) -> str:
     return f"> **Warning:** {text}"
 
 
-def _markdown_table(rows: list[dict[str, str]]) -> str:
+def markdown_table(rows: list[dict[str, str]]) -> str:
+    """Rows as a table of Markdown; columns of words are aligned at the left."""
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
@@ -333,15 +348,8 @@ def _top(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(results: dict[str, Any], figures: list[str], folder: Path, has_page: bool) -> str:
-    """The page for a browser, from its template."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template("report.html.jinja").render(
+    return render_page(
+        "report.html.jinja",
         name=results["name"],
         command=results["command"],
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
@@ -359,6 +367,18 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path, has_page: b
         tasks_caption=_TASKS_CAPTION,
         rates_caption=_RATES_CAPTION,
     )
+
+
+def render_page(template: str, **fields: Any) -> str:
+    """A page for a browser, from its template."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(template).render(**fields)
 
 
 def _embedded(results: dict[str, Any], name: str, folder: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from .ladder import in_turn
 from .plan import Comparison
 from .reading import outline
 from .results import FinishedRuns
+from .screening import CONFIRMATION, SCREENING
 
 
 # A run reports every few seconds while it is alive
@@ -29,6 +30,9 @@ def describe_status(folder: Path) -> list[str]:
     """
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
+    if read_yaml(folder / COMPARISON_FILE).get("factors") is not None:
+        parts = [part for part in (SCREENING, CONFIRMATION) if (folder / part / COMPARISON_FILE).is_file()]
+        return [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
     lines, is_begun = [], True
     for name, scale, finished in in_turn(outline(read_yaml(folder / COMPARISON_FILE)), folder):
         found = _describe(scale, finished, is_begun)

@@ -95,10 +95,10 @@ def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
         {
             "model": name,
             **{
-                f"{scale} (%)": _with_interval(step["improvement"], step["improvement_interval"], "+.2f")
+                f"{scale} (%)": with_interval(step["improvement"], step["improvement_interval"], "+.2f")
                 for scale, step in trend["steps"].items()
             },
-            "slope (% per decade)": _with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
+            "slope (% per decade)": with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
             "Holm p": p_value(trend["holm_p"]),
             "trend": trend["verdict"],
         }
@@ -112,7 +112,7 @@ def difference_rows(results: dict[str, Any]) -> list[dict[str, str]]:
         {
             "model": name,
             **{
-                f"{scale} (nats)": _with_interval(step["difference"], step["difference_interval"], "+.4f")
+                f"{scale} (nats)": with_interval(step["difference"], step["difference_interval"], "+.4f")
                 for scale, step in trend["steps"].items()
             },
         }
@@ -128,12 +128,12 @@ def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
         {
             "model": name,
             **{
-                scale: _with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
+                scale: with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
                 if step["multiplier"] is not None
                 else step["note"]
                 for scale, step in trend["steps"].items()
             },
-            "slope of log10 per decade": _with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
+            "slope of log10 per decade": with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
         }
         for name, trend in results["trend"]["models"].items()
     ]
@@ -195,10 +195,11 @@ def _mean_and_deviation(losses: list[float]) -> str:
 
 
 def _improvement(effect: dict[str, Any], name: str) -> str:
-    return _with_interval(effect.get(name), effect.get(f"{name}_interval"), "+.2f")
+    return with_interval(effect.get(name), effect.get(f"{name}_interval"), "+.2f")
 
 
-def _with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+def with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+    """Formats a number with its interval in brackets, if there is one."""
     if interval is None:
         return number(value, form)
     return f"{number(value, form)} [{', '.join(number(end, form) for end in interval)}]"

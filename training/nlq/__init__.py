@@ -308,6 +308,8 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.comparison.plan import default_folder
     from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.comparison.screening import Screening
+    from modeling_nlq.training.comparison.screening_report import describe_screening
 
     comparison = load_comparison(arguments.comparison, read_overrides(words))
     folder = open_folder(arguments.output_dir or default_folder(comparison.name))
@@ -322,20 +324,24 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         if arguments.engine == "local":
             from modeling_nlq.training.comparison.estimate import machine_warning
 
-            if warning := machine_warning(comparison):
+            runs = comparison.runs if isinstance(comparison, Screening) else comparison
+            if warning := machine_warning(runs):
                 print(f"warning: {warning}", flush=True)
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
-        print(f"\n{describe(results)}\n\nreport: {folder / 'report.html'}")
+        outcome = (describe_screening if isinstance(comparison, Screening) else describe)(results)
+        print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
 
 
 def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
     from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors
+    from modeling_nlq.training.comparison.screening import Screening
 
     given = arguments.noise_floor
     noise_floors = None if given is None else read_noise_floors(given, comparison)
     print("\n".join(comparison.describe()), flush=True)
-    for line in describe_estimate(comparison, arguments.cpus_per_run, noise_floors):
+    runs = comparison.runs if isinstance(comparison, Screening) else comparison
+    for line in describe_estimate(runs, arguments.cpus_per_run, noise_floors):
         print(line, flush=True)
 
 

@@ -1,0 +1,259 @@
+"""Screenings: the design, its effects beside ordinary least squares, planted truths, refusals, and one from file to report."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+
+pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
+
+from modeling_nlq.training.comparison.factors import (
+    RATE,
+    analyse_effects,
+    make_design,
+    merged_change,
+    runs_one_at_a_time,
+)
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.screening import CONFIRMATION, SCREENING, run_screening
+from modeling_nlq.training.comparison.screening_report import describe_screening, write_screening_report
+from nlq import main
+
+
+NAMES = [f"f{index}" for index in range(15)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(2, 15), fold=st.booleans())
+def test_designs(count, fold):
+    design = make_design(NAMES[:count], fold)
+    rows = design.rows
+    assert design.factors == [*NAMES[:count], RATE]
+    assert (rows[0] == -1).all() and set(np.unique(rows)) == {-1, 1}
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    # Main effects are balanced, and mixed neither with each other nor with an interaction of two
+    for chosen in itertools.chain(*(itertools.combinations(range(count + 1), size) for size in (1, 2, 3))):
+        assert np.prod(rows[:, chosen], axis=1).sum() == 0
+    # The groups of aliases hold each interaction once, and those of one group are equal up to a sign
+    groups = design.aliases()
+    assert sorted(pair for group in groups for pair in group) == sorted(itertools.combinations(design.factors, 2))
+    for group in groups:
+        products = [np.prod([rows[:, design.factors.index(name)] for name in pair], axis=0) for pair in group]
+        assert all(abs(product @ products[0]) == len(rows) for product in products)
+    if fold:
+        assert all(len(group) == 1 for group in groups if any(RATE in pair for pair in group))
+
+
+def least_squares(design, losses):
+    """Effects, standard errors and degrees of freedom of a linear model with a term for each row's mean and each seed."""
+    rows, seeds = losses.shape
+    row, seed = (index.ravel() for index in np.indices(losses.shape))
+    full = np.column_stack([row[:, None] == np.arange(rows), seed[:, None] == np.arange(1, seeds)]).astype(float)
+    residuals = losses.ravel() - full @ np.linalg.lstsq(full, losses.ravel(), rcond=None)[0]
+    freedom = losses.size - np.linalg.matrix_rank(full)
+    variance = residuals @ residuals / freedom
+    main = np.column_stack([np.ones(losses.size), design.rows[row] / 2, seed[:, None] == np.arange(1, seeds)])
+    coefficients = np.linalg.lstsq(main, losses.ravel(), rcond=None)[0]
+    covariance = variance * np.linalg.inv(main.T @ main)
+    effects = slice(1, 1 + len(design.factors))
+    return coefficients[effects], np.sqrt(np.diag(covariance)[effects]), freedom
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(2, 7), seeds=st.integers(2, 4))
+def test_effects_are_those_of_least_squares(seed, count, seeds):
+    rng, design = np.random.default_rng(seed), make_design(NAMES[:count])
+    losses = 4 + rng.normal(size=(len(design.rows), seeds)) + rng.normal(size=(1, seeds))
+    found = analyse_effects(design, losses)
+    effects, errors, freedom = least_squares(design, losses)
+    assert found["freedom"] == freedom
+    for name, effect, error in zip(design.factors, effects, errors):
+        own = found["main"][name]
+        assert own["effect"] == pytest.approx(effect)
+        assert own["p"] == pytest.approx(2 * stats.t.sf(abs(effect) / error, freedom))
+        assert own["high"] - own["low"] == pytest.approx(2 * stats.t.ppf(0.975, freedom) * error)
+        assert own["improvement"] == pytest.approx(-100 * effect / losses.mean())
+
+
+def test_planted_truths():
+    """One factor that helps, one that harms, one interaction, and factors without effect."""
+    design, rng = make_design(["helps", "harms", "with", "without", "twin"]), np.random.default_rng(0)
+    on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
+    losses = 4 - 0.1 * on["helps"] + 0.1 * on["harms"] - 0.2 * (on["with"] & on["helps"]) + 0.05 * on[RATE]
+    losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
+    found = analyse_effects(design, losses)
+    assert found["survivors"] == ["helps", "with"]
+    assert found["main"]["harms"]["holm_p"] < 0.001 and found["main"]["harms"]["effect"] == pytest.approx(0.1, abs=0.02)
+    assert found["main"]["helps"]["effect"] == pytest.approx(-0.2, abs=0.02), "an average over `with` on and off"
+    strongest = max(found["interactions"], key=lambda group: abs(group["effect"]))
+    assert ["helps", "with"] in strongest["aliases"] and strongest["p"] < 0.001
+    assert min(found["main"][name]["holm_p"] for name in ("without", "twin")) > 0.05
+
+
+def test_runs_one_at_a_time():
+    """Differences of two means of m runs, and the effects of the design, have the same variance."""
+    design = make_design(NAMES[:7])
+    runs = runs_one_at_a_time(design, 3)
+    each = runs / 8  # seven factors, and the baseline
+    assert 2 / each == pytest.approx(4 / (len(design.rows) * 3))
+
+
+def test_merged_changes():
+    factors = {"a": {"switches": {"x": 1}}, "b": {"switches": {"y": 2}, "training": {"z": 3}}, "c": {"switches": {"x": 2}}}
+    assert merged_change(factors, ["a", "b"]) == {"switches": {"x": 1, "y": 2}, "training": {"z": 3}}
+    assert merged_change(factors, []) == {}
+    with pytest.raises(ValueError, match="factors 'a' and 'c' exclude each other: they set x=1 and x=2"):
+        merged_change(factors, ["a", "b", "c"])
+
+
+@pytest.fixture
+def make_screening(make_file):
+    """A function from fields to the file of a screening."""
+
+    def make(**fields):
+        factors = {
+            "rope": {"switches": {"position_embedding": "rope"}},
+            "gate": {"switches": {"attention_gate": "headwise"}},
+            "harm": {"switches": {"initializer_range": 0.1}},
+        }
+        training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
+        defaults = {"models": None, "baseline": None, "factors": factors, "training": training}
+        defaults |= {"learning_rates": [5e-3, 1e-2], "seeds": [0, 1]}
+        return make_file(**{**defaults, **fields})
+
+    return make
+
+
+def test_the_plan(make_screening, capsys):
+    screening = load_comparison(make_screening(confirm={"seeds": [0, 1, 2, 3], "stop": "early"}))
+    assert len(screening.runs.variants) == 8 and screening.runs.baseline == "off, rate 0.005"
+    for name, row in zip(screening.runs.variants, screening.design.rows):
+        variant, levels = screening.runs.variants[name], row > 0
+        fields = ("position_embedding", "attention_gate", "initializer_range")
+        assert [field in variant.content["switches"] for field in fields] == levels[:3].tolist()
+        assert variant.rates.first == [1e-2 if levels[3] else 5e-3]
+        assert name.startswith("+".join(factor for factor, on in zip(screening.factors, row > 0) if on) or "off")
+    confirmation = screening.confirm(["rope", "gate"])
+    assert confirmation.variants["best"].content["switches"] == {
+        **confirmation.variants["off"].content["switches"],
+        "position_embedding": "rope",
+        "attention_gate": "headwise",
+    }
+    assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
+    text = "\n".join(screening.describe())
+    assert "16 runs" in text and "one factor at a time, the same intervals take 32 runs" in text
+    assert "cannot be told from each other" in text
+
+
+def fake_runs(effect_of):
+    """Results of runs whose losses are a function of the models' names, in place of training."""
+
+    def run(comparison, folder):
+        rng = np.random.default_rng(1)
+        shared = rng.normal(size=len(comparison.seeds))
+
+        def loss_of(name, seed, noise):
+            effect = effect_of(name, seed)
+            return None if effect is None else effect + 0.01 * rng.normal() + 0.1 * noise
+
+        models = {
+            name: {"runs": [{"test_loss": loss_of(name, *of_seed)} for of_seed in zip(comparison.seeds, shared)]}
+            for name in comparison.variants
+        }
+        return {"models": models, "seeds": comparison.seeds}
+
+    return run
+
+
+def test_what_survives_is_confirmed(make_screening, tmp_path):
+    screening = load_comparison(make_screening())
+    confirmed = []
+
+    def confirm(comparison, folder):
+        confirmed.append((comparison, folder))
+        return {"seeds": comparison.seeds}
+
+    def effect(name, _):
+        return 4.0 - 0.5 * ("gate" in name) + 0.5 * ("harm" in name)
+
+    results = run_screening(screening, tmp_path / "out", fake_runs(effect), confirm)
+    ((comparison, folder),) = confirmed
+    assert results["effects"]["survivors"] == ["gate"] and folder == tmp_path / "out" / CONFIRMATION
+    assert comparison.variants["best"].content["switches"]["attention_gate"] == "headwise"
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
+    # The same screening goes on, another one is refused
+    run_screening(screening, tmp_path / "out", fake_runs(effect), confirm)
+    other = load_comparison(make_screening(seeds=[0, 1, 2]))
+    with pytest.raises(ValueError, match="holds another comparison"):
+        run_screening(other, tmp_path / "out", fake_runs(effect), confirm)
+
+
+def test_nothing_survives_or_a_run_diverges(make_screening, tmp_path):
+    screening = load_comparison(make_screening())
+    nothing = run_screening(screening, tmp_path / "nothing", fake_runs(lambda *_: 4.0), None)
+    assert nothing["confirmation"] is None
+    assert "there was nothing to confirm" in describe_screening(nothing)
+    losing = fake_runs(lambda name, seed: None if (name, seed) == ("off, rate 0.005", 1) else 4.0)
+    lost = run_screening(screening, tmp_path / "lost", losing, None)
+    assert lost["effects"] is None and lost["diverged"] == ["off, rate 0.005"]
+    assert "No effects: off, rate 0.005 diverged" in describe_screening(lost)
+
+
+def _switch(**switches):
+    return {"switches": switches}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"models": {"a": None}}, "factors and models exclude each other"),
+        ({"stop": "early"}, "factors and stop exclude each other"),
+        ({"factors": {"one": _switch(attention_gate="headwise")}}, "factors holds 1 changes; it must hold 2 to 15"),
+        ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
+        ({"seeds": [0]}, "a screening needs two or more"),
+        ({"fold": "yes"}, "fold='yes' must be true or false"),
+        ({"confirm": {"models": {}}}, "confirm: .*models"),
+        (
+            {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
+            "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",
+        ),
+        (
+            {"factors": {"a": _switch(attention_activation="sigmoid"), "sink": _switch(attention_sink="zero")}},
+            "factors 'a' and 'sink' exclude each other: .*attention_sink='zero' needs attention_activation='softmax'",
+        ),
+        (
+            {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
+            "factor 'a' changes nothing",
+        ),
+        ({"factors": {"a": _switch(norm_type="rmsnorm"), "b": _switch(norm_type="rmsnorm")}}, "factor 'b' is the same as 'a'"),
+        ({"factors": {"a": {"tokenizer": "bpe:300"}, "b": {}}}, "tokenizer"),
+        ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
+    ],
+)
+def test_refused(make_screening, fields, message):
+    with pytest.raises(ValueError, match=message):
+        load_comparison(make_screening(**fields))
+
+
+@pytest.mark.slow
+def test_from_file_to_report(make_screening, tmp_path, capsys):
+    file, folder = make_screening(confirm={"learning_rates": [1e-2], "seeds": [0, 1, 2]}), tmp_path / "out"
+    assert main(["compare", file, "--output_dir", str(folder)]) == 0
+    out = capsys.readouterr().out
+    results = json.loads((folder / "results.json").read_text())
+    assert results["effects"]["main"]["harm"]["effect"] > 0 and "harm" in out
+    page, text = (folder / "report.html").read_text(), (folder / "results.md").read_text()
+    for part in ("Main effects", "Half-normal plot", "cannot be told from each other", "They are no verdict"):
+        assert part in page and part in text
+    assert len(list((folder / SCREENING).glob("runs/*/*/metrics.json"))) == 16
+    assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
+    assert "16 of 16 runs finished" in capsys.readouterr().out
+    write_screening_report(results, tmp_path)
+    assert (tmp_path / "report.html").read_text() == page
+    assert yaml.safe_load((folder / "comparison.yaml").read_text())["factors"]

@@ -1,0 +1,181 @@
+"""Screening: which of many changes are worth a comparison, from the runs of a two-level fractional factorial design.
+
+Every factor is a change that is off or on, and so is the learning rate, low or high. Each row of the design is a model, trained
+with every seed; runs of one seed are a block, for they saw the same tokens in the same order. In a design of resolution IV no
+main effect is mixed with another one or with an interaction of two factors (Box, Hunter and Hunter 2005, chapter 6).
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from .statistics import holm
+
+
+RESOLUTION = 4
+RATE = "learning rate"
+ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Design:
+    """The design of a screening.
+
+    Attributes:
+        factors: the names of the columns, the learning rate last.
+        rows: `(rows, factors)`, -1 for off or low, 1 for on or high. The first row has all factors off and the low rate.
+    """
+
+    factors: list[str]
+    rows: np.ndarray
+
+    def aliases(self) -> list[list[tuple[str, str]]]:
+        """Groups the interactions of two factors that the design cannot tell from each other."""
+        groups: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        for (i, first), (j, second) in itertools.combinations(enumerate(self.factors), 2):
+            product = self.rows[:, i] * self.rows[:, j]
+            groups.setdefault(tuple(product * product[0]), []).append((first, second))
+        return list(groups.values())
+
+    def is_of_resolution_4(self) -> bool:
+        """Tells whether columns are balanced, and no main effect is mixed with another or with an interaction of two."""
+        columns = range(len(self.factors))
+        products = [
+            [self.rows[:, index] for index in chosen]
+            for count in (1, 2, 3)
+            for chosen in itertools.combinations(columns, count)
+        ]
+        return all(np.prod(product, axis=0).sum() == 0 for product in products)
+
+
+def make_design(factors: Sequence[str], fold: bool = False) -> Design:
+    """Makes the smallest design of resolution IV or more, with the learning rate as one more factor.
+
+    Args:
+        factors: their names.
+        fold: add the fold-over in which the learning rate changes its sign: twice the runs, and no interaction with the rate is
+            mixed with another one.
+
+    Raises:
+        ImportError: if the package `pydoe` is not installed.
+    """
+    try:
+        from pydoe import fold as fold_over
+        from pydoe import fracfact_by_res
+    except ImportError as error:
+        raise ImportError('factors need the package pydoe: pip install "modeling-nlq[screening]"') from error
+    names = [*factors, RATE]
+    rows = np.asarray(fracfact_by_res(len(names), RESOLUTION))
+    if fold:
+        rows = np.unique(np.asarray(fold_over(rows, columns=[len(names) - 1])), axis=0)
+    # With other signs the design has the same properties; so one row has all factors off
+    rows = (-rows * rows[0]).astype(int)
+    design = Design(names, rows[np.lexsort(rows.T[::-1])])
+    if not design.is_of_resolution_4():
+        raise RuntimeError(f"pydoe made no design of resolution IV for {len(names)} factors")
+    return design
+
+
+@dataclass(frozen=True)
+class MainEffect:
+    """The effect of a factor on the loss, averaged over all others and both rates. It is no verdict.
+
+    Attributes:
+        effect: mean loss with the factor on minus that with it off, in nats per token; negative is better.
+        low, high: its 95 % interval, not corrected for the number of factors.
+        improvement, improvement_interval: the same in percent of the mean loss, where positive is better.
+        p: of Student's t-test of an effect of 0; `holm_p` is corrected for the number of factors, without the rate.
+    """
+
+    effect: float
+    low: float
+    high: float
+    improvement: float
+    improvement_interval: list[float]
+    p: float
+    holm_p: float | None
+
+
+def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
+    """Estimates main effects and interactions from the losses of all runs.
+
+    The noise is the mean square of what rows and seeds leave over, `(rows - 1)(seeds - 1)` degrees of freedom. Each effect is a
+    difference of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`, also where some rows are noisier
+    than others: then it is right on average, and only the degrees of freedom are too many.
+
+    Args:
+        design: the design.
+        losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
+
+    Returns:
+        `main`, the `MainEffect` of each factor as a mapping, `interactions` (a list of `{"aliases": ..., "effect": ..., "p":
+        ...}`), `noise` (the standard deviation of a run within a seed, in nats), `freedom`, `mean_loss`, and `survivors`, the
+        factors that lower the loss with a corrected p below 5 %.
+    """
+    rows, seeds = losses.shape
+    residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
+    freedom = (rows - 1) * (seeds - 1)
+    noise = math.sqrt(float((residuals**2).sum()) / freedom)
+    error, mean_loss, means = 2 * noise / math.sqrt(rows * seeds), float(losses.mean()), losses.mean(axis=1)
+    margin = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+
+    def contrast(column: np.ndarray) -> tuple[float, float]:
+        effect = float(means[column > 0].mean() - means[column < 0].mean())
+        if not error:
+            return effect, 0.0 if effect else 1.0
+        return effect, float(2 * stats.t.sf(abs(effect) / error, freedom))
+
+    found = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
+    corrected = dict(zip(design.factors[:-1], holm(found[name][1] for name in design.factors[:-1])))
+    main = {}
+    for name, (effect, p) in found.items():
+        low, high = effect - margin, effect + margin
+        improvement, *interval = (-100 * value / mean_loss for value in (effect, high, low))
+        main[name] = asdict(MainEffect(effect, low, high, improvement, interval, p, corrected.get(name)))
+    interactions = []
+    for group in design.aliases():
+        (first, second), *_ = group
+        column = design.rows[:, design.factors.index(first)] * design.rows[:, design.factors.index(second)]
+        effect, p = contrast(column)
+        interactions.append({"aliases": [list(pair) for pair in group], "effect": effect, "p": p})
+    return {
+        "main": main,
+        "interactions": interactions,
+        "noise": noise,
+        "freedom": freedom,
+        "mean_loss": mean_loss,
+        "survivors": [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0],
+    }
+
+
+def runs_one_at_a_time(design: Design, seeds: int) -> int:
+    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width.
+
+    A difference of two means of `m` runs has the variance `2 s^2 / m`, an effect here `4 s^2 / (rows * seeds)`.
+    """
+    return len(design.factors) * len(design.rows) * seeds // 2
+
+
+def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The `switches` and `training` of several factors together.
+
+    Raises:
+        ValueError: if two of them set one field to different values.
+    """
+    merged: dict[str, dict[str, Any]] = {"switches": {}, "training": {}}
+    owners: dict[tuple[str, str], str] = {}
+    for name in names:
+        for section, fields in factors[name].items():
+            for field, value in fields.items():
+                owner = owners.setdefault((section, field), name)
+                if merged[section].setdefault(field, value) != value:
+                    raise ValueError(
+                        f"factors {owner!r} and {name!r} exclude each other: they set {field}={merged[section][field]!r} and "
+                        f"{field}={value!r}; keep one of them, or make two screenings"
+                    )
+    return {section: fields for section, fields in merged.items() if fields}

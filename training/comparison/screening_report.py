@@ -1,0 +1,219 @@
+"""The report of a screening, made from its results alone: a page for a browser, a text, and figures."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from matplotlib.figure import Figure
+from scipy import stats
+
+from ..files import write_text
+from ..text import align
+from .factors import RATE
+from .figures import BASELINE, save, scale_percent
+from .report import markdown_table, render_page, verdicts
+from .screening import BEST, OFF
+from .tables import number, p_value, provenance, summary_rows, with_interval
+from .wording import outcome_sentence
+
+
+_NO_VERDICT = (
+    "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates misjudge a "
+    "change that moves the best one. The verdict is that of the confirmation, where each model has its own rate."
+)
+
+
+def write_screening_report(results: dict[str, Any], folder: Path) -> None:
+    """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all."""
+    figures = {}
+    if results["effects"] is not None:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        for name, draw in (("effects", draw_effects), ("half-normal", draw_half_normal)):
+            save(draw(results), folder / "figures" / f"{name}.png")
+            figures[name] = _CAPTIONS[name]
+    write_text(folder / "results.md", _markdown(results, figures))
+    embedded = [
+        {
+            "title": title,
+            "caption": caption,
+            "alternative": f"{title}. {' '.join(screening_outcome(results))}",
+            "data": base64.b64encode((folder / "figures" / f"{name}.png").read_bytes()).decode(),
+        }
+        for name, (title, caption) in figures.items()
+    ]
+    page = render_page(
+        "screening.html.jinja",
+        name=results["name"],
+        command=results["command"],
+        comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
+        corpus=provenance(results["runs"]),
+        words=("factor", "interactions", "survives", "model", "verdict", "learning rate"),
+        first_warnings=[],
+        outcome=" ".join(screening_outcome(results)),
+        warnings=[_NO_VERDICT],
+        explored=None,
+        last=None,
+        protocol=protocol(results),
+        effects=effect_rows(results),
+        interactions=interaction_rows(results),
+        confirmation=None if results["confirmation"] is None else summary_rows(results["confirmation"]),
+        figures=embedded,
+    )
+    write_text(folder / "report.html", page)
+
+
+def describe_screening(results: dict[str, Any]) -> str:
+    """The outcome for a terminal."""
+    rows = effect_rows(results)
+    table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
+    return "\n".join([*table, *screening_outcome(results), f"warning: {_NO_VERDICT}"])
+
+
+def screening_outcome(results: dict[str, Any]) -> list[str]:
+    """What was found, in a few sentences."""
+    if results["effects"] is None:
+        return [f"No effects: {', '.join(results['diverged'])} diverged, and the design needs all runs."]
+    survivors = results["effects"]["survivors"]
+    if not survivors:
+        return ["No factor lowers the loss by more than noise, so there was nothing to confirm."]
+    return [f"Survivors: {', '.join(survivors)}.", f"Confirmation: {outcome_sentence(results['confirmation'])}"]
+
+
+def protocol(results: dict[str, Any]) -> list[str]:
+    """How the numbers were measured."""
+    rows, seeds = len(results["design"]["rows"]), len(results["runs"]["seeds"])
+    low, high = results["rates"]
+    sentences = [
+        f"{len(results['factors'])} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
+        f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs. One factor at a time, intervals "
+        f"of the same width take {results['runs_one_at_a_time']} runs at given rates.",
+        "Runs of one seed are a block: they saw the same tokens in the same order.",
+    ]
+    if results["effects"] is not None:
+        sentences.append(
+            f"The noise of a run is {results['effects']['noise']:.2g} nats, with {results['effects']['freedom']} degrees of "
+            "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors; a factor "
+            f"survives that lowers the loss with a corrected p below {results['alpha']:g}."
+        )
+    return sentences
+
+
+def effect_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each factor, the best first, and one for the rate."""
+    if results["effects"] is None:
+        return []
+    main = results["effects"]["main"]
+    rows = []
+    for name in sorted(main, key=lambda name: (name == RATE, main[name]["effect"])):
+        effect = main[name]
+        factor = results["factors"].get(name)
+        rows.append(
+            {
+                "factor": name,
+                "loss improvement (%)": with_interval(effect["improvement"], effect["improvement_interval"], "+.2f"),
+                "Holm p": p_value(effect["holm_p"]),
+                "parameters": "" if factor is None else f"{factor['parameters']:+,}",
+                "survives": "yes" if name in results["effects"]["survivors"] else "",
+            }
+        )
+    return rows
+
+
+def interaction_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+    """A row for each group of interactions that cannot be told from each other, the largest first."""
+    if results["effects"] is None:
+        return []
+    found = sorted(results["effects"]["interactions"], key=lambda group: -abs(group["effect"]))
+    return [
+        {
+            "interactions": " or ".join(" x ".join(pair) for pair in group["aliases"]),
+            "loss improvement (%)": number(-100 * group["effect"] / results["effects"]["mean_loss"], "+.2f"),
+            "p": p_value(group["p"]),
+        }
+        for group in found
+    ]
+
+
+def draw_effects(results: dict[str, Any]) -> Figure:
+    """Main effects with their intervals."""
+    main = results["effects"]["main"]
+    names = sorted(main, key=lambda name: (name == RATE, main[name]["effect"]))
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    middles = np.array([main[name]["improvement"] for name in names])
+    ends = np.array([main[name]["improvement_interval"] for name in names]).T
+    axes.axvline(0.0, color=BASELINE["color"], linewidth=1)
+    axes.errorbar(middles, range(len(names)), xerr=np.abs(ends - middles), fmt="o", color="#0072B2", capsize=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("improvement of test loss (%), average over the other factors; right is better")
+    axes.set_title(f"{results['name']}: main effects", parse_math=False)
+    axes.grid(axis="x", alpha=0.25)
+    return figure
+
+
+def draw_half_normal(results: dict[str, Any]) -> Figure:
+    """Absolute effects against half-normal quantiles: effects that are noise lie on a line through 0 (Daniel 1959)."""
+    found = results["effects"]
+    points = [(abs(effect["effect"]), name) for name, effect in found["main"].items()]
+    points += [
+        (abs(group["effect"]), " = ".join(" x ".join(pair) for pair in group["aliases"])) for group in found["interactions"]
+    ]
+    points.sort()
+    quantiles = stats.halfnorm.ppf((np.arange(len(points)) + 0.5) / len(points))
+    sizes = np.array([100 * size / found["mean_loss"] for size, _ in points])
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(quantiles, sizes, "o", color="#0072B2")
+    error = (
+        100 * 2 * found["noise"] / np.sqrt(len(results["design"]["rows"]) * len(results["runs"]["seeds"])) / found["mean_loss"]
+    )
+    axes.plot([0, quantiles[-1]], [0, error * quantiles[-1]], color="#888888", linestyle="--", label="noise alone")
+    for quantile, size, (_, name) in list(zip(quantiles, sizes, points))[-min(6, len(points)) :]:
+        axes.annotate(
+            name if len(name) < 50 else f"{name[:47]}...",
+            (quantile, size),
+            xytext=(-6, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+    scale_percent(axes, "size of the effect on test loss (%)", [0.0, *sizes])
+    axes.set_xlabel("half-normal quantile")
+    axes.set_title(f"{results['name']}: half-normal plot", parse_math=False)
+    axes.legend(frameon=False)
+    return figure
+
+
+_CAPTIONS = {
+    "effects": ("Main effects", "How much lower the loss is with each factor on, with 95 % intervals."),
+    "half-normal": (
+        "Half-normal plot",
+        "Sizes of all effects and groups of interactions. Those that are noise lie near the line; others stand above it.",
+    ),
+}
+
+
+def _markdown(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> str:
+    parts = [f"# {results['name']}", *screening_outcome(results), f"> **Warning:** {_NO_VERDICT}"]
+    parts += ["\n".join(f"* {sentence}" for sentence in protocol(results))]
+    if results["effects"] is not None:
+        parts += ["## Main effects", markdown_table(effect_rows(results))]
+        parts += [
+            "## Interactions",
+            "Those of one row cannot be told from each other.",
+            markdown_table(interaction_rows(results)),
+        ]
+    for name, (title, caption) in figures.items():
+        parts += [f"## {title}", f"![{title}](figures/{name}.png)", caption]
+    if results["confirmation"] is not None:
+        parts += [f"## Confirmation: {BEST} against {OFF}", verdicts(results["confirmation"])]
+        parts.append("Its own report is in the folder `confirmation`, and the runs of the design are in `screening`.")
+    changes = [
+        f"`{name}`: `{yaml.safe_dump(found['change'], default_flow_style=True).strip()}`"
+        for name, found in results["factors"].items()
+    ]
+    parts += ["## Factors", "\n".join(f"* {change}" for change in changes), f"`{results['command']}`"]
+    return "\n\n".join(filter(None, parts)) + "\n"
