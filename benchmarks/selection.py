@@ -40,7 +40,8 @@ is about seeds that are added until a report has a verdict.
 
 The last tables are about `stop: early`, beside all seeds with the paired test, and beside an e-process that may be looked at
 any number of times: the Bayes factor of a t-test (Rouder et al. 2009), whose effect has a normal prior with a standard
-deviation of 2, against the number of models divided by alpha.
+deviation of 2, against the number of models divided by alpha. Then come screenings (`factors`), whose main effects and Holm's
+correction decide what is confirmed. They need the package pydoe.
 """
 
 import argparse
@@ -53,6 +54,7 @@ import scipy
 from scipy import optimize, special, stats
 
 import modeling_nlq
+from modeling_nlq.training.comparison.factors import analyse_effects, make_design
 from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, critical_t, noise_ratio, share_of_look
 
 
@@ -595,6 +597,78 @@ def show_stopping(random: np.random.Generator, repetitions: int) -> None:
     show(["most seeds", "models", *header], rows)
 
 
+def screen(rows: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Effects and p of all columns of a design, as `analyse_effects` computes them.
+
+    Args:
+        rows: `(row, column)`, -1 or 1.
+        losses: `(repetition, row, seed)`.
+
+    Returns:
+        `(repetition, column)` each.
+    """
+    count, seeds = losses.shape[1:]
+    residuals = losses - losses.mean(axis=2, keepdims=True) - losses.mean(axis=1, keepdims=True)
+    residuals += losses.mean(axis=(1, 2), keepdims=True)
+    freedom = (count - 1) * (seeds - 1)
+    noise = np.sqrt(np.square(residuals).sum(axis=(1, 2)) / freedom)
+    effects = losses.mean(axis=2) @ rows * 2 / count
+    t = np.abs(effects) / (2 * noise / np.sqrt(count * seeds))[:, None]
+    return effects, 2 * stats.t.sf(t, freedom)
+
+
+SCREENED = ("normal, equal", "75 % shared", "heavy tails", "skewed", "rows with one factor 4 x", "the same, skewed")
+
+
+def draw_screening(random: np.random.Generator, rows: np.ndarray, seeds: int, kind: str, repetitions: int) -> np.ndarray:
+    """The noise of screenings `(repetition, row, seed)`, of a name in `SCREENED`."""
+    distribution = "t3" if kind == "heavy tails" else "skewed" if "skewed" in kind else "normal"
+    noise = draw(random, (repetitions, len(rows), seeds), 0.75 if "shared" in kind else 0.0, distribution)
+    return noise * np.where(rows[:, :1] > 0, 4.0, 1.0) if "4 x" in kind or kind == "the same, skewed" else noise
+
+
+def show_screening(random: np.random.Generator, repetitions: int) -> None:
+    try:
+        import pydoe  # noqa: F401
+    except ImportError:
+        print("Screenings need pydoe, which is not installed\n")
+        return
+    plans = [(count, seeds) for count in (4, 7, 15) for seeds in (2, 3)]
+    designs = {count: make_design([f"f{index}" for index in range(count)]).rows for count, _ in plans}
+    for count, seeds in plans:  # the formulas are those of the package
+        losses = 4 + draw_screening(random, designs[count], seeds, "normal, equal", 20)
+        names = [f"f{index}" for index in range(count)]
+        for index, p in enumerate(screen(designs[count], losses)[1]):
+            main = analyse_effects(make_design(names), losses[index])["main"]
+            if not np.allclose(p, [effect["p"] for effect in main.values()]):
+                raise SystemExit(f"correctness gate: effects differ ({count} factors, {seeds} seeds); no tables")
+    print("Screenings of factors without effect in which any is found, %\n")
+    rows = []
+    for count, seeds in plans:
+        design = designs[count]
+        wrong = [
+            holm(screen(design, draw_screening(random, design, seeds, kind, repetitions))[1][:, :-1]).any(axis=1).mean()
+            for kind in SCREENED
+        ]
+        rows.append([str(count), str(seeds), str(len(design) * seeds), *map(percent, wrong)])
+    show(["factors", "seeds", "runs", *SCREENED], rows)
+    print("A factor with this effect is found, %, in a screening / alone in a comparison of as many seeds as the runs allow\n")
+    rows = []
+    for count, seeds in plans:
+        design = designs[count]
+        row = [str(count), str(seeds), str(len(design) * seeds)]
+        alone = len(design) * seeds // (count + 1)  # one factor at a time: the same runs, shared by all models and the baseline
+        for effect in (0.5, 1.0, 2.0):
+            losses = draw_screening(random, design, seeds, "normal, equal", repetitions)
+            losses = losses - effect * (design[:, :1] > 0)
+            found = holm(screen(design, losses)[1][:, :-1])[:, 0].mean()
+            single = draw(random, (repetitions, count + 1, alone), 0.0)
+            single[:, 1] -= effect
+            row.append(f"{percent(found)} / {percent(paired(single)[:, 0].mean())}")
+        rows.append(row)
+    show(["factors", "seeds", "runs", *(f"{effect:g} deviations" for effect in (0.5, 1, 2))], rows)
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -619,7 +693,7 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    for part in (show_tests, show_choices, show_starts, show_looks, show_stopping):
+    for part in (show_tests, show_choices, show_starts, show_looks, show_stopping, show_screening):
         part(np.random.default_rng(0), repetitions)
 
 
