@@ -27,6 +27,7 @@ from modeling_nlq.training.observing import observe_calls
 
 
 RANDOM = repeated_tokens(13, [0], 6)
+TOKENIZER = byte_tokenizer(1)  # bytes have even ids
 
 
 SOFTMAX = {"query_projection": "linear"}
@@ -258,7 +259,7 @@ def test_a_model_that_sees_later_tokens():
     config = BertConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
     subject = prepare(BertLMHeadModel(config).eval())
     with pytest.raises(ValueError, match="model 'bert' cannot be explored: it is no causal model"):
-        explore_tokens({"bert": subject}, byte_tokenizer(0), [1, 2, 3])
+        explore_tokens({"bert": subject}, TOKENIZER, [1, 2, 3])
 
 
 def test_scores_do_not_depend_on_the_context_of_rotary_models(make_model):
@@ -270,11 +271,11 @@ def test_scores_do_not_depend_on_the_context_of_rotary_models(make_model):
     learned = Subject(make_model(max_position_embeddings=8), "")
     induction = "induction"
     first, second = (
-        explore_tokens({name: subject}, byte_tokenizer(0), [1, 2, 3]).models[0].layers[0].numbers[induction]
+        explore_tokens({name: subject}, TOKENIZER, [1, 2, 3]).models[0].layers[0].numbers[induction]
         for name, subject in subjects.items()
     )
     torch.testing.assert_close(first, second)
-    pair = explore_tokens({"rope": subjects["32"], "learned": learned}, byte_tokenizer(0), [1, 2, 3])
+    pair = explore_tokens({"rope": subjects["32"], "learned": learned}, TOKENIZER, [1, 2, 3])
     assert "measured on 4 random tokens, repeated once" in pair.page
 
 
@@ -305,7 +306,7 @@ def test_layers_without_attention_are_said():
         **sizes, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, num_experts=2, mamba_d_state=4
     )
     subject = prepare(JambaForCausalLM(config).eval())
-    done = explore_tokens({"jamba": subject}, byte_tokenizer(0), [1, 2, 3, 4])
+    done = explore_tokens({"jamba": subject}, TOKENIZER, [1, 2, 3, 4])
     assert "Only 1 of the 4 layers of jamba return attention weights" in done.page
 
 
@@ -313,4 +314,4 @@ def test_a_model_that_diverged(make_model):
     model = make_model()
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     with pytest.raises(ValueError, match="model 'lost' cannot be explored: its losses are infinite or not a number"):
-        explore_tokens({"lost": Subject(model, "")}, byte_tokenizer(0), [1, 2, 3])
+        explore_tokens({"lost": Subject(model, "")}, TOKENIZER, [1, 2, 3])
