@@ -31,7 +31,7 @@ from ..storage import open_folder
 from ..text import duration, first_line
 from .local import environment_of_one_run
 from .plan import Comparison, Ladder, Variant, scales_of
-from .statistics import smallest_difference
+from .statistics import share_of_look, smallest_difference
 from .tables import scales_in
 
 
@@ -57,7 +57,10 @@ _POWER = 0.8
 
 
 def describe_estimate(
-    plan: Comparison | Ladder, threads: int | None = None, noise_floors: Mapping[str, float] | None = None
+    plan: Comparison | Ladder,
+    threads: int | None = None,
+    noise_floors: Mapping[str, float] | None = None,
+    has_verdicts: bool = True,
 ) -> Iterator[str]:
     """Describes how long a plan takes on this machine and which difference it can find, line by line.
 
@@ -67,6 +70,7 @@ def describe_estimate(
         plan: the comparison.
         threads: the number of threads of a run; by default that of PyTorch.
         noise_floors: the noise floor of each scale in percent of the loss (see `read_noise_floors`).
+        has_verdicts: whether the models are compared with the baseline one by one; those of a screening are not.
     """
     if warning := machine_warning(plan):
         yield f"warning: {warning}"
@@ -106,6 +110,8 @@ def describe_estimate(
         )
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
+        if not has_verdicts:
+            continue
         difference = _describe_difference(comparison, (noise_floors or {}).get(name))
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
     if not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
@@ -160,7 +166,8 @@ def _describe_difference(comparison: Comparison, floor: float | None) -> str:
     seeds = len(comparison.seeds)
     if seeds < 2:
         return "none, for a test needs two seeds or more"
-    times = smallest_difference(seeds, len(comparison.variants) - 1, 1.0, power=_POWER)
+    alpha = 0.05 if comparison.stop is None else 0.05 * share_of_look(seeds, seeds)  # of the last look
+    times = smallest_difference(seeds, len(comparison.variants) - 1, 1.0, alpha, _POWER)
     if floor is None:
         return f"{times:.2g} times the noise floor"
     return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"

@@ -1,6 +1,5 @@
 """The page of `nlq explore` of a comparison: its best model beside the baseline, on the test split."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from .tables import scales_in
 
 
 def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folder: Path, target: Path) -> bool:
-    """Writes the page of the model with the lowest mean test loss, at the largest scale, beside the baseline.
+    """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside it.
 
     One run of each is shown. There is no page if the recipe wants none, or no model finished all of its runs.
 
@@ -32,7 +31,10 @@ def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folde
     finished = {model: runs for model, runs in finished.items() if all(run["test_loss"] is not None for run in runs)}
     if not finished or not recipe.explore:
         return False
-    best = min(finished, key=lambda model: statistics.mean(run["test_loss"] for run in finished[model]))
+    effects = found["statistics"]["effects"]
+    difference = {model: effects[model]["mean_difference"] for model in finished if model != scale.baseline}
+    difference = {model: value for model, value in difference.items() if value is not None}
+    best = min({**difference, scale.baseline: 0.0}, key={**difference, scale.baseline: 0.0}.get)
     shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best)) if model in finished}
     runs = {model: scale_folder(folder, name) / run["folder"] for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run['seed']}" for model, run in shown.items())

@@ -120,7 +120,8 @@ class RayEngine:
             for order, metrics in jobs.finished():
                 run = begun[order.name]
                 finished.add(run, metrics)
-                submit([run for run in finished.unfinished(comparison, run.model) if run.name not in begun])
+                # Of this model the next rates of a search; of all open models the next seed, after a look of `stop: early`
+                submit([run for run in next_runs(comparison, finished)[0] if run.name not in begun])
                 progress.total = max(progress.total, (done + len(begun)) * steps)  # a search may go on
         if jobs.failures:
             count = f"{len(jobs.failures)} runs failed: " if len(jobs.failures) > 1 else ""

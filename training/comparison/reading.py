@@ -51,6 +51,7 @@ _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
 _MOST_FACTORS = 15
+_LONGEST_NAME = 200
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
@@ -240,13 +241,22 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
     if wrong := [name for name in factors if "+" in name or "," in name or name in (OFF, BEST, RATE)]:
         raise ValueError(f"{path}: factor {wrong[0]!r}: the name must be another one, without + and ,")
     for name, fields in factors.items():
-        check_keys(f"{path}: factor {name!r}", read_section(fields, f"{path}: factor {name!r}"), ("switches", "training"))
+        source = f"{path}: factor {name!r}"
+        check_keys(source, sections := read_section(fields, source), ("switches", "training"))
+        for section, content in sections.items():
+            _check_set_by_run(source, read_section(content, f"{source}: {section}"))
+    if len("+".join(factors)) > _LONGEST_NAME:
+        raise ValueError(f"{path}: the names of the factors are too long together: they name folders; shorten them")
     rates = read_rates(f"{path}: learning_rates", given.get("learning_rates"))
     if rates is None or rates.is_search or len(rates.listed) != 2:
         raise ValueError(f"{path}: learning_rates must be a list of two with factors: the low rate and the high one")
     if isinstance(given.get("seeds"), list) and len(given["seeds"]) < 2:
         raise ValueError(f"{path}: seeds={given['seeds']!r}: a screening needs two or more: the noise shows between seeds")
-    check_keys(f"{path}: confirm", read_section(given.get("confirm"), f"{path}: confirm"), ("learning_rates", "seeds", "stop"))
+    confirm = read_section(given.get("confirm"), f"{path}: confirm")
+    check_keys(f"{path}: confirm", confirm, ("learning_rates", "seeds", "stop"))
+    seeds = confirm.get("seeds", given.get("seeds"))
+    if isinstance(seeds, list) and len(seeds) < FIRST_LOOK:
+        raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_LOOK} or more; set confirm: {{seeds: ...}}")
 
 
 def _read_screening(
@@ -259,7 +269,10 @@ def _read_screening(
     recipe_source: str,
 ) -> Screening:
     """Reads a screening; the arguments are those of `_read_comparison`."""
-    factors = {factor: dict(fields or {}) for factor, fields in given["factors"].items()}
+    factors = {
+        factor: {section: dict(content or {}) for section, content in (fields or {}).items()}
+        for factor, fields in given["factors"].items()
+    }
     design = make_design(list(factors), bool(given.get("fold")))
     low, high = read_rates(f"{source}: learning_rates", given["learning_rates"]).listed
     _check_seeds(source, given.get("seeds"))

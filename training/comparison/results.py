@@ -10,7 +10,7 @@ from ..files import METRICS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..traces import without_folders
 from .plan import Comparison, Run
-from .statistics import FIRST_LOOK, analyse, looks, noise_from_text
+from .statistics import FIRST_LOOK, analyse, analyse_early, noise_from_text
 
 
 def run_folder(folder: Path, run: Run) -> Path:
@@ -187,11 +187,12 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     * `token_streams`: by seed, that hash; `same_tokens`: whether all models of every seed saw the same tokens in the same
       order; `None` if every run was stopped early.
     * `statistics`: the result of `analyse` for the test losses.
-    * `looks`: the result of `looks` with `stop: early`, else `None`; `statistics` is then that of each model's last look.
+    * `looks`: with `stop: early`, what was known at each look (see `analyse_early`), else `None`; `statistics` is then that of
+      each model's last look.
     * `noise_from_text`: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them has
       no losses of parts of the text.
     """
-    models, most = {}, None if comparison.stop is None else len(comparison.seeds)
+    models = {}
     for name, variant in comparison.variants.items():
         tunings = finished.tunings(comparison, name)
         to_choose, reported = finished.tried(comparison, name), finished.reported(comparison, name)
@@ -218,6 +219,12 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
     runs = [run for name in models for run in (*finished.tried(comparison, name), *finished.reported(comparison, name))]
     fingerprints = {finished.metrics(run)["dataset_fingerprint"] for run in runs}
     sample = finished.metrics(runs[0])
+    losses, history = losses_by_seed(models), None
+    if comparison.stop is None:
+        analysis = analyse(losses, comparison.baseline, unsettled=unsettled_models(models))
+    else:
+        edges = {name: model["edges"] for name, model in models.items() if model["search"]}
+        analysis, history = analyse_early(losses, comparison.baseline, comparison.seeds, edges)
     return {
         "name": comparison.name,
         "baseline": comparison.baseline,
@@ -232,10 +239,8 @@ def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
         "token_streams": {seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         "same_tokens": len(fingerprints) == 1 and all(len(found) == 1 for found in streams.values()) if streams else None,
         "models": models,
-        "statistics": dataclasses.asdict(
-            analyse(losses_by_seed(models), comparison.baseline, unsettled=unsettled_models(models), most=most)
-        ),
-        "looks": None if most is None else looks(losses_by_seed(models), comparison.baseline, most),
+        "statistics": dataclasses.asdict(analysis),
+        "looks": history,
         "noise_from_text": _noise_from_text(models[comparison.baseline]["runs"]),
     }
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..files import COMPARISON_FILE, RESULTS_FILE, differences, is_taken, read_yaml, write_text, write_yaml
 from ..parameters import Size
+from ..traces import without_folders
 from .factors import ALPHA, RATE, Design, analyse_effects, merged_change, runs_one_at_a_time
 from .plan import Comparison, Variant
 
@@ -70,9 +71,7 @@ class Screening:
 def alias_sentences(design: Design) -> list[str]:
     """The interactions that cannot be told from each other, a sentence for each group."""
     return [
-        f"{', '.join(' x '.join(pair) for pair in group)}: cannot be told from each other"
-        for group in design.aliases()
-        if len(group) > 1
+        f"cannot be told apart: {', '.join(' x '.join(pair) for pair in group)}" for group in design.aliases() if len(group) > 1
     ]
 
 
@@ -150,9 +149,9 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     results = {
         "name": screening.name,
         "command": screening.command,
-        "comparison": screening.given,
+        "comparison": without_folders(screening.given),
         "factors": {
-            name: {"change": change, "parameters": screening.sizes[name].total - screening.sizes[OFF].total}
+            name: {"change": without_folders(change), "parameters": screening.sizes[name].total - screening.sizes[OFF].total}
             for name, change in screening.factors.items()
         },
         "design": {"factors": screening.design.factors, "rows": screening.design.rows.tolist()},

@@ -16,12 +16,18 @@ from .figures import BASELINE, save, scale_percent
 from .report import markdown_table, render_page, verdicts
 from .screening import BEST, OFF
 from .tables import number, p_value, provenance, summary_rows, with_interval
-from .wording import outcome_sentence
+from .wording import first_warning_sentences, outcome_sentence, warning_sentences
 
 
 _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates misjudge a "
     "change that moves the best one. The verdict is that of the confirmation, where each model has its own rate."
+)
+
+
+_INTERACTIONS = (
+    "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is lower with "
+    "both on or both off than with one alone. p is not corrected."
 )
 
 
@@ -50,7 +56,7 @@ def write_screening_report(results: dict[str, Any], folder: Path) -> None:
         comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
         corpus=provenance(results["runs"]),
         words=("factor", "interactions", "survives", "model", "verdict", "learning rate"),
-        first_warnings=[],
+        first_warnings=warnings_of(results),
         outcome=" ".join(screening_outcome(results)),
         warnings=[_NO_VERDICT],
         explored=None,
@@ -58,6 +64,7 @@ def write_screening_report(results: dict[str, Any], folder: Path) -> None:
         protocol=protocol(results),
         effects=effect_rows(results),
         interactions=interaction_rows(results),
+        about_interactions=_INTERACTIONS,
         confirmation=None if results["confirmation"] is None else summary_rows(results["confirmation"]),
         figures=embedded,
     )
@@ -81,6 +88,15 @@ def screening_outcome(results: dict[str, Any]) -> list[str]:
     return [f"Survivors: {', '.join(survivors)}.", f"Confirmation: {outcome_sentence(results['confirmation'])}"]
 
 
+def warnings_of(results: dict[str, Any]) -> list[str]:
+    """What a reader must know first: of the runs of the design, and of those that confirm."""
+    confirmation = results["confirmation"]
+    found = [f"Screening: {text}" for text in first_warning_sentences(results["runs"])]
+    if confirmation is not None:
+        found += [f"Confirmation: {text}" for of in (first_warning_sentences, warning_sentences) for text in of(confirmation)]
+    return found
+
+
 def protocol(results: dict[str, Any]) -> list[str]:
     """How the numbers were measured."""
     rows, seeds = len(results["design"]["rows"]), len(results["runs"]["seeds"])
@@ -89,13 +105,15 @@ def protocol(results: dict[str, Any]) -> list[str]:
         f"{len(results['factors'])} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
         f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs. One factor at a time, intervals "
         f"of the same width take {results['runs_one_at_a_time']} runs at given rates.",
-        "Runs of one seed are a block: they saw the same tokens in the same order.",
+        "Runs of one seed are a block"
+        + (": they saw the same tokens in the same order." if results["runs"]["same_tokens"] else "."),
     ]
     if results["effects"] is not None:
         sentences.append(
             f"The noise of a run is {results['effects']['noise']:.2g} nats, with {results['effects']['freedom']} degrees of "
-            "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors; a factor "
-            f"survives that lowers the loss with a corrected p below {results['alpha']:g}."
+            "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors. A factor "
+            f"survives if it lowers the loss and its corrected p is below {results['alpha']:g}. This takes the effect of a "
+            "factor to be the same for every seed; if it varies, p is too small."
         )
     return sentences
 
@@ -159,7 +177,7 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
     found = results["effects"]
     points = [(abs(effect["effect"]), name) for name, effect in found["main"].items()]
     points += [
-        (abs(group["effect"]), " = ".join(" x ".join(pair) for pair in group["aliases"])) for group in found["interactions"]
+        (abs(group["effect"]), " or ".join(" x ".join(pair) for pair in group["aliases"])) for group in found["interactions"]
     ]
     points.sort()
     quantiles = stats.halfnorm.ppf((np.arange(len(points)) + 0.5) / len(points))
@@ -188,7 +206,7 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
 
 
 _CAPTIONS = {
-    "effects": ("Main effects", "How much lower the loss is with each factor on, with 95 % intervals."),
+    "effects": ("Effects", "How much lower the loss is with each factor on, with 95 % intervals."),
     "half-normal": (
         "Half-normal plot",
         "Sizes of all effects and groups of interactions. Those that are noise lie near the line; others stand above it.",

@@ -14,7 +14,7 @@ cannot show skewness, but `noise_ratio` tells whether noises differ.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,25 +111,38 @@ class Analysis:
         return [name for name, effect in self.effects.items() if effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS)]
 
 
-def looks(
-    losses: dict[str, dict[int, float | None]], baseline: str, most: int, alpha: float = 0.05
-) -> dict[str, list[dict[str, Any]]]:
-    """What a comparison with `stop: early` knew of each model at each look.
+def analyse_early(
+    losses: dict[str, dict[int, float | None]],
+    baseline: str,
+    seeds: Sequence[int],
+    edges: Mapping[str, Collection[int]],
+    alpha: float = 0.05,
+) -> tuple[Analysis, dict[str, list[dict[str, Any]]]]:
+    """Analyses a comparison with `stop: early`: each model as it was at its last look.
 
     Args:
-        losses, baseline, most, alpha: as for `analyse`; a model has the seeds up to the look at which it left.
+        losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last look.
+        seeds: all planned seeds, in order.
+        edges: the seeds of each model whose search of rates ended at an edge.
 
     Returns:
-        By model the looks in order: `seeds`, `loss_improvement` and `loss_improvement_interval` in percent.
+        The analysis, and by model what was known at each look: `seeds`, `loss_improvement` and `loss_improvement_interval`, in
+        percent.
     """
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in losses if name != baseline}
-    for count in range(FIRST_LOOK, most + 1):
-        first = {name: dict(list(runs.items())[:count]) for name, runs in losses.items()}
-        for name, effect in analyse(first, baseline, alpha, most=most).effects.items():
+    history: dict[str, list[dict[str, Any]]] = {name: [] for name in losses if name != baseline}
+    effects: dict[str, Effect] = {}
+    for count in range(FIRST_LOOK, len(losses[baseline]) + 1):
+        seen = seeds[:count]
+        first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
+        unsettled = [name for name in losses if set(edges.get(name, ())) & set(seen)]
+        found = analyse(first, baseline, alpha, unsettled, most=len(seeds))
+        for name in history:
             if len(first[name]) == count:
+                effect = effects[name] = found.effects[name]
                 own = {key: getattr(effect, key) for key in ("loss_improvement", "loss_improvement_interval")}
-                found[name].append({"seeds": count, **own})
-    return found
+                history[name].append({"seeds": count, **own})
+    whole = analyse(losses, baseline, alpha, most=len(seeds))
+    return dataclasses.replace(whole, effects={**whole.effects, **effects}), history
 
 
 def analyse(

@@ -32,7 +32,8 @@ def describe_status(folder: Path) -> list[str]:
         raise ValueError(f"{folder} holds no comparison yet")
     if read_yaml(folder / COMPARISON_FILE).get("factors") is not None:
         parts = [part for part in (SCREENING, CONFIRMATION) if (folder / part / COMPARISON_FILE).is_file()]
-        return [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
+        found = [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
+        return found or [f"{SCREENING}: not begun"]
     lines, is_begun = [], True
     for name, scale, finished in in_turn(outline(read_yaml(folder / COMPARISON_FILE)), folder):
         found = _describe(scale, finished, is_begun)

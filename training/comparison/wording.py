@@ -142,7 +142,8 @@ def warning_sentences(results: dict[str, Any]) -> list[str]:
         diverged = sum(run["diverged"] for run in model["runs"])
         if diverged and name == results["baseline"]:
             warnings.append(
-                f"{name}, the baseline, diverged in {diverged} of {len(model['runs'])} runs: there are no verdicts."
+                f"{name}, the baseline, diverged in {diverged} of {len(model['runs'])} runs: there are no verdicts"
+                f"{' on models compared at these seeds' if results.get('looks') else ''}."
             )
         elif 0 < diverged < len(model["runs"]):
             warnings.append(
@@ -255,7 +256,8 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
         sentences.append(
             f"From {FIRST_LOOK} seeds on, each model still in question was compared with the baseline after every seed, by a "
             "paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
-            "equivalent, which means that its interval lies within the noise floor on both sides. Half of the probability of "
+            "equivalent, which means that its interval, corrected for the number of models, lies within the noise floor on "
+            "both sides. Half of the probability of "
             f"an error, {found['alpha']:g}, belongs to the look at {len(seeds)} seeds, the other half in equal parts to those "
             f"before it. Bonferroni's method corrects p for {len(looks)} model{'s' * (len(looks) != 1)} and all looks. "
             f"Intervals are {level} intervals of one model each, which hold at all looks together. {made} of at most {most} "

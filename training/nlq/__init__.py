@@ -341,7 +341,7 @@ def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
     noise_floors = None if given is None else read_noise_floors(given, comparison)
     print("\n".join(comparison.describe()), flush=True)
     runs = comparison.runs if isinstance(comparison, Screening) else comparison
-    for line in describe_estimate(runs, arguments.cpus_per_run, noise_floors):
+    for line in describe_estimate(runs, arguments.cpus_per_run, noise_floors, has_verdicts=runs is comparison):
         print(line, flush=True)
 
 

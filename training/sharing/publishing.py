@@ -34,9 +34,11 @@ from modeling_nlq.configuration_nlq import AUTO_MAP
 
 from ..card import converted_base, render
 from ..comparison.report import verdicts
+from ..comparison.screening import CONFIRMATION, SCREENING
 from ..files import (
     ADAPTER,
     CARD_FILE,
+    COMPARISON_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
@@ -361,11 +363,15 @@ def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
     if given is not None:
         if not (Path(given) / RESULTS_FILE).is_file():
             raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
+        if "design" in read_json(Path(given) / RESULTS_FILE):
+            raise ValueError(f"{str(given)!r} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
         return Path(given).resolve()
     parents = folder.resolve().parents
     if len(parents) < 3 or parents[1].name != "runs":
         return None
     place = parents[4] if len(parents) > 4 and parents[3].name == "scales" else parents[2]
+    if place.name == SCREENING and (place.parent / COMPARISON_FILE).is_file():
+        return None  # a row of a design has no verdict
     return place if (place / RESULTS_FILE).is_file() else None
 
 

@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.paths import REPOSITORY
 
 
 pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
@@ -124,7 +125,7 @@ def make_screening(make_file):
         }
         training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
         defaults = {"models": None, "baseline": None, "factors": factors, "training": training}
-        defaults |= {"learning_rates": [5e-3, 1e-2], "seeds": [0, 1]}
+        defaults |= {"learning_rates": [5e-3, 1e-2], "seeds": [0, 1], "confirm": {"seeds": [0, 1, 2]}}
         return make_file(**{**defaults, **fields})
 
     return make
@@ -148,7 +149,7 @@ def test_the_plan(make_screening, capsys):
     assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
     text = "\n".join(screening.describe())
     assert "16 runs" in text and "one factor at a time, the same intervals take 32 runs" in text
-    assert "cannot be told from each other" in text
+    assert "cannot be told apart" in text
 
 
 def fake_runs(effect_of):
@@ -166,7 +167,7 @@ def fake_runs(effect_of):
             name: {"runs": [{"test_loss": loss_of(name, *of_seed)} for of_seed in zip(comparison.seeds, shared)]}
             for name in comparison.variants
         }
-        return {"models": models, "seeds": comparison.seeds}
+        return {"models": models, "seeds": comparison.seeds, "same_tokens": True}
 
     return run
 
@@ -218,6 +219,9 @@ def _switch(**switches):
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
         ({"fold": "yes"}, "fold='yes' must be true or false"),
+        ({"confirm": {"seeds": [0]}}, r"confirm: seeds=\[0\] must be 3 or more"),
+        ({"factors": {"a": {"switches": [1]}, "b": _switch(norm_type="rmsnorm")}}, "factor 'a': switches"),
+        ({"factors": {"a" * 150: _switch(norm_type="rmsnorm"), "b" * 60: {}}}, "too long together"),
         ({"confirm": {"models": {}}}, "confirm: .*models"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
@@ -249,7 +253,7 @@ def test_from_file_to_report(make_screening, tmp_path, capsys):
     results = json.loads((folder / "results.json").read_text())
     assert results["effects"]["main"]["harm"]["effect"] > 0 and "harm" in out
     page, text = (folder / "report.html").read_text(), (folder / "results.md").read_text()
-    for part in ("Main effects", "Half-normal plot", "cannot be told from each other", "They are no verdict"):
+    for part in ("Main effects", "Half-normal plot", "cannot separate the interactions", "They are no verdict"):
         assert part in page and part in text
     assert len(list((folder / SCREENING).glob("runs/*/*/metrics.json"))) == 16
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
@@ -257,3 +261,18 @@ def test_from_file_to_report(make_screening, tmp_path, capsys):
     write_screening_report(results, tmp_path)
     assert (tmp_path / "report.html").read_text() == page
     assert yaml.safe_load((folder / "comparison.yaml").read_text())["factors"]
+
+
+def test_the_shipped_results_are_those_of_their_runs(tmp_path):
+    shipped = REPOSITORY / "docs" / "results" / "screening" / "parts"
+    results = json.loads((shipped / "results.json").read_text())
+    design = make_design(list(results["factors"]))
+    assert design.rows.tolist() == results["design"]["rows"] and design.factors == results["design"]["factors"]
+    losses = [[run["test_loss"] for run in model["runs"]] for model in results["runs"]["models"].values()]
+    found = analyse_effects(design, np.array(losses))
+    assert found["survivors"] == results["effects"]["survivors"]
+    for name, effect in found["main"].items():
+        assert effect["effect"] == pytest.approx(results["effects"]["main"][name]["effect"])
+        assert effect["p"] == pytest.approx(results["effects"]["main"][name]["p"])
+    write_screening_report(results, tmp_path)
+    assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.reading import load_comparison, outline
 from modeling_nlq.training.comparison.results import FinishedRuns, next_runs
-from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, looks, share_of_look
+from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, analyse_early, share_of_look
 from nlq import main
 
 
@@ -97,11 +97,73 @@ def test_large_differences_are_found_at_once():
 def test_looks_are_those_of_the_first_seeds():
     rng = np.random.default_rng(2)
     values = {"long": rng.normal(0, 0.01, 6), "short": rng.normal(0.5, 0.01, 3)}
-    found = looks(losses_of(values), "base", 6)
-    assert [look["seeds"] for look in found["long"]] == [3, 4, 5, 6]
-    assert [look["seeds"] for look in found["short"]] == [3]
+    found, history = analyse_early(losses_of(values), "base", range(6), {})
+    assert [look["seeds"] for look in history["long"]] == [3, 4, 5, 6]
+    assert [look["seeds"] for look in history["short"]] == [3]
     first = analyse(losses_of({"long": values["long"][:4], "short": values["short"]}), "base", most=6).effects["long"]
-    assert found["long"][1]["loss_improvement_interval"] == first.loss_improvement_interval
+    assert history["long"][1]["loss_improvement_interval"] == first.loss_improvement_interval
+    assert found.effects["short"].verdict == "worse"
+
+
+def plan(models, most):
+    content = {"name": "plan", "models": dict.fromkeys(models), "baseline": models[0], "seeds": list(range(most))}
+    return outline({**content, "learning_rates": [1e-2], "stop": "early"})
+
+
+def run_all(comparison, loss_of, folder):
+    """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was made."""
+    finished, made = FinishedRuns(folder), []
+    while ready := next_runs(comparison, finished)[0]:
+        for run in ready:
+            loss = loss_of(run.model, run.seed)
+            made.append(run)
+            finished.add(run, {"diverged": loss is None, "test_loss": loss})
+    losses = {
+        model: {run.seed: finished.metrics(run)["test_loss"] for run in finished.reported(comparison, model)}
+        for model in comparison.variants
+    }
+    return losses, made
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.9]))
+def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, seed, shared):
+    """Whatever the baseline does later; a model without a verdict has all seeds."""
+    rng, most, models = np.random.default_rng(seed), 8, ["base", "a", "b", "c"]
+    common, own = rng.normal(size=most), rng.normal(size=(most, 4))
+    noise = np.sqrt(shared) * common[:, None] + np.sqrt(1 - shared) * own
+    differences = np.array([0, 0, rng.choice([0, 3]), 0])
+    comparison = plan(models, most)
+    table = 4 + 0.1 * (noise + differences)
+    losses, made = run_all(comparison, lambda model, run: table[run, models.index(model)], tmp_path_factory.mktemp("runs"))
+    assert len(made) == len(set(made)) == sum(map(len, losses.values()))
+    assert len(losses["base"]) == max(map(len, losses.values()))
+    found, _ = analyse_early(losses, "base", comparison.seeds, {})
+    for name in models[1:]:
+        count = len(losses[name])
+        seen = {model: range(min(count, len(runs))) for model, runs in losses.items()}
+        first = {model: {run: table[run, models.index(model)] for run in runs} for model, runs in seen.items()}
+        verdict = analyse(first, "base", most=most).effects[name].verdict
+        assert found.effects[name].verdict == verdict
+        assert (verdict in ("within noise", "too few seeds: no verdict")) <= (count == most)
+
+
+def test_diverged_models_leave(tmp_path):
+    def loss_of(model, seed):
+        return None if (model, seed) == ("a", 1) else 4 + 0.01 * seed * (model == "b")
+
+    losses, _ = run_all(plan(["base", "a", "b"], 6), loss_of, tmp_path)
+    assert len(losses["a"]) == 3
+    found, _ = analyse_early(losses, "base", range(6), {})
+    assert found.effects["a"].verdict == "diverged in 1 of 3 runs"
+
+
+def test_an_edge_of_the_baseline_counts_where_it_is():
+    """A model that left before keeps its verdict."""
+    values = {"left": np.array([0.5, 0.51, 0.49]), "open": np.array([0.01, -0.02, 0.005, 0.01])}
+    found, _ = analyse_early(losses_of(values), "base", range(6), {"base": [3]})
+    assert found.effects["left"].verdict == "worse"
+    assert found.effects["open"].verdict == "no verdict: the baseline's best rate is at an edge"
 
 
 @pytest.fixture(scope="module")
