@@ -32,9 +32,9 @@ def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folde
     if not finished or not recipe.explore:
         return False
     effects = found["statistics"]["effects"]
-    difference = {model: effects[model]["mean_difference"] for model in finished if model != scale.baseline}
-    difference = {model: value for model, value in difference.items() if value is not None}
-    best = min({**difference, scale.baseline: 0.0}, key={**difference, scale.baseline: 0.0}.get)
+    known = {model: effects[model]["mean_difference"] for model in finished if model != scale.baseline}
+    difference = {scale.baseline: 0.0, **{model: value for model, value in known.items() if value is not None}}
+    best = min(difference, key=difference.get)
     shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best)) if model in finished}
     runs = {model: scale_folder(folder, name) / run["folder"] for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run['seed']}" for model, run in shown.items())
