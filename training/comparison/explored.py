@@ -13,7 +13,7 @@ from .tables import scales_in
 def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folder: Path, target: Path) -> bool:
     """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside it.
 
-    One run of each is shown. There is no page if the recipe wants none, or no model finished all of its runs.
+    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged.
 
     Args:
         comparison: the comparison.
@@ -29,13 +29,13 @@ def explore_best(comparison: Comparison | Ladder, results: dict[str, Any], folde
     recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), Path(target)).recipe
     finished = {model: content["runs"] for model, content in found["models"].items() if content["runs"]}
     finished = {model: runs for model, runs in finished.items() if all(run["test_loss"] is not None for run in runs)}
-    if not finished or not recipe.explore:
+    if scale.baseline not in finished or not recipe.explore:
         return False
     effects = found["statistics"]["effects"]
     known = {model: effects[model]["mean_difference"] for model in finished if model != scale.baseline}
     difference = {scale.baseline: 0.0, **{model: value for model, value in known.items() if value is not None}}
     best = min(difference, key=difference.get)
-    shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best)) if model in finished}
+    shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run["folder"] for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run['seed']}" for model, run in shown.items())
     return explore_runs(recipe, runs, "test", target, [f"One run of each model: {seeds}. The report compares all seeds."])
