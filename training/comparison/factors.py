@@ -45,12 +45,8 @@ class Design:
     def is_of_resolution_4(self) -> bool:
         """Tells whether columns are balanced, and no main effect is mixed with another or with an interaction of two."""
         columns = range(len(self.factors))
-        products = [
-            [self.rows[:, index] for index in chosen]
-            for count in (1, 2, 3)
-            for chosen in itertools.combinations(columns, count)
-        ]
-        return all(np.prod(product, axis=0).sum() == 0 for product in products)
+        chosen = itertools.chain.from_iterable(itertools.combinations(columns, count) for count in (1, 2, 3))
+        return all(self.rows[:, indices].prod(axis=1).sum() == 0 for indices in chosen)
 
 
 def make_design(factors: Sequence[str], fold: bool = False) -> Design:

@@ -102,11 +102,10 @@ def check_factors(factors: Mapping[str, Mapping[str, Any]], build: Callable[[str
             what = f"changes nothing: {OFF!r} has it" if first == OFF else f"is the same as {first!r}"
             raise ValueError(f"factor {second!r} {what}; remove it")
     for first, second in itertools.combinations(factors, 2):
+        change = merged_change(factors, [first, second])
         try:
-            build(f"factors {first!r} and {second!r}", merged_change(factors, [first, second]))
+            build(f"factors {first!r} and {second!r}", change)
         except ValueError as error:
-            if "exclude each other" in str(error):
-                raise
             raise ValueError(f"factors {first!r} and {second!r} exclude each other: {error}") from error
     return {name: variant.size for name, variant in built.items()}
 

@@ -221,7 +221,7 @@ def _markdown(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> s
         parts += ["## Main effects", markdown_table(effect_rows(results))]
         parts += [
             "## Interactions",
-            "Those of one row cannot be told from each other.",
+            _INTERACTIONS,
             markdown_table(interaction_rows(results)),
         ]
     for name, (title, caption) in figures.items():

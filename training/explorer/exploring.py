@@ -132,7 +132,6 @@ def explore_text(
     models: Mapping[str, Subject], tokenizer: PreTrainedTokenizerBase, text: Text, max_tokens: int | None = None
 ) -> Exploration:
     """Makes the page of models from a text; raises as `explore` does."""
-
     try:
         text.shown.encode()
     except UnicodeEncodeError as error:
