@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,6 +52,20 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
             kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"
             raise ValueError(f"model {name!r}: there is no field {key!r} to set{kind}; {suggestion(key, _switches(config))}")
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+
+
+@torch.no_grad()
+def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
+    """Draws the initial values of each module from random numbers of its own, which its name and the seed decide.
+
+    Models of one seed then begin with the same values in all modules that they share. From a single stream, a module more would
+    change all values that are drawn after it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # Children first, as Transformers does
+        for name, module in reversed(list(model.named_modules())):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1)
+            model._init_weights(module)
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ from ..files import (
     write_yaml,
     written_whole,
 )
-from ..models import is_saved_model
+from ..models import initialize_by_name, is_saved_model
 from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
@@ -236,7 +236,9 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not is_saved_model(recipe.model):
-        return _name_loss(AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
+        initialize_by_name(model, resolved.training_arguments.seed)
+        return _name_loss(model)
     model, found = AutoModelForCausalLM.from_pretrained(
         recipe.model,
         config=config,
