@@ -94,7 +94,7 @@ class TestSameNumbers:
         training = {"max_steps": 10, "logging_steps": 5, "report_to": "none", "save_strategy": "no", "eval_strategy": "no"}
         models = {
             "base": None,
-            "planted": {"switches": {"initializer_range": 0.2}},
+            "planted": {"switches": {"final_logit_softcapping": 0.1}},
             "gate": {"switches": {"attention_gate": "headwise"}},
         }
         comparison = load_comparison(comparison_file(models=models, training=training, seeds=[0, 1, 2, 3, 4], stop="early"))

@@ -46,7 +46,8 @@ _FIELDS = (
     "training",
     "switches",
 )
-_MODEL_FIELDS = ("model", "trainable", "lora", "switches", "training", "learning_rates", "match")
+_RECIPE_FIELDS_OF_MODEL = ("model", "trainable", "lora", "parametrization", "base_switches")
+_MODEL_FIELDS = (*_RECIPE_FIELDS_OF_MODEL, "switches", "training", "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
@@ -465,7 +466,7 @@ def _read_model(
     if match is not None and match not in _MATCHES:
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
-    content = {**shared, **{name: entry[name] for name in ("model", "trainable", "lora") if entry.get(name) is not None}}
+    content = {**shared, **{name: entry[name] for name in _RECIPE_FIELDS_OF_MODEL if entry.get(name) is not None}}
     for section in ("training", "switches"):
         own = read_section(entry.get(section), f"{source}: {section}")
         _check_set_by_run(source, own)

@@ -24,6 +24,7 @@ from ..parameters import freeze_all_but, shapes_of
 from ..storage import is_address, open_folder
 from ..text import check_number
 from .lora import add_lora, make_lora_config
+from .parametrization import check_completep
 
 
 # Bytes and end-of-text
@@ -33,6 +34,11 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
+# Fields that are mappings
+_MAPPINGS = {
+    "lora": "fields of LoraConfig with their values, such as {r: 8}",
+    "base_switches": "switches with their values, such as {hidden_size: 64}",
+}
 # The least and the most of fields of `TrainingArguments` that Trainer takes with any value
 _RANGES = {
     "per_device_train_batch_size": (1,),
@@ -117,6 +123,20 @@ class Recipe:
             "weights at the end."
         },
     )
+    parametrization: Literal["standard", "completep"] = field(
+        default="standard",
+        metadata={
+            "help": "`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning "
+            "rate of the model that `base_switches` make suits this one too (arXiv 2505.01618)."
+        },
+    )
+    base_switches: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "With `completep`, the switches of its base model that differ: "
+            "`{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}`."
+        },
+    )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention backend; by default the model's own choice."}
     )
@@ -155,10 +175,18 @@ class Recipe:
             raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
         if self.trainable not in ("all", "new"):
             raise ValueError(f"trainable={self.trainable!r} must be 'all' or 'new'")
-        if isinstance(self.lora, str):  # of a command line
-            self.lora = yaml.load(self.lora, Loader=YamlLoader)
-        if self.lora is not None and not isinstance(self.lora, dict):
-            raise ValueError(f"lora={self.lora!r} must be fields of LoraConfig with their values, such as {{r: 8}}")
+        for name, what in _MAPPINGS.items():
+            if isinstance(getattr(self, name), str):  # of a command line
+                setattr(self, name, yaml.load(getattr(self, name), Loader=YamlLoader))
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
+        if self.parametrization not in ("standard", "completep"):
+            raise ValueError(f"parametrization={self.parametrization!r} must be 'standard' or 'completep'")
+        if (self.parametrization == "completep") != bool(self.base_switches):
+            raise ValueError(
+                f"parametrization={self.parametrization!r} and base_switches={self.base_switches!r}: 'completep' needs the "
+                "switches of its base model, such as {hidden_size: 64, num_attention_heads: 4}, and 'standard' takes none"
+            )
 
     @property
     def new_vocabulary_size(self) -> int | None:
@@ -187,6 +215,13 @@ class ResolvedRecipe:
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config` does."""
         return load_config(self.recipe.model, self.switches)
+
+    @functools.cached_property
+    def base_config(self) -> PreTrainedConfig | None:
+        """The configuration of the base model of `parametrization: completep`; `None` without. Raises `ValueError` likewise."""
+        if self.recipe.base_switches is None:
+            return None
+        return load_config(self.recipe.model, {**self.switches, **self.recipe.base_switches})
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
@@ -338,8 +373,9 @@ def resolve_recipe(
     recipe, training_arguments = (
         kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)
     )
-    if recipe.lora is not None:
-        content["lora"] = recipe.lora  # a mapping, also if the command line gave a text
+    for name in _MAPPINGS:
+        if getattr(recipe, name) is not None:
+            content[name] = getattr(recipe, name)  # a mapping, also if the command line gave a text
     given = {**content, "switches": switches, "training": without_private(training)}
     return ResolvedRecipe(recipe, switches, training_arguments, given)
 
@@ -465,6 +501,13 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
     strategies = ("eval_strategy", "logging_strategy", "save_strategy") if recipe.streaming else ()
     if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
         conflicts.append(f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no")
+    if recipe.parametrization == "completep":
+        if is_saved_model(recipe.model):
+            conflicts.append(f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model")
+        try:
+            check_completep(config, resolved.base_config, arguments.optim.value)
+        except ValueError as error:
+            conflicts.append(str(error))
     conflicts += _conflicts_of_trained(resolved)
     if conflicts:
         raise ValueError("; ".join(conflicts))

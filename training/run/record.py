@@ -5,12 +5,16 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import CONFIG_NAME
+
+from .parametrization import Factors, split_groups
 
 
 # Batches that wait to be hashed at most
@@ -124,11 +128,20 @@ class RecordingTrainer(Trainer):
 
     Args:
         record: it becomes a callback, too.
+        factors: what each parameter's learning rate, weight decay and epsilon have, by name; `None` for `Trainer`'s own.
     """
 
-    def __init__(self, *args, record: RunRecord, **kwargs):
+    def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
         super().__init__(*args, callbacks=[record], **kwargs)
-        self.record = record
+        self.record, self.factors = record, factors
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Makes the optimizer as `Trainer` does, and gives each parameter its factors."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.factors is not None:
+            split_groups(optimizer, self.model if model is None else model, self.factors)
+        return optimizer
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.record.add_batch(inputs["input_ids"])

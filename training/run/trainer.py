@@ -63,6 +63,7 @@ from .data import (
 )
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
+from .parametrization import completep_factors, scale_initial_values
 from .recipe import (
     ResolvedRecipe,
     check_recipe,
@@ -268,12 +269,17 @@ def _make_trainer(
     record: RunRecord,
 ) -> Trainer:
     recipe, arguments = resolved.recipe, resolved.training_arguments
+    factors = None
+    if resolved.base_config is not None:
+        factors = completep_factors(model, resolved.base_config)
+        scale_initial_values(model, factors)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
     smoothing = arguments.label_smoothing_factor
     trainer = RecordingTrainer(
         record=record,
+        factors=factors,
         model=model,
         args=arguments,
         train_dataset=blocks["train"].dataset,

@@ -126,7 +126,7 @@ class TestRuns:
         base, planted = (
             read_yaml(folder / results["models"][name]["runs"][0]["folder"] / "recipe.yaml") for name in ("base", "planted")
         )
-        assert planted["switches"].pop("initializer_range") == 0.2
+        assert planted["switches"].pop("final_logit_softcapping") == 0.1
         for recipe in (base, planted):
             recipe["training"].pop("learning_rate")
         assert base == planted and base["record_stability"]

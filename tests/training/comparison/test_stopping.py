@@ -169,7 +169,7 @@ def test_an_edge_of_the_baseline_counts_where_it_is():
 @pytest.fixture(scope="module")
 def stopped(make_file, tmp_path_factory):
     """A comparison with a model that is certainly worse, and a twin of the baseline: folder, results, file."""
-    models = {"base": None, "twin": None, "planted": {"switches": {"initializer_range": 0.2}}}
+    models = {"base": None, "twin": None, "planted": {"switches": {"final_logit_softcapping": 0.1}}}
     training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
     file = make_file(models=models, training=training, seeds=[0, 1, 2, 3, 4], stop="early")
     folder = tmp_path_factory.mktemp("stopped") / "results"

@@ -101,10 +101,10 @@ class TestCheckpoints:
 
 @pytest.fixture(scope="module")
 def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
-    """A finished run, its overrides, and the name of its best checkpoint, which is not its last: its rate is too high."""
+    """A finished run, its overrides, and its best checkpoint, not its last: the highest loss counts as best."""
     folder = tmp_path_factory.mktemp("best") / "finished"
-    overrides = {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 1.0}
-    overrides |= {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}}
+    overrides = {"load_best_model_at_end": True, "eval_steps": 2}
+    overrides |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
     train(recipe_file, output_dir=folder, **overrides)
     state = json.loads((folder / "checkpoint-8" / "trainer_state.json").read_text())
     assert state["best_global_step"] < 8

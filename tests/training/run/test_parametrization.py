@@ -1,0 +1,187 @@
+"""CompleteP: equal to the multipliers of the paper, and what a wide and deep model computes moves as in the base model."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq.training import train
+from modeling_nlq.training.models import initialize_by_name
+from modeling_nlq.training.nlq import main
+from modeling_nlq.training.run.parametrization import completep_factors, scale_initial_values, split_groups
+
+
+RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
+
+
+def make_config(width=32, depth=2, **switches) -> NLQConfig:
+    fields = {"vocab_size": 64, "max_position_embeddings": 16, "num_attention_heads": width // 8, "use_bias": True}
+    return NLQConfig(**{**fields, "hidden_size": width, "num_hidden_layers": depth, **switches})
+
+
+def make_model(config: NLQConfig, seed: int = 0) -> NLQForCausalLM:
+    model = NLQForCausalLM(config).double()
+    initialize_by_name(model, seed)
+    return model
+
+
+def make_optimizer(model, factors=None) -> torch.optim.AdamW:
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, eps=EPSILON)
+    if factors is not None:
+        split_groups(optimizer, model, factors)
+    return optimizer
+
+
+def train_steps(model, optimizer, steps=6, seed=0) -> list[float]:
+    random = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(64, (4, 16), generator=random)
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())  # in float64
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"query_projection": "linear"},
+        {"query_projection": "nonlinear", "mlp_type": "gated", "norm_type": "rmsnorm", "attention_gate": "headwise"},
+        {"canon": "ABCD", "forget_gate": "learned", "position_embedding": "rope", "tie_word_embeddings": False},
+    ],
+    ids=["gpt2", "modern", "untied"],
+)
+def test_equals_the_multipliers_of_the_paper(switches):
+    """Table 1 of arXiv 2505.01618 with alpha = 1, written with multipliers in the forward pass."""
+    width, depth = 4, 3
+    config = make_config(32 * width, 2 * depth, **switches)
+    base = make_config(32, 2, **switches)
+    ours = make_model(config)
+    reference = copy.deepcopy(ours)
+    factors = completep_factors(ours, base)
+    scale_initial_values(ours, factors)
+
+    hidden, vectors, outer = [], [], []
+    embeddings = {reference.lm_head.weight, *(m.weight for m in reference.modules() if isinstance(m, torch.nn.Embedding))}
+    for name, module in reference.named_modules():
+        if name.endswith(("o_proj", "mlp.fc2", "mlp.down_proj")):
+            module.register_forward_hook(lambda module, inputs, output: output / depth)
+    reference.model.norm.register_forward_hook(lambda module, inputs, output: output / width)
+    for name, parameter in reference.named_parameters():
+        if parameter in embeddings or name.startswith("model.norm"):
+            outer.append(parameter)
+        elif parameter.ndim == 2 and "canon" not in name:  # whose sums have 4 inputs at any width
+            hidden.append(parameter)
+            with torch.no_grad():
+                ends = name.endswith(("o_proj.weight", "mlp.fc2.weight", "mlp.down_proj.weight"))
+                # The class divides by the root of twice its own layers, not of its base's
+                parameter.mul_(width**-0.5 * (depth**0.5 if ends else 1))
+        else:
+            vectors.append(parameter)
+    matrices = [parameter for parameter in outer if parameter.ndim == 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "eps": EPSILON / width, "weight_decay": DECAY},
+            {"params": [p for p in outer if p.ndim == 1], "eps": EPSILON / width, "weight_decay": 0.0},
+            {"params": hidden, "lr": RATE / width, "eps": EPSILON / width / depth, "weight_decay": DECAY * width},
+            {"params": [p for p in vectors if p.ndim == 1], "eps": EPSILON / width / depth, "weight_decay": 0.0},
+            {"params": [p for p in vectors if p.ndim == 2], "eps": EPSILON / width / depth, "weight_decay": DECAY},
+        ],
+        lr=RATE,
+    )
+    expected = train_steps(reference, optimizer)
+    assert train_steps(ours, make_optimizer(ours, factors)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_base_model_is_trained_as_without():
+    config = make_config()
+    plain, ours = make_model(config), make_model(config)
+    factors = completep_factors(ours, config)
+    scale_initial_values(ours, factors)
+    assert train_steps(ours, make_optimizer(ours, factors)) == train_steps(plain, make_optimizer(plain))
+
+
+def coordinate_slope(parametrization: str, **switches) -> dict[str, float]:
+    """How the sizes of what 5 steps change grow: the exponent of the width of a model, whose depth grows with it."""
+    base, sizes = make_config(32, 2, **switches), {"hidden": [], "logits": []}
+    multiples = (1, 2, 4, 8)
+    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    for multiple in multiples:
+        model, factors = make_model(make_config(32 * multiple, 2 * min(multiple, 4), **switches)), None
+        if parametrization == "completep":
+            factors = completep_factors(model, base)
+            scale_initial_values(model, factors)
+        outputs = []
+        for _ in range(2):
+            with torch.no_grad():
+                found = model.model(input_ids=ids, output_hidden_states=True)
+                outputs.append((found.hidden_states[-2], model.lm_head(found.last_hidden_state)))
+            if len(outputs) == 1:
+                train_steps(model, make_optimizer(model, factors), steps=5)
+        for name, before, after in zip(sizes, *outputs, strict=True):
+            sizes[name].append((after - before).pow(2).mean().sqrt().item())
+    return {name: np.polyfit(np.log(multiples), np.log(values), 1)[0] for name, values in sizes.items()}
+
+
+@pytest.mark.parametrize("query", ["linear", "nonlinear"])
+def test_coordinate_check(query):
+    """What the first steps change is as large in a wide and deep model; in the standard parametrization it grows."""
+    completep, standard = (coordinate_slope(name, query_projection=query) for name in ("completep", "standard"))
+    assert all(abs(slope) < 0.2 for slope in completep.values()), completep
+    assert all(slope > 0.5 for slope in standard.values()), standard
+
+
+class TestRecipe:
+    BASE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+    def test_a_run(self, recipe_file, tmp_path):
+        settings = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+        options = {"switches": settings, "save_steps": 4}
+        folder = tmp_path / "run"
+        metrics = train(recipe_file, output_dir=folder, parametrization="completep", base_switches=self.BASE, **options)
+        plain = train(recipe_file, output_dir=tmp_path / "plain", **options)
+        assert not metrics["diverged"] and metrics["eval_loss"] != plain["eval_loss"]
+        groups = torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["param_groups"]
+        rate = TrainingArguments(output_dir=str(tmp_path)).learning_rate
+        assert len({group["initial_lr"] for group in groups}) == 3 and groups[0]["initial_lr"] != rate
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= groups[0]["initial_lr"]
+
+    @pytest.mark.parametrize(
+        "fields, message",
+        [
+            ({"parametrization": "mup"}, "parametrization='mup' must be 'standard' or 'completep'"),
+            ({"parametrization": "completep"}, "needs the switches of its base model"),
+            ({"base_switches": BASE}, "'standard' takes none"),
+            ({"base_switches": "8"}, "base_switches=8 must be switches with their values"),
+            (
+                {"parametrization": "completep", "base_switches": {"hidden_size": 24, "num_attention_heads": 1}},
+                "base_switches give head_dim=24",
+            ),
+            (
+                {"parametrization": "completep", "base_switches": BASE, "switches": {"norm_position": "post"}},
+                "norm_position='post' and norm_gain=True must be 'pre' and True",
+            ),
+            ({"parametrization": "completep", "base_switches": BASE, "optim": "sgd"}, "optim='sgd' must be an AdamW"),
+        ],
+    )
+    def test_refused(self, recipe_file, tmp_path, fields, message):
+        with pytest.raises(ValueError, match=message):
+            train(recipe_file, output_dir=tmp_path / "run", **fields)
+        assert not (tmp_path / "run").exists()
+
+    def test_command_line(self, recipe_file, tmp_path, capsys):
+        words = ["--parametrization", "completep", "--base_switches", "{hidden_size: 24, num_attention_heads: 1}"]
+        assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *words]) == 1
+        assert "head_dim=24" in capsys.readouterr().err
