@@ -29,6 +29,10 @@ Ways to choose a rate, each followed by the paired test:
 * mean: every seed trains every rate. The rate with the lowest mean validation loss over the seeds is used for all of them.
 * each seed: every seed trains every rate, and takes the rate of its own lowest validation loss.
 * search: the same, where a seed begins at one rate and tries neighbours until the best rate has a worse one on both sides.
+* first seed: the first seed searches. The others try its rate and the two neighbours, and take their own best.
+* first seed's rate: the first seed searches, and the others train at its rate.
+* baseline's rate: the baseline searches with every seed, and the other models train at its rate of their seed.
+* known rate: all train at the baseline's truly best rate, as one that is transferred from a smaller model may be.
 
 The true losses of three rates are (0, g, 3g) or (g, 0, g). The search has the bowl (..., 4g, g, 0, g, 4g, ...) and begins
 beside its lowest point. Validation and test loss of a run correlate by 1 or by 0.5. A table has models that are equal at their
@@ -266,6 +270,17 @@ def compare_choices(
         tried = search(validation)
         chosen = np.where(tried, validation, np.inf).argmin(axis=2, keepdims=True)
         found = {"search": judge(at(test, chosen)[:, :, 0], tried.sum(axis=(2, 3)).mean())}
+        first = chosen[..., :1]
+        near = np.repeat(np.abs(np.arange(count)[:, None] - first) <= 1, seeds, axis=3)
+        near[..., :1] = tried[..., :1]
+        own = np.where(near, validation, np.inf).argmin(axis=2, keepdims=True)
+        found["first seed"] = judge(at(test, own)[:, :, 0], near.sum(axis=(2, 3)).mean())
+        runs = tried[..., 0].sum(axis=2).mean() + seeds - 1
+        found["first seed's rate"] = judge(at(test, np.broadcast_to(first, chosen.shape))[:, :, 0], runs)
+        taken = at(test, np.broadcast_to(chosen[:, :1], chosen.shape))[:, :, 0]
+        found["baseline's rate"] = judge(taken, (tried[:, 0].sum(axis=(1, 2)).mean() + models * seeds) / (models + 1))
+        known = np.broadcast_to(rates[0, :, 0].argmin(), chosen.shape)
+        found["known rate"] = judge(at(test, known)[:, :, 0], seeds)
     else:
         found = {}
         sweep, _ = train(4)
@@ -433,6 +448,25 @@ def show_choices(random: np.random.Generator, repetitions: int) -> None:
                 ]
                 rows.append(row + [" / ".join(percent(values[way]["wrong"]) for values in found) for way in ways])
     show(["baseline", "model", "correlation", "shared", *ways], rows)
+
+
+def show_rules(random: np.random.Generator, repetitions: int) -> None:
+    bowl = np.square(np.arange(-REACH, REACH + 1.0))
+    for what, moved in (("models have the baseline's best rate", 0), ("their best rate is the next one", 1)):
+        print(f"Wrong verdicts, %, the highest over all bowls, where {what} (runs a model, over all bowls)\n")
+        rows = []
+        for seeds, models in [plan for plan in PLANS if plan[1] != 2]:
+            found = []
+            for gap in GAPS:
+                rates = gap * np.stack([bowl, *[np.roll(bowl, moved)] * models])
+                found += [
+                    compare_choices(random, seeds, models, rates, shared, repetitions=repetitions // 2) for shared in SHARED
+                ]
+            cells = {
+                way: (max(of[way]["wrong"] for of in found), np.mean([of[way]["runs"] for of in found])) for way in found[0]
+            }
+            rows.append([str(seeds), str(models), *(f"{percent(wrong)} ({runs:.1f})" for wrong, runs in cells.values())])
+        show(["seeds", "models", *cells], rows)
 
 
 def show_starts(random: np.random.Generator, repetitions: int) -> None:
@@ -669,6 +703,67 @@ def show_screening(random: np.random.Generator, repetitions: int) -> None:
     show(["factors", "seeds", "runs", *(f"{effect:g} deviations" for effect in (0.5, 1, 2))], rows)
 
 
+CONFIRMING = 8  # the most seeds of a confirmation, which stops early
+
+
+def confirm(
+    random: np.random.Generator, rows: np.ndarray, seeds: int, effect: float, kind: str, repetitions: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Screens factors of which the first lowers the loss by `effect`, and compares what survives with the baseline.
+
+    Returns:
+        `(repetition,)` each: the verdict on the survivors together, 1 for better, -1 for worse and 0 for none; and all runs.
+    """
+    losses = draw_screening(random, rows, seeds, kind, repetitions) - effect * (rows[:, :1] > 0)
+    effects, p = screen(rows, losses)
+    survivors = holm(p[:, :-1]) & (effects[:, :-1] < 0)
+    has_any = survivors.any(axis=1)
+    distribution = "t3" if kind == "heavy tails" else "skewed" if "skewed" in kind else "normal"
+    new = draw(random, (repetitions, 2, CONFIRMING), 0.75 if "shared" in kind else 0.0, distribution)
+    if "4 x" in kind or kind == "the same, skewed":
+        new[:, 1] *= np.where(survivors[:, :1], 4.0, 1.0)
+    new[:, 1] -= effect * survivors[:, :1]
+    differs, _, used = stop_early(new, critical_early(CONFIRMING, 1))
+    verdict = np.where(has_any & differs[:, 0], np.sign(-paired_t(new)[:, 0]), 0)
+    return verdict, rows.shape[0] * seeds + np.where(has_any, 2 * used[:, 0], 0)
+
+
+def show_confirmed(random: np.random.Generator, repetitions: int) -> None:
+    try:
+        designs = {count: make_design([f"f{index}" for index in range(count)]).rows for count in (4, 7, 14)}
+    except ImportError as error:
+        print(f"{error}\n")
+        return
+    print("Screenings without any effect that end with a verdict of better or worse after their confirmation, %\n")
+    plans = [(count, seeds) for count in designs for seeds in (2, 3)]
+    rows = []
+    for count, seeds in plans:
+        wrong = [(confirm(random, designs[count], seeds, 0.0, kind, repetitions)[0] != 0).mean() for kind in SCREENED]
+        rows.append([str(count), str(seeds), *map(percent, wrong)])
+    show(["factors", "seeds", *SCREENED], rows)
+    print(
+        "One factor has an effect. Confirmed as better, % (mean number of runs); and the runs with which a comparison of every "
+        "factor with the baseline finds it as often, normal, equal noise, all with 5 % of wrong verdicts at most\n"
+    )
+    rows = []
+    for count, seeds in plans:
+        row = [str(count), str(seeds)]
+        for effect in (0.5, 1.0, 2.0):
+            verdict, runs = confirm(random, designs[count], seeds, effect, "normal, equal", repetitions)
+            found = (verdict > 0).mean()
+            alone = next(n for n in range(3, 1000) if alone_finds(random, n, count, effect, repetitions // 5) >= found)
+            row.append(f"{percent(found)} ({runs.mean():.0f}); {alone * (count + 1)}")
+        rows.append(row)
+    show(["factors", "seeds", *(f"{effect:g} deviations" for effect in (0.5, 1, 2))], rows)
+
+
+def alone_finds(random: np.random.Generator, seeds: int, models: int, effect: float, repetitions: int) -> float:
+    """How often a comparison finds the one model that is better."""
+    losses = draw(random, (repetitions, models + 1, seeds), 0.0)
+    losses[:, 1] -= effect
+    return float((paired(losses)[:, 0] & (paired_t(losses)[:, 0] < 0)).mean())
+
+
 def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: float) -> None:
     print(
         f"5 seeds, 5 models, correlation 1, seeds share {shared:.0%}: wrong verdicts, % (runs a model; deviation of a mean)\n"
@@ -682,10 +777,24 @@ def show_lists(found: dict[str, dict], searched: dict[float, dict], shared: floa
     show(["g", *(f"{gap:g}" for gap in searched)], [["search", *cells]])
 
 
+PARTS = {
+    "tests": show_tests,
+    "choices": show_choices,
+    "rules": show_rules,
+    "starts": show_starts,
+    "looks": show_looks,
+    "stopping": show_stopping,
+    "screening": show_screening,
+    "confirmed": show_confirmed,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=10_000, help="comparisons simulated for each figure")
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="which tables to make")
+    arguments = parser.parse_args()
+    repetitions = arguments.repetitions
 
     print(
         f"nlq {modeling_nlq.__version__}, python {platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}"
@@ -693,8 +802,8 @@ def main() -> None:
     error = np.sqrt(ALPHA * (1 - ALPHA) / repetitions)
     print(f"{repetitions:,} comparisons a figure; a share of 5 % has a standard error of {error:.2%}\n")
     gate()
-    for part in (show_tests, show_choices, show_starts, show_looks, show_stopping, show_screening):
-        part(np.random.default_rng(0), repetitions)
+    for name in arguments.parts:
+        PARTS[name](np.random.default_rng(0), repetitions)
 
 
 if __name__ == "__main__":

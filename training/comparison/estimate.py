@@ -103,7 +103,8 @@ def describe_estimate(
             base.content["training"].get("torch_compile") for base in (item.variants[item.baseline] for item in scales.values())
         )
         yield (
-            "times are those of a short run of the baseline, and of the other models by their FLOPs, with start-up "
+            "times are those of a short run of the baseline, and of the other models by their FLOPs, which is too short where "
+            "a part has no fast kernel, with start-up "
             + ("and evaluation by the size of the text" if is_evaluated else "but without evaluation, for the text is not here")
             + "; the range is that of the steps of this run"
             + f"; the preparation of data is not included{'; the runs are compiled, and the trial is not' * is_compiled}"
@@ -114,7 +115,7 @@ def describe_estimate(
             continue
         difference = _describe_difference(comparison, (noise_floors or {}).get(name))
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
-    if not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
+    if has_verdicts and not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
 
 

@@ -28,32 +28,40 @@ class Design:
 
     Attributes:
         factors: the names of the columns, the learning rate last.
-        rows: `(rows, factors)`, -1 for off or low, 1 for on or high. The first row has all factors off and the low rate.
+        rows: `(rows, factors)`, -1 for off or low, 1 for on or high, 0 where another option of its choice is on. The first row
+            has all factors off and the low rate.
+        choices: the options of each choice, which are factors that exclude each other.
     """
 
     factors: list[str]
     rows: np.ndarray
+    choices: Sequence[Sequence[str]] = ()
+
+    def two_level(self) -> list[int]:
+        """The columns that are no options."""
+        options = set(itertools.chain.from_iterable(self.choices))
+        return [index for index, name in enumerate(self.factors) if name not in options]
 
     def aliases(self) -> list[list[tuple[str, str]]]:
         """Groups the interactions of two factors that the design cannot tell from each other."""
         groups: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for (i, first), (j, second) in itertools.combinations(enumerate(self.factors), 2):
+        for i, j in itertools.combinations(self.two_level(), 2):
             product = self.rows[:, i] * self.rows[:, j]
-            groups.setdefault(tuple(product * product[0]), []).append((first, second))
+            groups.setdefault(tuple(product * product[0]), []).append((self.factors[i], self.factors[j]))
         return list(groups.values())
 
     def is_of_resolution_4(self) -> bool:
         """Tells whether columns are balanced, and no main effect is mixed with another or with an interaction of two."""
-        columns = range(len(self.factors))
-        chosen = itertools.chain.from_iterable(itertools.combinations(columns, count) for count in (1, 2, 3))
+        chosen = itertools.chain.from_iterable(itertools.combinations(self.two_level(), count) for count in (1, 2, 3))
         return all(self.rows[:, indices].prod(axis=1).sum() == 0 for indices in chosen)
 
 
-def make_design(factors: Sequence[str], fold: bool = False) -> Design:
+def make_design(factors: Sequence[str], fold: bool = False, choices: Sequence[Sequence[str]] = ()) -> Design:
     """Makes the smallest design of resolution IV or more, with the learning rate as one more factor.
 
     Args:
-        factors: their names.
+        factors: the names of those with two levels.
+        choices: the options of each choice. The whole design is repeated without any option and with each of them.
         fold: add the fold-over in which the learning rate changes its sign: twice the runs, and no interaction with the rate is
             mixed with another one.
 
@@ -71,7 +79,13 @@ def make_design(factors: Sequence[str], fold: bool = False) -> Design:
         rows = np.unique(np.asarray(fold_over(rows, columns=[len(names) - 1])), axis=0)
     # With other signs the design has the same properties; so one row has all factors off
     rows = (-rows * rows[0]).astype(int)
-    design = Design(names, rows[np.lexsort(rows.T[::-1])])
+    rows = rows[np.lexsort(rows.T[::-1])]
+    for options in choices:
+        # Without any option all of them are off; with one of them the others are no part of the comparison
+        levels = np.vstack([np.full(len(options), -1), np.eye(len(options), dtype=int)])
+        rows = np.vstack([np.insert(rows, [rows.shape[1] - 1] * len(options), own, axis=1) for own in levels])
+    names[-1:-1] = itertools.chain.from_iterable(choices)
+    design = Design(names, rows, choices)
     if not design.is_of_resolution_4():
         raise RuntimeError(f"pydoe made no design of resolution IV for {len(names)} factors")
     return design
@@ -101,8 +115,9 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise is the mean square of what rows and seeds leave over, `(rows - 1)(seeds - 1)` degrees of freedom. Each effect is a
-    difference of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`, also where some rows are noisier
-    than others: then it is right on average, and only the degrees of freedom are too many.
+    difference of the means of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`, also where some rows
+    are noisier than others: then it is right on average, and only the degrees of freedom are too many. That of an option is a
+    difference of the runs with it and of those without any of its choice.
 
     Args:
         design: the design.
@@ -117,19 +132,21 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
     freedom = (rows - 1) * (seeds - 1)
     noise = math.sqrt(float((residuals**2).sum()) / freedom)
-    error, mean_loss, means = 2 * noise / math.sqrt(rows * seeds), float(losses.mean()), losses.mean(axis=1)
-    margin = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+    mean_loss, means = float(losses.mean()), losses.mean(axis=1)
+    quantile = float(stats.t.ppf(1 - ALPHA / 2, freedom))
 
-    def contrast(column: np.ndarray) -> tuple[float, float]:
+    def contrast(column: np.ndarray) -> tuple[float, float, float]:
+        """The effect of a column, p, and the half width of the interval."""
         effect = float(means[column > 0].mean() - means[column < 0].mean())
+        error = noise * math.sqrt(2 / (_runs_alone(column) * seeds))
         if not error:
-            return effect, 0.0 if effect else 1.0
-        return effect, float(2 * stats.t.sf(abs(effect) / error, freedom))
+            return effect, 0.0 if effect else 1.0, 0.0
+        return effect, float(2 * stats.t.sf(abs(effect) / error, freedom)), quantile * error
 
     found = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
     corrected = dict(zip(design.factors[:-1], holm(found[name][1] for name in design.factors[:-1])))
     main = {}
-    for name, (effect, p) in found.items():
+    for name, (effect, p, margin) in found.items():
         low, high = effect - margin, effect + margin
         improvement, *interval = (-100 * value / mean_loss for value in (effect, high, low))
         main[name] = asdict(MainEffect(effect, low, high, improvement, interval, p, corrected.get(name)))
@@ -137,24 +154,34 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     for group in design.aliases():
         (first, second), *_ = group
         column = design.rows[:, design.factors.index(first)] * design.rows[:, design.factors.index(second)]
-        effect, p = contrast(column)
+        effect, p, _ = contrast(column)
         interactions.append({"aliases": [list(pair) for pair in group], "effect": effect, "p": p})
+    survivors = [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0]
+    for options in design.choices:
+        worse = sorted(set(options) & set(survivors), key=lambda name: found[name][0])[1:]
+        survivors = [name for name in survivors if name not in worse]
     return {
         "main": main,
         "interactions": interactions,
         "noise": noise,
         "freedom": freedom,
         "mean_loss": mean_loss,
-        "survivors": [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0],
+        "survivors": survivors,
     }
 
 
-def runs_one_at_a_time(design: Design, seeds: int) -> int:
-    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width.
+def _runs_alone(column: np.ndarray) -> float:
+    """The runs of one seed that each of two models needs for a difference as precise as the effect of a column.
 
-    A difference of two means of `m` runs has the variance `2 s^2 / m`, an effect here `4 s^2 / (rows * seeds)`.
+    A difference of two means of `m` runs has the variance `2 s^2 / m`, an effect here `s^2 / on + s^2 / off`.
     """
-    return len(design.factors) * len(design.rows) * seeds // 2
+    return 2 / (1 / np.count_nonzero(column > 0) + 1 / np.count_nonzero(column < 0))
+
+
+def runs_one_at_a_time(design: Design, seeds: int) -> int:
+    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width."""
+    alone = [_runs_alone(column) for column in design.rows[:, :-1].T]
+    return math.ceil((sum(alone) + max(alone)) * seeds)
 
 
 def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -172,6 +199,6 @@ def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]
                 if merged[section].setdefault(field, value) != value:
                     raise ValueError(
                         f"factors {owner!r} and {name!r} exclude each other: they set {field}={merged[section][field]!r} and "
-                        f"{field}={value!r}; keep one of them, or make two screenings"
+                        f"{field}={value!r}; make them options of one_of"
                     )
     return {section: fields for section, fields in merged.items() if fields}

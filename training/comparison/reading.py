@@ -235,9 +235,20 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
             )
     if not isinstance(given.get("fold", False), bool):
         raise ValueError(f"{path}: fold={given['fold']!r} must be true or false")
-    factors = read_section(given["factors"], f"{path}: factors")
-    if not 2 <= len(factors) <= _MOST_FACTORS:
-        raise ValueError(f"{path}: factors holds {len(factors)} changes; it must hold 2 to {_MOST_FACTORS}")
+    entries = read_section(given["factors"], f"{path}: factors")
+    for name, fields in entries.items():
+        if isinstance(fields, Mapping) and "one_of" in fields:
+            source = f"{path}: factor {name!r}"
+            check_keys(source, fields, ("one_of",))
+            if len(read_section(fields["one_of"], f"{source}: one_of")) < 2:
+                raise ValueError(f"{source}: one_of={fields['one_of']!r} must hold two or more options; off is one more")
+    factors, choices = _flat_factors(entries)
+    if len(factors) < sum(len(options) for options in choices) + len(entries) - len(choices):
+        raise ValueError(f"{path}: factors: an option has the name of another factor; rename one")
+    if not 2 <= len(entries) - len(choices) <= _MOST_FACTORS:
+        raise ValueError(
+            f"{path}: factors holds {len(entries) - len(choices)} changes besides one_of; it must hold 2 to {_MOST_FACTORS}"
+        )
     _check_names(f"{path}: factor", factors)
     if wrong := [name for name in factors if "+" in name or "," in name or name in (OFF, BEST, RATE)]:
         raise ValueError(f"{path}: factor {wrong[0]!r}: the name must be another one, without + and ,")
@@ -260,6 +271,18 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_LOOK} or more; set confirm: {{seeds: ...}}")
 
 
+def _flat_factors(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
+    """The entries of all factors and options by name, and the options of each choice."""
+    factors, choices = {}, []
+    for name, fields in given.items():
+        if isinstance(fields, Mapping) and "one_of" in fields:
+            choices.append(list(fields["one_of"]))
+            factors.update(fields["one_of"])
+        else:
+            factors[name] = fields
+    return factors, choices
+
+
 def _read_screening(
     source: str,
     name: str,
@@ -270,11 +293,13 @@ def _read_screening(
     recipe_source: str,
 ) -> Screening:
     """Reads a screening; the arguments are those of `_read_comparison`."""
+    entries, choices = _flat_factors(given["factors"])
     factors = {
         factor: {section: dict(content or {}) for section, content in (fields or {}).items()}
-        for factor, fields in given["factors"].items()
+        for factor, fields in entries.items()
     }
-    design = make_design(list(factors), bool(given.get("fold")))
+    alone = [factor for factor in factors if not any(factor in options for options in choices)]
+    design = make_design(alone, bool(given.get("fold")), choices)
     low, high = read_rates(f"{source}: learning_rates", given["learning_rates"]).listed
     _check_seeds(source, given.get("seeds"))
     resolved = resolve_recipe(shared, overrides, recipe_source).given
@@ -282,18 +307,21 @@ def _read_screening(
 
     def build(what: str, change: dict[str, Any]) -> Variant:
         budget = sizes.get(OFF)
-        variant = _read_model(source, what, change, resolved, Rates(listed=(low,)), given.get("match"), budget)
+        try:
+            variant = _read_model(source, what, change, resolved, Rates(listed=(low,)), given.get("match"), budget)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f"{source}: model {what!r}: ")) from error
         sizes.setdefault(OFF, variant.size)  # the first is the baseline, which others may be matched to
         return variant
 
     try:
-        built = check_factors(factors, build)
+        built = check_factors(factors, choices, build)
     except ValueError as error:
-        raise ValueError(f"{source}: {str(error).removeprefix(f'{source}: ')}") from error
+        raise ValueError(f"{source}: {error}") from error
 
     models = {}
     for row in design.rows:
-        on = [factor for factor, level in zip(factors, row) if level > 0]
+        on = [factor for factor, level in zip(design.factors[:-1], row) if level > 0]
         rate = high if row[-1] > 0 else low
         models[row_name(on, rate)] = {**merged_change(factors, on), "learning_rates": [rate]}
     fields = {field: value for field, value in given.items() if field not in ("factors", "fold", "confirm")}
@@ -307,8 +335,8 @@ def _read_screening(
         _check_stop(Path(source), own)
         return _read_comparison(source, f"{name}, confirmation", command, own, shared, overrides, recipe_source)
 
-    confirm(list(factors)[:1])  # its fields are checked before anything is trained
-    return Screening(name, command, {**given, "recipe": resolved}, factors, design, (low, high), runs, built, confirm)
+    first = confirm(list(factors)[:1])  # its fields are checked before anything is trained
+    return Screening(name, command, {**given, "recipe": resolved}, factors, design, (low, high), runs, built, confirm, first)
 
 
 def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = "") -> dict[str, Any]:

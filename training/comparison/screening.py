@@ -34,6 +34,7 @@ class Screening:
         runs: the runs of the design, as a comparison whose models are its rows, in order.
         sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.
         confirm: function from the factors that survive to the comparison that confirms them.
+        confirmation: that comparison for the first factor alone, whose number of runs is that of any other.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Screening:
     runs: Comparison
     sizes: dict[str, Size]
     confirm: Callable[[Sequence[str]], Comparison]
+    confirmation: Comparison
 
     @property
     def baseline(self) -> str:
@@ -55,8 +57,10 @@ class Screening:
         """The plan, line by line."""
         rows, seeds = len(self.design.rows), len(self.runs.seeds)
         for name in self.factors:
+            others = [option for options in self.design.choices if name in options for option in options if option != name]
             more = self.sizes[name].total - self.sizes[OFF].total
-            yield f"{name}: {json.dumps(self.factors[name])}, {more:+,} parameters"
+            excludes = f"; never together with {', '.join(others)}" if others else ""
+            yield f"{name}: {json.dumps(self.factors[name])}, {more:+,} parameters{excludes}"
         low, high = self.rates
         yield f"{RATE}: {low:g} or {high:g}"
         yield (
@@ -65,7 +69,13 @@ class Screening:
             f"{runs_one_at_a_time(self.design, seeds)} runs"
         )
         yield from alias_sentences(self.design)
-        yield "then the factors that survive, together, against the baseline, each model at its own learning rate"
+        confirmation = self.confirmation
+        runs = sum(confirmation.runs_of(name) for name in confirmation.variants)
+        is_open = any(variant.rates.is_search for variant in confirmation.variants.values())
+        yield (
+            "then the factors that survive, together, against the baseline, each model at its own learning rate: "
+            f"{'at most ' * bool(confirmation.stop)}{runs} runs{', more if a search goes on' * is_open}"
+        )
 
 
 def alias_sentences(design: Design) -> list[str]:
@@ -80,11 +90,14 @@ def row_name(factors: list[str], rate: float) -> str:
     return f"{'+'.join(factors) or OFF}, rate {rate:g}"
 
 
-def check_factors(factors: Mapping[str, Mapping[str, Any]], build: Callable[[str, dict[str, Any]], Variant]) -> dict[str, Size]:
+def check_factors(
+    factors: Mapping[str, Mapping[str, Any]], choices: Sequence[Sequence[str]], build: Callable[[str, dict[str, Any]], Variant]
+) -> dict[str, Size]:
     """Builds the baseline, each factor alone, and each pair, before anything is trained.
 
     Args:
         factors: the changes by name.
+        choices: groups of factors that are never on together.
         build: function from a name and a change to a `Variant`.
 
     Returns:
@@ -95,13 +108,18 @@ def check_factors(factors: Mapping[str, Mapping[str, Any]], build: Callable[[str
     """
     built = {OFF: build(OFF, {})}
     for name in factors:
-        built[name] = build(f"factor {name!r}", merged_change(factors, [name]))
+        try:
+            built[name] = build(f"factor {name!r}", merged_change(factors, [name]))
+        except ValueError as error:
+            raise ValueError(f"factor {name!r}: {error}") from error
     for first, second in itertools.combinations(built, 2):
         one, other = built[first], built[second]
         if one.config == other.config and one.content["training"] == other.content["training"]:
             what = f"changes nothing: {OFF!r} has it" if first == OFF else f"is the same as {first!r}"
             raise ValueError(f"factor {second!r} {what}; remove it")
     for first, second in itertools.combinations(factors, 2):
+        if any(first in options and second in options for options in choices):
+            continue
         change = merged_change(factors, [first, second])
         try:
             build(f"factors {first!r} and {second!r}", change)
@@ -153,7 +171,11 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
             name: {"change": without_folders(change), "parameters": screening.sizes[name].total - screening.sizes[OFF].total}
             for name, change in screening.factors.items()
         },
-        "design": {"factors": screening.design.factors, "rows": screening.design.rows.tolist()},
+        "design": {
+            "factors": screening.design.factors,
+            "rows": screening.design.rows.tolist(),
+            "choices": [list(options) for options in screening.design.choices],
+        },
         "rates": list(screening.rates),
         "runs_one_at_a_time": runs_one_at_a_time(screening.design, len(screening.runs.seeds)),
         "alpha": ALPHA,

@@ -1,6 +1,7 @@
 """The report of a screening, made from its results alone: a page for a browser, a text, and figures."""
 
 import base64
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,14 @@ def protocol(results: dict[str, Any]) -> list[str]:
     """How the numbers were measured."""
     rows, seeds = len(results["design"]["rows"]), len(results["runs"]["seeds"])
     low, high = results["rates"]
+    choices = results["design"].get("choices", [])
     sentences = [
         f"{len(results['factors'])} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
         f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs. One factor at a time, intervals "
-        f"of the same width take {results['runs_one_at_a_time']} runs at given rates.",
+        f"of the same width take {results['runs_one_at_a_time']} runs at given rates."
+        + "".join(
+            f" The design is repeated without any of {', '.join(options)}, and with each of them." for options in choices
+        ),
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results["runs"]["same_tokens"] else "."),
     ]
@@ -123,13 +128,14 @@ def effect_rows(results: dict[str, Any]) -> list[dict[str, str]]:
     if results["effects"] is None:
         return []
     main = results["effects"]["main"]
+    excluded = {name: " or ".join(options) for options in results["design"].get("choices", []) for name in options}
     rows = []
     for name in sorted(main, key=lambda name: (name == RATE, main[name]["effect"])):
         effect = main[name]
         factor = results["factors"].get(name)
         rows.append(
             {
-                "factor": name,
+                "factor": name + (f" (one of {excluded[name]})" if name in excluded else ""),
                 "loss improvement (%)": with_interval(effect["improvement"], effect["improvement_interval"], "+.2f"),
                 "Holm p": p_value(effect["holm_p"]),
                 "parameters": "" if factor is None else f"{factor['parameters']:+,}",
@@ -175,7 +181,9 @@ def draw_effects(results: dict[str, Any]) -> Figure:
 def draw_half_normal(results: dict[str, Any]) -> Figure:
     """Absolute effects against half-normal quantiles: effects that are noise lie on a line through 0 (Daniel 1959)."""
     found = results["effects"]
-    points = [(abs(effect["effect"]), name) for name, effect in found["main"].items()]
+    # Options have wider intervals than other factors
+    options = set(itertools.chain.from_iterable(results["design"].get("choices", [])))
+    points = [(abs(effect["effect"]), name) for name, effect in found["main"].items() if name not in options]
     points += [
         (abs(group["effect"]), " or ".join(" x ".join(pair) for pair in group["aliases"])) for group in found["interactions"]
     ]

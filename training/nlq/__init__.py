@@ -340,8 +340,12 @@ def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
     given = arguments.noise_floor
     noise_floors = None if given is None else read_noise_floors(given, comparison)
     print("\n".join(comparison.describe()), flush=True)
-    runs = comparison.runs if isinstance(comparison, Screening) else comparison
-    for line in describe_estimate(runs, arguments.cpus_per_run, noise_floors, has_verdicts=runs is comparison):
+    if isinstance(comparison, Screening):
+        for line in describe_estimate(comparison.runs, arguments.cpus_per_run, has_verdicts=False):
+            print(line, flush=True)
+        print("confirmation, without what its factors add to the time:")
+        comparison = comparison.confirmation
+    for line in describe_estimate(comparison, arguments.cpus_per_run, noise_floors):
         print(line, flush=True)
 
 

@@ -2,6 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support.paths import REPOSITORY
+from support.runs import without_times
 
 
 pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
@@ -95,6 +101,35 @@ def test_planted_truths():
     strongest = max(found["interactions"], key=lambda group: abs(group["effect"]))
     assert ["helps", "with"] in strongest["aliases"] and strongest["p"] < 0.001
     assert min(found["main"][name]["holm_p"] for name in ("without", "twin")) > 0.05
+
+
+def test_choices():
+    """The design is repeated for each option; effects are those of least squares, and the best option survives."""
+    design = make_design(["a", "b", "c"], choices=[["x", "y"]])
+    assert design.factors == ["a", "b", "c", "x", "y", RATE]
+    whole = make_design(["a", "b", "c"]).rows
+    for level, own in enumerate(([-1, -1], [1, 0], [0, 1])):
+        block = design.rows[level * len(whole) : (level + 1) * len(whole)]
+        assert (block[:, [0, 1, 2, 5]] == whole).all() and (block[:, 3:5] == own).all()
+    assert not any({"x", "y"} & set(pair) for group in design.aliases() for pair in group)
+    rng = np.random.default_rng(0)
+    losses = 4 - 0.1 * (design.rows[:, 3] > 0) - 0.3 * (design.rows[:, 4] > 0) - 0.2 * (design.rows[:, 0] > 0)
+    losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
+    found = analyse_effects(design, losses)
+    assert found["survivors"] == ["a", "y"], "x helps too, and y more"
+    rows, seeds = losses.shape
+    indicators = np.column_stack([design.rows[:, :3] / 2, design.rows[:, 3:5] > 0, design.rows[:, 5:] / 2])
+    inputs = np.column_stack(
+        [np.repeat(np.column_stack([np.ones(rows), indicators]), seeds, axis=0), np.tile(np.eye(seeds)[:, 1:], (rows, 1))]
+    ).astype(float)
+    coefficients = np.linalg.lstsq(inputs, losses.ravel(), rcond=None)[0][1:7]
+    covariance = found["noise"] ** 2 * np.linalg.inv(inputs.T @ inputs)
+    for name, effect, error in zip(design.factors, coefficients, np.sqrt(np.diag(covariance))[1:7]):
+        assert found["main"][name]["effect"] == pytest.approx(effect)
+        half = (found["main"][name]["high"] - found["main"][name]["low"]) / 2
+        assert half == pytest.approx(stats.t.ppf(0.975, found["freedom"]) * error)
+    # 24 rows: a difference with 12 runs each for a, b and c, with 8 runs for x and y, and 12 of the baseline
+    assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 8 + 12) * seeds
 
 
 def test_runs_one_at_a_time():
@@ -215,7 +250,15 @@ def _switch(**switches):
     [
         ({"models": {"a": None}}, "factors and models exclude each other"),
         ({"stop": "early"}, "factors and stop exclude each other"),
-        ({"factors": {"one": _switch(attention_gate="headwise")}}, "factors holds 1 changes; it must hold 2 to 15"),
+        (
+            {"factors": {"one": _switch(attention_gate="headwise")}},
+            "factors holds 1 changes besides one_of; it must hold 2 to 15",
+        ),
+        ({"factors": {"a": {"one_of": {"b": _switch(norm_type="rmsnorm")}}}}, "one_of=.* must hold two or more options"),
+        (
+            {"factors": {"a": _switch(norm_type="rmsnorm"), "c": {"one_of": {"a": {}, "b": {}}}}},
+            "an option has the name of another factor",
+        ),
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
         ({"fold": "yes"}, "fold='yes' must be true or false"),
@@ -229,7 +272,7 @@ def _switch(**switches):
         ),
         (
             {"factors": {"a": _switch(attention_activation="sigmoid"), "sink": _switch(attention_sink="zero")}},
-            "factors 'a' and 'sink' exclude each other: .*attention_sink='zero' needs attention_activation='softmax'",
+            "factors 'a' and 'sink' exclude each other: attention_sink='zero' needs attention_activation='softmax'",
         ),
         (
             {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
@@ -247,7 +290,13 @@ def test_refused(make_screening, fields, message):
 
 @pytest.mark.slow
 def test_from_file_to_report(make_screening, tmp_path, capsys):
-    file, folder = make_screening(confirm={"learning_rates": [1e-2], "seeds": [0, 1, 2]}), tmp_path / "out"
+    factors = {
+        "gate": _switch(attention_gate="headwise"),
+        "harm": _switch(initializer_range=0.1),
+        "position": {"one_of": {"none": _switch(position_embedding="none"), "rope": _switch(position_embedding="rope")}},
+    }
+    file = make_screening(factors=factors, confirm={"learning_rates": [1e-2], "seeds": [0, 1, 2]})
+    folder = tmp_path / "out"
     assert main(["compare", file, "--output_dir", str(folder)]) == 0
     out = capsys.readouterr().out
     results = json.loads((folder / "results.json").read_text())
@@ -255,12 +304,64 @@ def test_from_file_to_report(make_screening, tmp_path, capsys):
     page, text = (folder / "report.html").read_text(), (folder / "results.md").read_text()
     for part in ("Main effects", "Half-normal plot", "cannot separate the interactions", "They are no verdict"):
         assert part in page and part in text
-    assert len(list((folder / SCREENING).glob("runs/*/*/metrics.json"))) == 16
+    assert "rope (one of none or rope)" in page and "repeated without any of none, rope, and with each" in text
+    assert len(list((folder / SCREENING).glob("runs/*/*/metrics.json"))) == 48
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
-    assert "16 of 16 runs finished" in capsys.readouterr().out
+    assert "48 of 48 runs finished" in capsys.readouterr().out
     write_screening_report(results, tmp_path)
     assert (tmp_path / "report.html").read_text() == page
     assert yaml.safe_load((folder / "comparison.yaml").read_text())["factors"]
+
+
+def plan_with_truths(make_screening) -> str:
+    """The file of a screening with factors whose effects are known."""
+    factors = {
+        "helps": _switch(final_logit_softcapping=None),  # the baseline's logits stay small
+        "harms": {"training": {"warmup_steps": 100}},  # hardly a step is made
+        "twin": {"training": {"logging_steps": 2}},  # the same run
+    }
+    training = {"max_steps": 8, "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
+    confirm = {"learning_rates": [1e-2], "seeds": [0, 1, 2, 3], "stop": "early"}
+    switches = {"final_logit_softcapping": 0.3}
+    return make_screening(factors=factors, training=training, switches=switches, confirm=confirm, fold=True)
+
+
+@pytest.mark.slow
+class TestPlantedTruths:
+    """Real runs: one factor helps, one harms, they interact, and a twin changes nothing."""
+
+    def test_all_are_found_also_after_a_kill(self, make_screening, tmp_path):
+        file, whole, killed = plan_with_truths(make_screening), tmp_path / "whole", tmp_path / "killed"
+        command = ["compare", file, "--explore", "false", "--output_dir"]
+        # A process of its own is killed in the middle of the design, and again while it confirms
+        for folder, count in ((SCREENING, 5), (CONFIRMATION, 3)):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "modeling_nlq.training", *command, str(killed)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            while len(list(killed.glob(f"{folder}/runs/*/*/metrics.json"))) < count:
+                assert process.poll() is None
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert not (killed / "results.json").exists()
+        assert main([*command, str(killed)]) == 0 and main([*command, str(whole)]) == 0
+        again, results = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
+        for part in ("runs", "confirmation"):
+            assert without_times(again[part]) == without_times(results[part])
+        assert again["effects"] == results["effects"]
+
+        effects = results["effects"]
+        main_effects = effects["main"]
+        assert effects["survivors"] == ["helps"] and main_effects["helps"]["holm_p"] < 0.001
+        assert main_effects["harms"]["holm_p"] < 0.001 and main_effects["harms"]["effect"] > 0
+        assert main_effects["twin"]["holm_p"] > 0.05
+        strongest = max(effects["interactions"], key=lambda group: abs(group["effect"]))
+        assert ["helps", "harms"] in strongest["aliases"] and strongest["p"] < 0.001
+        confirmed = results["confirmation"]["statistics"]["effects"]["best"]
+        assert confirmed["verdict"] == "better" and len(results["confirmation"]["models"]["best"]["runs"]) == 3
 
 
 def test_the_shipped_results_are_those_of_their_runs(tmp_path):
