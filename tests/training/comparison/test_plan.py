@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from modeling_nlq.configuration import names
 from modeling_nlq.training.comparison.plan import Ladder, Run
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.screening import Screening
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
@@ -80,8 +81,13 @@ class TestPlan:
 
     @pytest.mark.parametrize("name", names("comparisons"))
     def test_shipped_comparisons(self, name):
+        if name == "parts":
+            pytest.importorskip("pydoe")
         plan = load_comparison(name)
-        for comparison in plan.scales.values() if isinstance(plan, Ladder) else [plan]:
+        if isinstance(plan, Screening):
+            assert plan.confirmation.power_warning() is None
+        scales = plan.scales.values() if isinstance(plan, Ladder) else [] if isinstance(plan, Screening) else [plan]
+        for comparison in scales:
             assert (comparison.power_warning() is None) == (name != "gpu")  # which shows curves and speed, and judges nothing
             for model, variant in comparison.variants.items():
                 comparison.resolve(Run(model, variant.rates.first[0], comparison.seeds[0]), Path("runs"))
