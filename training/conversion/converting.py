@@ -37,6 +37,7 @@ from ..run.data import check_vocabulary
 from ..run.trained_on import read_trained_on
 from ..text import first_line, one_line
 from .families import FAMILIES
+from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .renaming import (
     LossyConversion,
     Origin,
@@ -53,7 +54,7 @@ from .renaming import (
     to_nlq_origins,
 )
 from .rules import BIASED_PARTS
-from .sources import find_checkpoint, load_checkpoint, load_model, read_source
+from .sources import find_checkpoint, load_checkpoint, load_gguf, load_model, read_source
 from .streaming import Weights, add_new_parameters, find_weights, write_weights
 from .upcycling import changed, largest_difference, only_adds
 from .upcycling import upcycle as upcycle_model
@@ -94,6 +95,7 @@ class Conversion:
         base_model: the model on the Hub that the weights come from, if it is known.
         switches: fields that were changed.
         lost: the differences between the new model and the old one, in words; empty if both compute the same.
+        dequantised: the type of a quantised source's weights, as llama.cpp names it.
         difference: largest difference of the outputs on random tokens, in float32, relative to the largest output; `None` if
             there is no other model to compare with, as for a checkpoint, or if it is too large.
         not_compared: why the outputs were not compared, although there is another model.
@@ -112,6 +114,7 @@ class Conversion:
     base_model: str | None = None
     switches: dict[str, Any] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    dequantised: str | None = None
     difference: float | None = None
     not_compared: str | None = None
     parameters: int = 0
@@ -137,7 +140,8 @@ def convert(
     If every parameter is only renamed, split, joined or added, weights in safetensors files are converted shard by shard.
 
     Args:
-        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, or a checkpoint of the paper's code or of nanoGPT.
+        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file of one of them, or a checkpoint of the
+            paper's code or of nanoGPT.
         target: folder to write.
         to: `"nlq"`, or the family to write, one of `FAMILIES`.
         upcycle: give it `upcycled` queries, which compute the same at first.
@@ -166,13 +170,20 @@ def convert(
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
 
-    checkpoint, plan = find_checkpoint(source), None
+    checkpoint, gguf, plan = find_checkpoint(source), None, None
     if checkpoint is not None:
         old = load_checkpoint(checkpoint)
+    elif (path := find_gguf(source)) is not None:
+        gguf = read_gguf(path)
+        if gguf.not_read and not allow_lossy:
+            raise LossyConversion(gguf.not_read)
+        old = load_gguf(gguf)
     else:
         config, model_class = read_source(source)
         old, plan = _open(source, config, model_class, switches, to, allow_lossy)
     new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
+    if gguf is not None:
+        lost = [*gguf.not_read, *lost]
     is_nlq = old.config.model_type == "nlq" and checkpoint is None
     earlier = read_conversion(source, is_untrained=True) if is_nlq else None
     added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
@@ -180,7 +191,7 @@ def convert(
         added, enlarged = _new_parameters(empty_model(type(new), _nlq_config(old.config)), new, added, enlarged)
     if to != "nlq":
         added, enlarged = [], []  # models of other families have no such parameters
-    own_tokenizer = _load_tokenizer(source, tokenizer, new)
+    own_tokenizer = _load_tokenizer(source, tokenizer, new, gguf)
     done = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
         source_class="checkpoint" if checkpoint is not None else type(old).__name__,
@@ -188,6 +199,7 @@ def convert(
         base_model=base_model_of(source),
         switches=switches,
         lost=lost,
+        dequantised=gguf.weights if gguf is not None and gguf.is_quantised else None,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
         added=added,
@@ -316,8 +328,12 @@ def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[Pre
         return conversion(model, allow_lossy=True), error.lost
 
 
-def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None) -> PreTrainedTokenizerBase | None:
     """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is one."""
+    if name is None and gguf is not None:
+        tokenizer = load_gguf_tokenizer(gguf)
+        check_vocabulary(tokenizer, source, model.config)
+        return tokenizer
     if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
     try:

@@ -318,6 +318,7 @@ _WITHOUT_EFFECT = (
     "task_specific_params",
     "tokenizer_class",
     "transformers.js_config",
+    "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
 )

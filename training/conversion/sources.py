@@ -9,6 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..parameters import check_names
 from ..text import first_line
 from .families import FAMILIES
+from .gguf_files import GGUF, find_gguf
 from .paper import from_paper, read_checkpoint
 from .renaming import classes_of
 
@@ -19,6 +20,8 @@ PAPER_CHECKPOINT = "ckpt.pt"
 def find_checkpoint(source: str) -> Path | None:
     """The checkpoint file of a source, which is the file or its folder; `None` if there is none."""
     path = Path(source)
+    if find_gguf(source) is not None:
+        return None
     if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
         return path / PAPER_CHECKPOINT
     return path if path.is_file() else None
@@ -43,12 +46,13 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     Raises:
         ValueError: if it is no model that can be converted.
     """
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT}")
-    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin"))):
+    folder, options = _place(source)
+    if not options and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT} nor a GGUF file")
+    if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin", ".gguf"))):
         raise ValueError(f"there is no folder or file {source!r}")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
         raise ValueError(f"{source!r} is {place}no model that can be read: {first_line(error)}") from error
@@ -61,15 +65,22 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     return config, classes[name]
 
 
+def _place(source: str) -> tuple[str | Path, dict[str, str]]:
+    """Where Transformers finds a source: the folder or Hub name, and other arguments of `from_pretrained`."""
+    path = find_gguf(source)
+    return (source, {}) if path is None else (path.parent, {"gguf_file": path.name})
+
+
 def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Loads the model of a folder or of the Hub in its own precision.
+    """Loads the model of a folder or of the Hub in its own precision, a quantised one from a GGUF file in float32.
 
     Raises:
         ValueError: for weights that cannot be read, naming the parameters that are missing, damaged or unknown.
     """
+    folder, options = _place(source)
     try:
         model, found = model_class.from_pretrained(
-            source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+            folder, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source!r}: the weights cannot be read: {first_line(error)}") from error
@@ -91,3 +102,20 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
     except ValueError as error:
         raise ValueError(f"{source!r}: {error}") from None
     return model.eval()
+
+
+def load_gguf(gguf: GGUF) -> PreTrainedModel:
+    """Loads the model of a GGUF file, whose weights become float32.
+
+    Raises:
+        ValueError: for weights that cannot be read or have no place in the model.
+    """
+    source = str(gguf.path)
+    model = load_model(source, *read_source(source))
+    read = len(list(model.parameters()))
+    if gguf.tensors > read:
+        raise ValueError(f"{source} holds {gguf.tensors} tensors, of which Transformers reads {read}")
+    # Transformers saves no model that it takes for a quantised one
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    return model

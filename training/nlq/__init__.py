@@ -175,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
         "of one of these families.",
         allow_abbrev=False,
     )
-    command.add_argument("source", help="folder or Hub name of a saved model, or a ckpt.pt")
+    command.add_argument("source", help="folder or Hub name of a saved model, a .gguf file, or a ckpt.pt")
     command.add_argument("target", help="folder to write")
     command.add_argument(
         "--to", metavar="FAMILY", default="nlq", help="the type to write, as Transformers names it: llama; by default nlq"
@@ -484,6 +484,8 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
         parts.append(f"outputs were not compared: {done.not_compared}")
     parts.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
     print(f"{arguments.target}: {', '.join(parts)}")
+    if done.dequantised is not None:
+        print(f"weights of type {done.dequantised} became float32: the model is quantised no more")
     for text in done.lost:
         print(f"lost: {text}")
 
