@@ -332,7 +332,10 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf:
     """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is one."""
     if name is None and gguf is not None:
         tokenizer = load_gguf_tokenizer(gguf)
-        check_vocabulary(tokenizer, source, model.config)
+        try:
+            check_vocabulary(tokenizer, source, model.config)
+        except ValueError as error:  # where the vocabulary lacks it, Transformers adds GPT-2's token of unknown text
+            raise ValueError(f"{error}; give one by --tokenizer") from None
         return tokenizer
     if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None

@@ -1,0 +1,216 @@
+"""`nlq convert model.gguf`: equal outputs and tokens, and one line for what cannot be read."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.conversion_cases import assert_same_function, check_folder, nlq_fails, randomize, run_nlq, snapshot
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from modeling_nlq.training.conversion import gguf_files
+
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+
+from support.gguf_cases import CHAT_TEMPLATE, SENTENCES, make_tokenizer, write_gguf  # noqa: E402
+
+
+TOKENIZER = make_tokenizer()
+SIZES = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+    "bos_token_id": TOKENIZER.bos_token_id,
+    "eos_token_id": TOKENIZER.eos_token_id,
+    "pad_token_id": TOKENIZER.pad_token_id,
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **ROPE, rms_norm_eps=0.125)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **ROPE, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **ROPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 128}, **ROPE)),
+}
+
+
+def make(name):
+    return randomize(MODELS[name]()).eval()
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A function that writes the GGUF file of a tiny Llama."""
+    return lambda **options: write_gguf(tmp_path / "model.gguf", make("llama"), **{"tokenizer": TOKENIZER, **options})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_families(name, tmp_path):
+    """The function of the class whose weights were written, and back to that class."""
+    model = make(name)
+    file = write_gguf(tmp_path / "model.gguf", model, tokenizer=TOKENIZER)
+    assert run_nlq("convert", file, tmp_path / "nlq") == 0
+    check_folder(tmp_path / "nlq")
+    assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "nlq"), model)
+    assert run_nlq("convert", tmp_path / "nlq", tmp_path / "back", "--to", name.split("-")[0]) == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(model)
+    for parameter, value in model.state_dict().items():
+        assert torch.equal(back.state_dict()[parameter], value), parameter
+
+
+def test_every_architecture_is_tested():
+    assert {name.split("-")[0] for name in MODELS} == set(gguf_files.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_1", "Q8_0", "F16", "BF16"])
+def test_quantised(quantisation, llama, tmp_path, capsys):
+    """The weights are those that llama.cpp's own package computes, and the user is told."""
+    file = llama(quantisation=quantisation)
+    assert run_nlq("convert", file, tmp_path / "nlq") == 0
+    told = "quantised no more" in capsys.readouterr().out
+    record = json.loads((tmp_path / "nlq" / "conversion.json").read_text())
+    assert (told, record["dequantised"]) == ((True, quantisation) if quantisation.startswith("Q") else (False, None))
+    assert record["difference"] == 0
+    config = json.loads((tmp_path / "nlq" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "float32"
+    reader = gguf.GGUFReader(file)
+    written = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq")
+    for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.self_attn.v_proj": "blk.1.attn_v"}.items():
+        assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
+
+
+def test_tokenizer(llama, tmp_path):
+    """Tokens, chat template and token ids, from the folder that holds the file."""
+    llama()
+    assert run_nlq("convert", tmp_path, tmp_path / "nlq") == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "nlq")
+    for sentence in SENTENCES:
+        assert tokenizer(sentence).input_ids == TOKENIZER(sentence).input_ids
+        assert tokenizer.decode(tokenizer(sentence).input_ids) == sentence
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    settings = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq").generation_config
+    for kind in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(settings, kind) == getattr(tokenizer, kind) == getattr(TOKENIZER, kind)
+
+
+def test_switches(llama, tmp_path):
+    assert run_nlq("convert", llama(), tmp_path / "nlq", "--upcycle") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq")
+    assert model.config.query_projection == "upcycled"
+    assert_same_function(model, make("llama"))
+
+
+class TestRefused:
+    @pytest.fixture
+    def fails(self, tmp_path, capsys):
+        """The one line that a conversion ends with, which writes nothing."""
+
+        def run(file, *options):
+            before = snapshot(tmp_path)
+            line = nlq_fails(capsys, "convert", file, tmp_path / "target", *options)
+            assert snapshot(tmp_path) == before
+            return line
+
+        return run
+
+    def test_another_architecture(self, fails, tmp_path):
+        file = write_gguf(tmp_path / "model.gguf", make("llama"), architecture="mamba")
+        assert "general.architecture='mamba' must be one of llama, qwen2, qwen3" in fails(file)
+
+    @pytest.mark.parametrize("share", [0.0005, 0.01, 0.5, 0.999])
+    def test_truncated(self, share, llama, fails):
+        file = llama()
+        content = file.read_bytes()
+        file.write_bytes(content[: int(len(content) * share)])
+        assert f"{file} is truncated or damaged: " in fails(file)
+
+    @pytest.mark.parametrize("content", [b"", b"GG", b"no model, but text"])
+    def test_no_gguf(self, content, fails, tmp_path):
+        file = tmp_path / "model.gguf"
+        file.write_bytes(content)
+        assert f"begins with {content[:4]!r}, which must be b'GGUF'" in fails(file)
+
+    def test_missing_file(self, fails, tmp_path):
+        assert "there is no folder or file" in fails(tmp_path / "model.gguf")
+
+    def test_several_files(self, llama, fails, tmp_path):
+        (tmp_path / "other.gguf").write_bytes(llama().read_bytes())
+        assert "holds 2 GGUF files (model.gguf, other.gguf); name one of them" in fails(tmp_path)
+
+    def test_without_the_package(self, llama, fails, monkeypatch):
+        monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
+        assert 'needs the package gguf: pip install "modeling-nlq[gguf]"' in fails(llama())
+
+    @pytest.mark.parametrize(
+        "options, words",
+        [
+            (
+                {"fields": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
+                "llama.rope.scaling.factor=4.0",
+            ),
+            ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),
+        ],
+        ids=["field", "tensor"],
+    )
+    def test_not_read(self, options, words, llama, fails, tmp_path):
+        """Rotary positions would be others; whoever wants that can have it."""
+        line = fails(llama(**options))
+        assert f"{words}: Transformers does not read it from GGUF files" in line and "--allow-lossy" in line
+        assert run_nlq("convert", tmp_path / "model.gguf", tmp_path / "target", "--allow-lossy") == 0
+        assert any(words in text for text in json.loads((tmp_path / "target" / "conversion.json").read_text())["lost"])
+
+    def test_nothing_to_scale(self, llama, tmp_path):
+        assert run_nlq("convert", llama(fields={"llama.rope.scaling.type": "none"}), tmp_path / "target") == 0
+
+    def test_biases(self, llama, fails):
+        extra = {f"blk.{layer}.attn_q.bias": np.ones(64, np.float32) for layer in range(2)}
+        assert "holds 23 tensors, of which Transformers reads 21" in fails(llama(tensors=extra))
+
+    def test_missing_tensor(self, llama, fails):
+        assert "model.layers.1.mlp.up_proj.weight" in fails(llama(without=("blk.1.ffn_up.weight",)))
+
+    @pytest.mark.parametrize("pre_tokenizer", ["smollm", "gpt-2", None])
+    def test_known_cut(self, pre_tokenizer, llama, tmp_path):
+        assert run_nlq("convert", llama(pre_tokenizer=pre_tokenizer), tmp_path / "target") == 0
+        same = [
+            AutoTokenizer.from_pretrained(tmp_path / "target")(text).input_ids == TOKENIZER(text).input_ids
+            for text in SENTENCES
+        ]
+        assert same == [True, pre_tokenizer == "smollm"]
+
+    def test_unknown_cut(self, llama, fails, tmp_path):
+        assert "tokenizer.ggml.pre='own'" in fails(llama(pre_tokenizer="own"))
+        TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+        options = ("--tokenizer", tmp_path / "tokenizer")
+        assert run_nlq("convert", tmp_path / "model.gguf", tmp_path / "target", *options) == 0
+
+    def test_token_without_a_place(self, llama, fails):
+        """Transformers adds a token to a vocabulary without `<|endoftext|>`."""
+        text = TOKENIZER.backend_tokenizer.to_str().replace("<|endoftext|>", "<|end|>")
+        other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), eos_token="<|end|>", bos_token="<|begin|>")
+        assert "too large for the model's vocab_size=305; give one by --tokenizer" in fails(llama(tokenizer=other))
+
+    @pytest.mark.parametrize("kind", ["bert", "absent"])
+    def test_tokenizer_that_cannot_be_rebuilt(self, kind, llama, fails):
+        options = {"tokenizer": None}
+        if kind == "bert":
+            options["fields"] = {"tokenizer.ggml.model": "bert"}
+        line = fails(llama(**options))
+        assert "the tokenizer cannot be rebuilt (" in line and "give one by --tokenizer" in line
