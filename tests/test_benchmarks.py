@@ -15,6 +15,7 @@ import generation
 import measure
 import numpy as np
 import parts
+import pretrained
 import pytest
 import selection
 import torch
@@ -24,6 +25,7 @@ import tune_triton
 from attention_cuda import BASELINE, CLAIMS, DIRECTIONS, MATMUL, Case, Claim, Problem, Result, Tables, WrongResult
 from support.flex_stand_in import dense_flex_attention
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq import flex_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -555,6 +557,28 @@ class TestTrend:
         monkeypatch.setattr(trend, "analyse_trend", functools.partial(trend.analyse_trend, alpha=0.4))
         with pytest.raises(SystemExit, match="correctness gate: intervals of the multiplier hold in"):
             trend.gate(50)
+
+
+@pytest.mark.slow
+def test_pretrained(capsys, tmp_path):
+    """Speed and memory of a tiny Llama, whose numbers mean nothing."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=99, **sizes, max_position_embeddings=64, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    words = {
+        "source": tmp_path / "llama",
+        "dtypes": "bfloat16",
+        "prompt": 32,
+        "new": 4,
+        "context": 16,
+        "rounds": 2,
+        "processes": 1,
+    }
+    pretrained.main([str(part) for name, value in words.items() for part in (f"--{name}", value)])
+    *_, load, prompt, token, step = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert [row[0] for row in (load, prompt, token, step)] == ["load", "prompt", "token", "training step"]
+    for _, dtype, *numbers in (load, prompt, token, step):
+        assert dtype == "bfloat16" and all(float(number.split()[0].replace(",", "")) > 0 for number in numbers)
 
 
 @pytest.mark.slow

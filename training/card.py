@@ -212,7 +212,8 @@ def _auto_class(config: PreTrainedConfig) -> str:
 def _origin(conversion: dict[str, Any]) -> str:
     if conversion["source_class"] == "checkpoint":
         return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
-    return f"`{conversion['base_model'] or conversion['source']}` (`{conversion['source_class']}`)"
+    quantised = f", weights of type {conversion['dequantised']}" if conversion.get("dequantised") else ""
+    return f"`{conversion['base_model'] or conversion['source']}` (`{conversion['source_class']}`{quantised})"
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
