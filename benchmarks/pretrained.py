@@ -96,7 +96,7 @@ def _run_once(folder: Path, dtype: torch.dtype, what: str, arguments: argparse.N
         for _ in range(2):  # the optimizer's state comes with the first
             step(tokens[:, : arguments.context])
     elif what != LOAD:
-        turn(model, tokens, Setting(1, arguments.prompt, 1 + (what == TOKEN) * arguments.new, REFERENCE))
+        turn(model, tokens, Setting(1, arguments.prompt, arguments.new if what == TOKEN else 2, REFERENCE))
     # `ru_maxrss` would begin with the memory of the process that started this one
     lines = Path("/proc/self/status").read_text().splitlines()
     results.put(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
