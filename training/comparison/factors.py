@@ -156,6 +156,11 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
         column = design.rows[:, design.factors.index(first)] * design.rows[:, design.factors.index(second)]
         effect, p, _ = contrast(column)
         interactions.append({"aliases": [list(pair) for pair in group], "effect": effect, "p": p})
+    # Columns of a design are orthogonal, so the squares of all t together have an F distribution if there is no interaction
+    sizes = np.array([group["effect"] for group in interactions])
+    error = 2 * noise / math.sqrt(rows * seeds)
+    size = math.sqrt(float((sizes**2).mean()))
+    p_of_interactions = float(stats.f.sf((size / error) ** 2, len(sizes), freedom)) if error else float(size == 0)
     survivors = [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0]
     for options in design.choices:
         worse = sorted(set(options) & set(survivors), key=lambda name: found[name][0])[1:]
@@ -163,6 +168,8 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     return {
         "main": main,
         "interactions": interactions,
+        "interaction_size": size,
+        "p_of_interactions": p_of_interactions,
         "noise": noise,
         "freedom": freedom,
         "mean_loss": mean_loss,

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def write_screening_report(results: dict[str, Any], folder: Path) -> None:
         words=("factor", "interactions", "survives", "model", "verdict", "learning rate"),
         first_warnings=warnings_of(results),
         outcome=" ".join(screening_outcome(results)),
-        warnings=[_NO_VERDICT],
+        warnings=limits_of(results),
         explored=None,
         last=None,
         protocol=protocol(results),
@@ -76,7 +77,7 @@ def describe_screening(results: dict[str, Any]) -> str:
     """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
-    return "\n".join([*table, *screening_outcome(results), f"warning: {_NO_VERDICT}"])
+    return "\n".join([*table, *screening_outcome(results), *(f"warning: {text}" for text in limits_of(results))])
 
 
 def screening_outcome(results: dict[str, Any]) -> list[str]:
@@ -96,6 +97,24 @@ def warnings_of(results: dict[str, Any]) -> list[str]:
     if confirmation is not None:
         found += [f"Confirmation: {text}" for of in (first_warning_sentences, warning_sentences) for text in of(confirmation)]
     return found
+
+
+def limits_of(results: dict[str, Any]) -> list[str]:
+    """What the main effects do not say."""
+    effects = results["effects"]
+    if effects is None or effects["p_of_interactions"] >= results["alpha"]:
+        return [_NO_VERDICT]
+    size, error = (100 * value / effects["mean_loss"] for value in (effects["interaction_size"], _error(results)))
+    return [
+        _NO_VERDICT,
+        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone {error:.2g} %. "
+        "Main effects are mixed with interactions of three factors, so one of about this size may be an interaction.",
+    ]
+
+
+def _error(results: dict[str, Any]) -> float:
+    """The standard error of an effect, in nats."""
+    return 2 * results["effects"]["noise"] / math.sqrt(len(results["design"]["rows"]) * len(results["runs"]["seeds"]))
 
 
 def protocol(results: dict[str, Any]) -> list[str]:
@@ -193,9 +212,7 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.plot(quantiles, sizes, "o", color="#0072B2")
-    error = (
-        100 * 2 * found["noise"] / np.sqrt(len(results["design"]["rows"]) * len(results["runs"]["seeds"])) / found["mean_loss"]
-    )
+    error = 100 * _error(results) / found["mean_loss"]
     axes.plot([0, quantiles[-1]], [0, error * quantiles[-1]], color="#888888", linestyle="--", label="noise alone")
     for quantile, size, (_, name) in list(zip(quantiles, sizes, points))[-min(6, len(points)) :]:
         axes.annotate(
@@ -223,7 +240,8 @@ _CAPTIONS = {
 
 
 def _markdown(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> str:
-    parts = [f"# {results['name']}", *screening_outcome(results), f"> **Warning:** {_NO_VERDICT}"]
+    parts = [f"# {results['name']}", *screening_outcome(results)]
+    parts += [f"> **Warning:** {text}" for text in limits_of(results)]
     parts += ["\n".join(f"* {sentence}" for sentence in protocol(results))]
     if results["effects"] is not None:
         parts += ["## Main effects", markdown_table(effect_rows(results))]

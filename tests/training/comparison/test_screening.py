@@ -101,6 +101,14 @@ def test_planted_truths():
     strongest = max(found["interactions"], key=lambda group: abs(group["effect"]))
     assert ["helps", "with"] in strongest["aliases"] and strongest["p"] < 0.001
     assert min(found["main"][name]["holm_p"] for name in ("without", "twin")) > 0.05
+    assert found["p_of_interactions"] < 0.001
+    assert found["interaction_size"] ** 2 == pytest.approx(np.mean([group["effect"] ** 2 for group in found["interactions"]]))
+
+
+def test_interactions_are_seldom_found_where_there_are_none():
+    design, rng = make_design(NAMES[:4]), np.random.default_rng(0)
+    found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2)))["p_of_interactions"] for _ in range(400)]
+    assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
 def test_choices():
