@@ -560,8 +560,10 @@ class TestTrend:
 
 
 @pytest.mark.slow
-def test_pretrained(capsys, tmp_path):
+def test_pretrained(monkeypatch, capsys, tmp_path):
     """Speed and memory of a tiny Llama, whose numbers mean nothing."""
+    for name in ("set_verbosity_error", "disable_progress_bar"):
+        monkeypatch.setattr(pretrained.logging, name, lambda: None)  # it would hold for later tests too
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=99, **sizes, max_position_embeddings=64, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
