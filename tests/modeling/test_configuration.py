@@ -79,7 +79,7 @@ def test_shipped_models_build(name):
         assert 1e6 < model.num_parameters() < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
 
 
-@pytest.mark.parametrize("name", names("recipes"))
+@pytest.mark.parametrize("name", sorted({*names("recipes")} - {"heal"}))  # whose model its user converts
 def test_shipped_recipes_go_through_the_parser(name):
     resolved = load_recipe(name, {"bf16": False, "torch_compile": False})
     config = load_config(resolved.recipe.model, resolved.switches)
