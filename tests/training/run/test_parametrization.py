@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -157,6 +158,17 @@ class TestRecipe:
         assert len({group["initial_lr"] for group in groups}) == 3 and groups[0]["initial_lr"] != rate
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= groups[0]["initial_lr"]
+
+    def test_resumed_run_ends_the_same(self, recipe_file, tmp_path):
+        options = {"parametrization": "completep", "base_switches": self.BASE, "save_steps": 4}
+        options["switches"] = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+        whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+        metrics = train(recipe_file, output_dir=whole, **options)
+        shutil.copytree(whole, resumed)
+        shutil.rmtree(resumed / "checkpoint-8")
+        for name in ("metrics.json", "model.safetensors"):
+            (resumed / name).unlink()
+        assert train(recipe_file, output_dir=resumed, **options)["eval_loss"] == metrics["eval_loss"]
 
     @pytest.mark.parametrize(
         "fields, message",
