@@ -46,7 +46,7 @@ _FIELDS = (
     "training",
     "switches",
 )
-_RECIPE_FIELDS_OF_MODEL = ("model", "trainable", "lora", "parametrization", "base_switches")
+_RECIPE_FIELDS_OF_MODEL = ("model", "trainable", "lora", "parametrization", "base_sizes")
 _MODEL_FIELDS = (*_RECIPE_FIELDS_OF_MODEL, "switches", "training", "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
@@ -494,7 +494,10 @@ def _read_model(
     if match is not None and match not in _MATCHES:
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
-    content = {**shared, **{name: entry[name] for name in _RECIPE_FIELDS_OF_MODEL if entry.get(name) is not None}}
+    # `null` takes a field of the recipe back to its default
+    own = {name: entry[name] for name in _RECIPE_FIELDS_OF_MODEL if name in entry}
+    content = {name: value for name, value in {**shared, **own}.items() if value is not None or name not in own}
+    content.setdefault("model", shared["model"])
     for section in ("training", "switches"):
         own = read_section(entry.get(section), f"{source}: {section}")
         _check_set_by_run(source, own)

@@ -3,11 +3,12 @@
 It goes on from the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466), which is about width alone. A model `m`
 times as wide and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`, and the logits by
 `1 / m`. Adam's steps do not depend on the scale of a gradient. So a multiplier can as well stand in the initial values and the
-learning rate of the parameters before it: the model stays as it is, and nothing about it is left to be published.
+learning rate of the parameters before it: the model stays as it is, and nothing about it is left to be published. The gradients
+of the ends of sub-layers are then `l` times as large, and that of the last norm `m` times, which `max_grad_norm` counts.
 
 | parameters | initial values | learning rate | Adam's epsilon |
 |---|---|---|---|
-| embeddings, LM head | 1 | 1 | 1 / m |
+| embeddings and their norm, LM head | 1 | 1 | 1 / m |
 | matrices with `m` times the inputs | 1 / sqrt(m) | 1 / m | 1 / (m l) |
 | the same at the end of a sub-layer | 1 / (l sqrt(m)) | 1 / (m l) | 1 / m |
 | vectors of a layer; biases at the end of a sub-layer | 1; 1 / l | 1; 1 / l | 1 / (m l); 1 / m |
@@ -25,10 +26,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from modeling_nlq import NLQConfig
 
+from ..files import check_keys
 from ..parameters import shapes_of
 
 
@@ -46,17 +48,31 @@ class Factors:
     epsilon: float
 
 
-def check_completep(config: PreTrainedConfig, base: PreTrainedConfig, optimizer: str) -> None:
-    """Checks that a model can have `parametrization: completep`.
+# A base model has these sizes; all other widths are in the same proportion to its hidden size, and heads are as wide
+BASE_SIZES = ("hidden_size", "num_hidden_layers")
+# Widths that grow with the hidden size. `head_dim` does not: a wider model has more heads
+_WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "projection_bottleneck_size")
+# Schedules whose lowest rate is not a share of each group's own
+_ABSOLUTE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arguments: TrainingArguments) -> None:
+    """Checks that a recipe can have `parametrization: completep`.
 
     Args:
-        config: its configuration.
-        base: that of its base model.
-        optimizer: `optim` of `TrainingArguments`.
+        config: the configuration of its model.
+        base_sizes: `hidden_size` of the base model, and `num_hidden_layers` if it has fewer layers.
+        arguments: arguments of `Trainer`.
 
     Raises:
         ValueError: naming the field, its value, and what is allowed.
     """
+    check_keys("base_sizes", base_sizes, BASE_SIZES)
+    for name, value in base_sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"base_sizes: {name}={value!r} must be a whole number of at least 1")
+    if "hidden_size" not in base_sizes:
+        raise ValueError(f"base_sizes={dict(base_sizes)!r} must give the hidden_size of the base model")
     if not isinstance(config, NLQConfig):
         raise ValueError(f"parametrization='completep' needs an NLQ model, and this one is of type {config.model_type!r}")
     if config.norm_position != "pre" or not config.norm_gain:
@@ -64,50 +80,58 @@ def check_completep(config: PreTrainedConfig, base: PreTrainedConfig, optimizer:
             f"norm_position={config.norm_position!r} and norm_gain={config.norm_gain} must be 'pre' and True with "
             "parametrization='completep', which scales the logits by the last norm"
         )
-    if config.head_dim != base.head_dim:
+    if not arguments.optim.value.startswith("adamw"):
         raise ValueError(
-            f"base_switches give head_dim={base.head_dim}, and it must be the model's {config.head_dim}: with "
-            "parametrization='completep' a wider model has more heads"
+            f"optim={arguments.optim.value!r} must be an AdamW, such as 'adamw_torch', with parametrization='completep'"
         )
-    if not optimizer.startswith("adamw"):
-        raise ValueError(f"optim={optimizer!r} must be an AdamW, such as 'adamw_torch', with parametrization='completep'")
+    if arguments.lr_scheduler_type.value in _ABSOLUTE_SCHEDULES:
+        raise ValueError(
+            f"lr_scheduler_type={arguments.lr_scheduler_type.value!r} has one lowest rate for all parameters; choose another "
+            "with parametrization='completep'"
+        )
 
 
-def completep_factors(model: PreTrainedModel, base: PreTrainedConfig) -> dict[str, Factors]:
+def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> dict[str, Factors]:
     """The factors of every parameter of a model, by name.
+
+    An input of a matrix counts as wide if there are twice as many in a model of twice the width.
 
     Args:
         model: an NLQ language model.
-        base: the configuration of its base model: the same switches, another width and depth.
-
-    Raises:
-        ValueError: if the base model lacks a parameter.
+        base_sizes: as in `check_completep`.
     """
-    shapes = shapes_of(base)
-    width = model.config.hidden_size / base.hidden_size
-    depth = model.config.num_hidden_layers / base.num_hidden_layers
+    config = model.config
+    width = config.hidden_size / base_sizes["hidden_size"]
+    depth = config.num_hidden_layers / base_sizes.get("num_hidden_layers", config.num_hidden_layers)
+    doubled = shapes_of(_twice_as_wide(config))
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings.add(model.get_output_embeddings().weight)
+    if model.base_model.embed_norm is not None:
+        embeddings.update(model.base_model.embed_norm.parameters())
     last = set(model.base_model.norm.parameters())
     ends = {
         parameter for module in model.modules() if getattr(module, "ends_sublayer", False) for parameter in module.parameters()
     }
     found = {}
     for name, parameter in model.named_parameters():
+        inputs = width if math.prod(doubled[name][1:]) > math.prod(parameter.shape[1:]) else 1.0
         if parameter in embeddings:
             found[name] = Factors(1.0, 1.0, 1 / width)
         elif parameter in last:
             found[name] = Factors(1 / width, 1 / width, 1.0)
+        elif parameter in ends:  # the model class divides their initial values by the square root of the depth already
+            found[name] = Factors(1 / math.sqrt(inputs * depth), 1 / (inputs * depth), 1 / width)
         else:
-            before = shapes.get(re.sub(r"(?<=\.layers\.)\d+", lambda index: str(int(index[0]) % base.num_hidden_layers), name))
-            if before is None:
-                raise ValueError(f"base_switches make a model without the parameter {name}; it must have the same switches")
-            inputs = math.prod(parameter.shape[1:]) / math.prod(before[1:])
-            if parameter in ends:  # the model class divides their initial values by the square root of the depth already
-                found[name] = Factors(1 / math.sqrt(inputs * depth), 1 / (inputs * depth), 1 / width)
-            else:
-                found[name] = Factors(1 / math.sqrt(inputs), 1 / inputs, 1 / (width * depth))
+            found[name] = Factors(1 / math.sqrt(inputs), 1 / inputs, 1 / (width * depth))
     return found
+
+
+def _twice_as_wide(config: NLQConfig) -> NLQConfig:
+    values = config.to_dict()
+    values["head_dim"] = config.head_dim
+    for fields in (values, *(values.get("per_layer_config") or {}).values()):
+        fields.update({name: 2 * fields[name] for name in _WIDTHS if fields.get(name) is not None})
+    return type(config)(**values)
 
 
 @torch.no_grad()
@@ -119,8 +143,10 @@ def scale_initial_values(model: PreTrainedModel, factors: Mapping[str, Factors])
 
 def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Splits the groups of an Adam that has not made a step yet, so that each parameter has its own settings."""
-    # A compiled model has another name
-    names = {parameter: name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
+    # Compiled and checkpointed modules have other names
+    names = {
+        parameter: re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name, parameter in model.named_parameters()
+    }
     groups = []
     for group in optimizer.param_groups:
         members = defaultdict(list)

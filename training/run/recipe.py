@@ -1,5 +1,6 @@
 """Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -37,7 +38,7 @@ _PRIVATE_PREFIX = "hub_"
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
-    "base_switches": "switches with their values, such as {hidden_size: 64}",
+    "base_sizes": "sizes with their values, such as {hidden_size: 64}",
 }
 # The least and the most of fields of `TrainingArguments` that Trainer takes with any value
 _RANGES = {
@@ -127,15 +128,12 @@ class Recipe:
         default="standard",
         metadata={
             "help": "`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning "
-            "rate of the model that `base_switches` make suits this one too (arXiv 2505.01618)."
+            "rate of a model of `base_sizes` suits this one too (arXiv 2505.01618)."
         },
     )
-    base_switches: dict[str, Any] | str | None = field(
+    base_sizes: dict[str, Any] | str | None = field(
         default=None,
-        metadata={
-            "help": "With `completep`, the switches of its base model that differ: "
-            "`{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4}`."
-        },
+        metadata={"help": "With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."},
     )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention backend; by default the model's own choice."}
@@ -177,15 +175,16 @@ class Recipe:
             raise ValueError(f"trainable={self.trainable!r} must be 'all' or 'new'")
         for name, what in _MAPPINGS.items():
             if isinstance(getattr(self, name), str):  # of a command line
-                setattr(self, name, yaml.load(getattr(self, name), Loader=YamlLoader))
+                with contextlib.suppress(yaml.YAMLError):
+                    setattr(self, name, yaml.load(getattr(self, name), Loader=YamlLoader))
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if self.parametrization not in ("standard", "completep"):
             raise ValueError(f"parametrization={self.parametrization!r} must be 'standard' or 'completep'")
-        if (self.parametrization == "completep") != bool(self.base_switches):
+        if (self.parametrization == "completep") != bool(self.base_sizes):
             raise ValueError(
-                f"parametrization={self.parametrization!r} and base_switches={self.base_switches!r}: 'completep' needs the "
-                "switches of its base model, such as {hidden_size: 64, num_attention_heads: 4}, and 'standard' takes none"
+                f"parametrization={self.parametrization!r} and base_sizes={self.base_sizes!r}: 'completep' needs the sizes of "
+                "its base model, such as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
 
     @property
@@ -215,13 +214,6 @@ class ResolvedRecipe:
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config` does."""
         return load_config(self.recipe.model, self.switches)
-
-    @functools.cached_property
-    def base_config(self) -> PreTrainedConfig | None:
-        """The configuration of the base model of `parametrization: completep`; `None` without. Raises `ValueError` likewise."""
-        if self.recipe.base_switches is None:
-            return None
-        return load_config(self.recipe.model, {**self.switches, **self.recipe.base_switches})
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
@@ -505,7 +497,7 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
         if is_saved_model(recipe.model):
             conflicts.append(f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model")
         try:
-            check_completep(config, resolved.base_config, arguments.optim.value)
+            check_completep(config, recipe.base_sizes, arguments)
         except ValueError as error:
             conflicts.append(str(error))
     conflicts += _conflicts_of_trained(resolved)

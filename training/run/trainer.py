@@ -270,8 +270,8 @@ def _make_trainer(
 ) -> Trainer:
     recipe, arguments = resolved.recipe, resolved.training_arguments
     factors = None
-    if resolved.base_config is not None:
-        factors = completep_factors(model, resolved.base_config)
+    if recipe.base_sizes is not None:
+        factors = completep_factors(model, recipe.base_sizes)
         scale_initial_values(model, factors)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False

@@ -7,13 +7,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.models import initialize_by_name
 from modeling_nlq.training.nlq import main
-from modeling_nlq.training.run.parametrization import completep_factors, scale_initial_values, split_groups
+from modeling_nlq.training.run.parametrization import Factors, completep_factors, scale_initial_values, split_groups
+from modeling_nlq.training.run.record import RecordingTrainer
 
 
 RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
@@ -60,21 +61,22 @@ def train_steps(model, optimizer, steps=6, seed=0) -> list[float]:
         {"query_projection": "linear"},
         {"query_projection": "nonlinear", "mlp_type": "gated", "norm_type": "rmsnorm", "attention_gate": "headwise"},
         {"canon": "ABCD", "forget_gate": "learned", "position_embedding": "rope", "tie_word_embeddings": False},
+        {"value_residual": "learned", "embedding_norm": True, "per_layer_config": {3: {"attention_gate": "headwise"}}},
     ],
-    ids=["gpt2", "modern", "untied"],
+    ids=["gpt2", "modern", "untied", "layers differ"],
 )
 def test_equals_the_multipliers_of_the_paper(switches):
     """Table 1 of arXiv 2505.01618 with alpha = 1, written with multipliers in the forward pass."""
     width, depth = 4, 3
-    config = make_config(32 * width, 2 * depth, **switches)
-    base = make_config(32, 2, **switches)
-    ours = make_model(config)
+    ours = make_model(make_config(32 * width, 2 * depth, **switches))
     reference = copy.deepcopy(ours)
-    factors = completep_factors(ours, base)
+    factors = completep_factors(ours, {"hidden_size": 32, "num_hidden_layers": 2})
     scale_initial_values(ours, factors)
 
     hidden, vectors, outer = [], [], []
     embeddings = {reference.lm_head.weight, *(m.weight for m in reference.modules() if isinstance(m, torch.nn.Embedding))}
+    if reference.model.embed_norm is not None:
+        embeddings.update(reference.model.embed_norm.parameters())
     for name, module in reference.named_modules():
         if name.endswith(("o_proj", "mlp.fc2", "mlp.down_proj")):
             module.register_forward_hook(lambda module, inputs, output: output / depth)
@@ -105,23 +107,38 @@ def test_equals_the_multipliers_of_the_paper(switches):
     assert train_steps(ours, make_optimizer(ours, factors)) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("width", [64, 43])
+def test_a_matched_mlp_has_the_factors_of_any_other(width):
+    """The MLP's width may be that which meets a budget: the base model has it in proportion."""
+    model = make_model(make_config(64, 2, mlp_type="gated", intermediate_size=width))
+    factors = completep_factors(model, {"hidden_size": 32, "num_hidden_layers": 1})
+    assert factors["model.layers.0.mlp.down_proj.weight"] == Factors(0.5, 0.25, 0.5)
+
+
+def test_an_optimizer_of_the_launcher_is_refused(recipe_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordingTrainer, "create_optimizer", Trainer.create_optimizer)  # as DeepSpeed does not call it
+    with pytest.raises(ValueError, match="needs Trainer's optimizer"):
+        train(recipe_file, output_dir=tmp_path / "run", parametrization="completep", base_sizes=TestRecipe.BASE)
+
+
 def test_the_base_model_is_trained_as_without():
     config = make_config()
     plain, ours = make_model(config), make_model(config)
-    factors = completep_factors(ours, config)
+    factors = completep_factors(ours, {"hidden_size": config.hidden_size})
+    assert {*factors.values()} == {Factors(1.0, 1.0, 1.0)}
     scale_initial_values(ours, factors)
     assert train_steps(ours, make_optimizer(ours, factors)) == train_steps(plain, make_optimizer(plain))
 
 
 def coordinate_slope(parametrization: str, **switches) -> dict[str, float]:
     """How the sizes of what 5 steps change grow: the exponent of the width of a model, whose depth grows with it."""
-    base, sizes = make_config(32, 2, **switches), {"hidden": [], "logits": []}
+    sizes = {"hidden": [], "logits": []}
     multiples = (1, 2, 4, 8)
     ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
     for multiple in multiples:
         model, factors = make_model(make_config(32 * multiple, 2 * min(multiple, 4), **switches)), None
         if parametrization == "completep":
-            factors = completep_factors(model, base)
+            factors = completep_factors(model, {"hidden_size": 32, "num_hidden_layers": 2})
             scale_initial_values(model, factors)
         outputs = []
         for _ in range(2):
@@ -144,13 +161,13 @@ def test_coordinate_check(query):
 
 
 class TestRecipe:
-    BASE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    BASE = {"hidden_size": 16, "num_hidden_layers": 1}
 
     def test_a_run(self, recipe_file, tmp_path):
         settings = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
         options = {"switches": settings, "save_steps": 4}
         folder = tmp_path / "run"
-        metrics = train(recipe_file, output_dir=folder, parametrization="completep", base_switches=self.BASE, **options)
+        metrics = train(recipe_file, output_dir=folder, parametrization="completep", base_sizes=self.BASE, **options)
         plain = train(recipe_file, output_dir=tmp_path / "plain", **options)
         assert not metrics["diverged"] and metrics["eval_loss"] != plain["eval_loss"]
         groups = torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["param_groups"]
@@ -160,7 +177,7 @@ class TestRecipe:
         assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= groups[0]["initial_lr"]
 
     def test_resumed_run_ends_the_same(self, recipe_file, tmp_path):
-        options = {"parametrization": "completep", "base_switches": self.BASE, "save_steps": 4}
+        options = {"parametrization": "completep", "base_sizes": self.BASE, "save_steps": 4}
         options["switches"] = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
         whole, resumed = tmp_path / "whole", tmp_path / "resumed"
         metrics = train(recipe_file, output_dir=whole, **options)
@@ -174,18 +191,25 @@ class TestRecipe:
         "fields, message",
         [
             ({"parametrization": "mup"}, "parametrization='mup' must be 'standard' or 'completep'"),
-            ({"parametrization": "completep"}, "needs the switches of its base model"),
-            ({"base_switches": BASE}, "'standard' takes none"),
-            ({"base_switches": "8"}, "base_switches=8 must be switches with their values"),
+            ({"parametrization": "completep"}, "needs the sizes of its base model"),
+            ({"base_sizes": BASE}, "'standard' takes none"),
+            ({"base_sizes": "8"}, "base_sizes=8 must be sizes with their values"),
+            ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be sizes"),
             (
-                {"parametrization": "completep", "base_switches": {"hidden_size": 24, "num_attention_heads": 1}},
-                "base_switches give head_dim=24",
+                {"parametrization": "completep", "base_sizes": {"hidden_size": 16, "use_bias": True}},
+                "base_sizes: unknown field 'use_bias'",
+            ),
+            ({"parametrization": "completep", "base_sizes": {"hidden_size": 1.5}}, "hidden_size=1.5 must be a whole number"),
+            ({"parametrization": "completep", "base_sizes": {"num_hidden_layers": 1}}, "must give the hidden_size"),
+            (
+                {"parametrization": "completep", "base_sizes": BASE, "lr_scheduler_type": "reduce_lr_on_plateau"},
+                "lr_scheduler_type='reduce_lr_on_plateau' has one lowest rate",
             ),
             (
-                {"parametrization": "completep", "base_switches": BASE, "switches": {"norm_position": "post"}},
+                {"parametrization": "completep", "base_sizes": BASE, "switches": {"norm_position": "post"}},
                 "norm_position='post' and norm_gain=True must be 'pre' and True",
             ),
-            ({"parametrization": "completep", "base_switches": BASE, "optim": "sgd"}, "optim='sgd' must be an AdamW"),
+            ({"parametrization": "completep", "base_sizes": BASE, "optim": "sgd"}, "optim='sgd' must be an AdamW"),
         ],
     )
     def test_refused(self, recipe_file, tmp_path, fields, message):
@@ -194,6 +218,6 @@ class TestRecipe:
         assert not (tmp_path / "run").exists()
 
     def test_command_line(self, recipe_file, tmp_path, capsys):
-        words = ["--parametrization", "completep", "--base_switches", "{hidden_size: 24, num_attention_heads: 1}"]
+        words = ["--parametrization", "completep", "--base_sizes", "{hidden_size: 0}"]
         assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *words]) == 1
-        assert "head_dim=24" in capsys.readouterr().err
+        assert "base_sizes: hidden_size=0 must be a whole number" in capsys.readouterr().err
