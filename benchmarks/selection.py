@@ -708,11 +708,12 @@ CONFIRMING = 8  # the most seeds of a confirmation, which stops early
 
 def confirm(
     random: np.random.Generator, rows: np.ndarray, seeds: int, effect: float, kind: str, repetitions: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Screens factors of which the first lowers the loss by `effect`, and compares what survives with the baseline.
 
     Returns:
-        `(repetition,)` each: the verdict on the survivors together, 1 for better, -1 for worse and 0 for none; and all runs.
+        `(repetition,)` each: the verdict on the survivors together, 1 for better, -1 for worse and 0 for none; whether they are
+        better and the first factor is among them; and all runs.
     """
     losses = draw_screening(random, rows, seeds, kind, repetitions) - effect * (rows[:, :1] > 0)
     effects, p = screen(rows, losses)
@@ -725,7 +726,8 @@ def confirm(
     new[:, 1] -= effect * survivors[:, :1]
     differs, _, used = stop_early(new, critical_early(CONFIRMING, 1))
     verdict = np.where(has_any & differs[:, 0], np.sign(-paired_t(new)[:, 0]), 0)
-    return verdict, rows.shape[0] * seeds + np.where(has_any, 2 * used[:, 0], 0)
+    is_found = survivors[:, 0] & (verdict > 0)
+    return verdict, is_found, rows.shape[0] * seeds + np.where(has_any, 2 * used[:, 0], 0)
 
 
 def show_confirmed(random: np.random.Generator, repetitions: int) -> None:
@@ -749,8 +751,8 @@ def show_confirmed(random: np.random.Generator, repetitions: int) -> None:
     for count, seeds in plans:
         row = [str(count), str(seeds)]
         for effect in (0.5, 1.0, 2.0):
-            verdict, runs = confirm(random, designs[count], seeds, effect, "normal, equal", repetitions)
-            found = (verdict > 0).mean()
+            _, is_found, runs = confirm(random, designs[count], seeds, effect, "normal, equal", repetitions)
+            found = is_found.mean()
             alone = next(n for n in range(3, 1000) if alone_finds(random, n, count, effect, repetitions // 5) >= found)
             row.append(f"{percent(found)} ({runs.mean():.0f}); {alone * (count + 1)}")
         rows.append(row)

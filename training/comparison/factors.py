@@ -45,10 +45,16 @@ class Design:
     def aliases(self) -> list[list[tuple[str, str]]]:
         """Groups the interactions of two factors that the design cannot tell from each other."""
         groups: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for i, j in itertools.combinations(self.two_level(), 2):
-            product = self.rows[:, i] * self.rows[:, j]
-            groups.setdefault(tuple(product * product[0]), []).append((self.factors[i], self.factors[j]))
+        for pair in itertools.combinations(self.factors, 2):
+            if not any(set(pair) <= set(options) for options in self.choices):
+                product = self.product(pair)
+                groups.setdefault(tuple(product * product[0]), []).append(pair)
         return list(groups.values())
+
+    def product(self, pair: Sequence[str]) -> np.ndarray:
+        """The column of an interaction."""
+        first, second = map(self.factors.index, pair)
+        return self.rows[:, first] * self.rows[:, second]
 
     def is_of_resolution_4(self) -> bool:
         """Tells whether columns are balanced, and no main effect is mixed with another or with an interaction of two."""
@@ -125,8 +131,9 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
 
     Returns:
         `main`, the `MainEffect` of each factor as a mapping, `interactions` (a list of `{"aliases": ..., "effect": ..., "p":
-        ...}`), `noise` (the standard deviation of a run within a seed, in nats), `freedom`, `mean_loss`, and `survivors`, the
-        factors that lower the loss with a corrected p below 5 %.
+        ...}`), `interaction_size` (their root mean square, in nats), `p_of_interactions` (of the test that there are none),
+        `noise` (the standard deviation of a run within a seed, in nats), `freedom`, `mean_loss`, and `survivors`, the factors
+        that lower the loss with a corrected p below 5 %, and of a choice only the best one.
     """
     rows, seeds = losses.shape
     residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
@@ -138,7 +145,7 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     def contrast(column: np.ndarray) -> tuple[float, float, float]:
         """The effect of a column, p, and the half width of the interval."""
         effect = float(means[column > 0].mean() - means[column < 0].mean())
-        error = noise * math.sqrt(2 / (_runs_alone(column) * seeds))
+        error = noise * math.sqrt((1 / np.count_nonzero(column > 0) + 1 / np.count_nonzero(column < 0)) / seeds)
         if not error:
             return effect, 0.0 if effect else 1.0, 0.0
         return effect, float(2 * stats.t.sf(abs(effect) / error, freedom)), quantile * error
@@ -152,15 +159,9 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
         main[name] = asdict(MainEffect(effect, low, high, improvement, interval, p, corrected.get(name)))
     interactions = []
     for group in design.aliases():
-        (first, second), *_ = group
-        column = design.rows[:, design.factors.index(first)] * design.rows[:, design.factors.index(second)]
-        effect, p, _ = contrast(column)
+        effect, p, _ = contrast(design.product(group[0]))
         interactions.append({"aliases": [list(pair) for pair in group], "effect": effect, "p": p})
-    # Columns of a design are orthogonal, so the squares of all t together have an F distribution if there is no interaction
-    sizes = np.array([group["effect"] for group in interactions])
-    error = 2 * noise / math.sqrt(rows * seeds)
-    size = math.sqrt(float((sizes**2).mean()))
-    p_of_interactions = float(stats.f.sf((size / error) ** 2, len(sizes), freedom)) if error else float(size == 0)
+    size = math.sqrt(float(np.mean([group["effect"] ** 2 for group in interactions])))
     survivors = [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0]
     for options in design.choices:
         worse = sorted(set(options) & set(survivors), key=lambda name: found[name][0])[1:]
@@ -169,7 +170,7 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
         "main": main,
         "interactions": interactions,
         "interaction_size": size,
-        "p_of_interactions": p_of_interactions,
+        "p_of_interactions": _p_of_interactions(design, means, noise / math.sqrt(seeds), freedom),
         "noise": noise,
         "freedom": freedom,
         "mean_loss": mean_loss,
@@ -177,18 +178,34 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _runs_alone(column: np.ndarray) -> float:
-    """The runs of one seed that each of two models needs for a difference as precise as the effect of a column.
+def _p_of_interactions(design: Design, means: np.ndarray, error: float, freedom: int) -> float:
+    """p of the F test that there are no interactions of two: how much better they fit the means of rows than main effects do.
 
-    A difference of two means of `m` runs has the variance `2 s^2 / m`, an effect here `s^2 / on + s^2 / off`.
+    Args:
+        design, freedom: as in `analyse_effects`.
+        means: `(rows,)` in nats.
+        error: the standard error of a mean.
     """
-    return 2 / (1 / np.count_nonzero(column > 0) + 1 / np.count_nonzero(column < 0))
+    main = np.column_stack([np.ones(len(means)), design.rows, design.rows == 0])
+    both = np.column_stack([main, *(design.product(group[0]) for group in design.aliases())])
+    left = [means - inputs @ np.linalg.lstsq(inputs, means)[0] for inputs in (main, both)]
+    explained = float(left[0] @ left[0] - left[1] @ left[1])
+    terms = np.linalg.matrix_rank(both) - np.linalg.matrix_rank(main)
+    if not error:
+        return float(not explained > 1e-12)
+    return float(stats.f.sf(max(explained, 0.0) / terms / error**2, terms, freedom))
 
 
 def runs_one_at_a_time(design: Design, seeds: int) -> int:
-    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width."""
-    alone = [_runs_alone(column) for column in design.rows[:, :-1].T]
-    return math.ceil((sum(alone) + max(alone)) * seeds)
+    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width.
+
+    A difference of means of `m` and `n` runs has the variance `s^2 (1 / m + 1 / n)`, and an effect here has `s^2 (1 / on + 1 /
+    off)`. The baseline has as many runs as the factor with most of them.
+    """
+    on_and_off = [(np.count_nonzero(column > 0), np.count_nonzero(column < 0)) for column in design.rows[:, :-1].T]
+    baseline = max(on for on, _ in on_and_off)
+    alone = sum(1 / (1 / on + 1 / off - 1 / baseline) for on, off in on_and_off)
+    return round((alone + baseline) * seeds)
 
 
 def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -243,8 +243,10 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
             if len(read_section(fields["one_of"], f"{source}: one_of")) < 2:
                 raise ValueError(f"{source}: one_of={fields['one_of']!r} must hold two or more options; off is one more")
     factors, choices = _flat_factors(entries)
-    if len(factors) < sum(len(options) for options in choices) + len(entries) - len(choices):
-        raise ValueError(f"{path}: factors: an option has the name of another factor; rename one")
+    every = [name for name in entries if name in factors and "one_of" not in (entries[name] or {})]
+    every += itertools.chain.from_iterable(choices)
+    if twice := [name for name in factors if every.count(name) > 1]:
+        raise ValueError(f"{path}: factors: two of them, or an option and a factor, have the name {twice[0]!r}; rename one")
     if not 2 <= len(entries) - len(choices) <= _MOST_FACTORS:
         raise ValueError(
             f"{path}: factors holds {len(entries) - len(choices)} changes besides one_of; it must hold 2 to {_MOST_FACTORS}"
@@ -257,7 +259,9 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
         check_keys(source, sections := read_section(fields, source), ("switches", "training"))
         for section, content in sections.items():
             _check_set_by_run(source, read_section(content, f"{source}: {section}"))
-    if len("+".join(factors)) > _LONGEST_NAME:
+    longest = [name for name in factors if not any(name in options for options in choices)]
+    longest += [max(options, key=lambda option: len(str(option))) for options in choices]
+    if len("+".join(longest)) > _LONGEST_NAME:
         raise ValueError(f"{path}: the names of the factors are too long together: they name folders; shorten them")
     rates = read_rates(f"{path}: learning_rates", given.get("learning_rates"))
     if rates is None or rates.is_search or len(rates.listed) != 2:

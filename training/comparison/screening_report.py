@@ -40,7 +40,9 @@ def write_screening_report(results: dict[str, Any], folder: Path) -> None:
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         for name, draw in (("effects", draw_effects), ("half-normal", draw_half_normal)):
             save(draw(results), folder / "figures" / f"{name}.png")
-            figures[name] = _CAPTIONS[name]
+            title, caption = _CAPTIONS[name]
+            left_out = " The options of a choice are left out, for their intervals are wider."
+            figures[name] = title, caption + left_out * (name == "half-normal" and bool(results["design"].get("choices")))
     write_text(folder / "results.md", _markdown(results, figures))
     embedded = [
         {
@@ -123,9 +125,10 @@ def protocol(results: dict[str, Any]) -> list[str]:
     low, high = results["rates"]
     choices = results["design"].get("choices", [])
     sentences = [
-        f"{len(results['factors'])} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
-        f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs. One factor at a time, intervals "
-        f"of the same width take {results['runs_one_at_a_time']} runs at given rates."
+        f"{len(results['factors'])} {'factors and options' if choices else 'factors'} and the learning rate "
+        f"({low:g} or {high:g}) in a two-level fractional factorial design of resolution IV: {rows} models with {seeds} seeds "
+        f"each, {rows * seeds} runs. One factor at a time, intervals of the same width take "
+        f"{results['runs_one_at_a_time']} runs at given rates."
         + "".join(
             f" The design is repeated without any of {', '.join(options)}, and with each of them." for options in choices
         ),
@@ -136,7 +139,8 @@ def protocol(results: dict[str, Any]) -> list[str]:
         sentences.append(
             f"The noise of a run is {results['effects']['noise']:.2g} nats, with {results['effects']['freedom']} degrees of "
             "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors. A factor "
-            f"survives if it lowers the loss and its corrected p is below {results['alpha']:g}. This takes the effect of a "
+            f"survives if it lowers the loss and its corrected p is below {results['alpha']:g}"
+            f"{', and of the options of a choice only the best one' * bool(choices)}. This takes the effect of a "
             "factor to be the same for every seed; if it varies, p is too small."
         )
     return sentences
@@ -204,7 +208,9 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
     options = set(itertools.chain.from_iterable(results["design"].get("choices", [])))
     points = [(abs(effect["effect"]), name) for name, effect in found["main"].items() if name not in options]
     points += [
-        (abs(group["effect"]), " or ".join(" x ".join(pair) for pair in group["aliases"])) for group in found["interactions"]
+        (abs(group["effect"]), " or ".join(" x ".join(pair) for pair in group["aliases"]))
+        for group in found["interactions"]
+        if not options & {*itertools.chain.from_iterable(group["aliases"])}
     ]
     points.sort()
     quantiles = stats.halfnorm.ppf((np.arange(len(points)) + 0.5) / len(points))

@@ -80,6 +80,17 @@ class TestPlan:
     def test_command_line_overrides_the_file(self, make_file):
         assert load_comparison(make_file(), {"max_steps": 5}).tokens_per_run == 5 * 8 * 64
 
+    def test_null_takes_a_field_of_the_recipe_back(self, make_file):
+        recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
+        sizes = {"hidden_size": 16}
+        models = {"base": None, "other": {"parametrization": None, "base_sizes": None, "model": None}}
+        plan = load_comparison(
+            make_file(recipe={**recipe, "parametrization": "completep", "base_sizes": sizes}, models=models, match="parameters")
+        )
+        base, other = (plan.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
+        assert (base.parametrization, base.base_sizes) == ("completep", sizes)
+        assert (other.parametrization, other.base_sizes, other.model) == ("standard", None, base.model)
+
     @pytest.mark.parametrize("name", names("comparisons"))
     def test_shipped_comparisons(self, name, tmp_path, monkeypatch):
         if name == "parts":

@@ -105,8 +105,9 @@ def test_planted_truths():
     assert found["interaction_size"] ** 2 == pytest.approx(np.mean([group["effect"] ** 2 for group in found["interactions"]]))
 
 
-def test_interactions_are_seldom_found_where_there_are_none():
-    design, rng = make_design(NAMES[:4]), np.random.default_rng(0)
+@pytest.mark.parametrize("choices", [[], [["x", "y"]]], ids=["factors", "a choice"])
+def test_interactions_are_seldom_found_where_there_are_none(choices):
+    design, rng = make_design(NAMES[:3], choices=choices), np.random.default_rng(0)
     found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2)))["p_of_interactions"] for _ in range(400)]
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
@@ -119,7 +120,8 @@ def test_choices():
     for level, own in enumerate(([-1, -1], [1, 0], [0, 1])):
         block = design.rows[level * len(whole) : (level + 1) * len(whole)]
         assert (block[:, [0, 1, 2, 5]] == whole).all() and (block[:, 3:5] == own).all()
-    assert not any({"x", "y"} & set(pair) for group in design.aliases() for pair in group)
+    assert not any({"x", "y"} == set(pair) for group in design.aliases() for pair in group)
+    assert all(len(group) == 1 for group in design.aliases() if {"x", "y"} & set(group[0]))
     rng = np.random.default_rng(0)
     losses = 4 - 0.1 * (design.rows[:, 3] > 0) - 0.3 * (design.rows[:, 4] > 0) - 0.2 * (design.rows[:, 0] > 0)
     losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
@@ -136,8 +138,23 @@ def test_choices():
         assert found["main"][name]["effect"] == pytest.approx(effect)
         half = (found["main"][name]["high"] - found["main"][name]["low"]) / 2
         assert half == pytest.approx(stats.t.ppf(0.975, found["freedom"]) * error)
-    # 24 rows: a difference with 12 runs each for a, b and c, with 8 runs for x and y, and 12 of the baseline
-    assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 8 + 12) * seeds
+    # 24 rows: 12 runs each for a, b, c and the baseline; x and y, of 8 rows, need 6 beside them: 1 / 6 + 1 / 12 = 2 / 8
+    assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 6 + 12) * seeds
+    assert found["p_of_interactions"] > 0.01
+
+
+def test_interactions_with_an_option_are_found():
+    """Effects that average to nothing: a warning says so, and the largest interactions are the planted ones."""
+    design = make_design(["a", "b"], choices=[["x", "y"]])
+    on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
+    rng = np.random.default_rng(0)
+    losses = (4 + 0.5 * (on["a"] & on["x"]) - 0.5 * (on[RATE] & on["x"]))[:, None] + 0.01 * rng.normal(
+        size=(len(design.rows), 2)
+    )
+    found = analyse_effects(design, losses)
+    assert found["p_of_interactions"] < 1e-6
+    largest = sorted(found["interactions"], key=lambda group: -abs(group["effect"]))[:2]
+    assert {frozenset(group["aliases"][0]) for group in largest} == {frozenset({"a", "x"}), frozenset({"x", RATE})}
 
 
 def test_runs_one_at_a_time():
@@ -265,7 +282,7 @@ def _switch(**switches):
         ({"factors": {"a": {"one_of": {"b": _switch(norm_type="rmsnorm")}}}}, "one_of=.* must hold two or more options"),
         (
             {"factors": {"a": _switch(norm_type="rmsnorm"), "c": {"one_of": {"a": {}, "b": {}}}}},
-            "an option has the name of another factor",
+            "an option and a factor, have the name 'a'",
         ),
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
