@@ -334,7 +334,8 @@ def _choices(backends: Iterable[str]) -> str:
 
 def _attention_layers(config: NLQConfig) -> list[Needs]:
     """Returns what each layer asks of any call."""
-    return [needs_of(layer) for layer in config.per_layer_config]
+    needs = [needs_of(layer) for layer in config.distinct_layers]
+    return needs if config.is_heterogeneous else needs * config.num_hidden_layers
 
 
 def needs_of(layer: NLQConfig) -> Needs:

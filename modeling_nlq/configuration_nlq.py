@@ -11,6 +11,7 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -294,7 +295,7 @@ class NLQConfig(PreTrainedConfig):
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
         """The user's own parts in any layer, by name."""
-        names = dict.fromkeys(name for layer in self.per_layer_config for name in layer.attention_parts or ())
+        names = dict.fromkeys(name for layer in self.distinct_layers for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
 
     def _remember_code(self) -> None:
@@ -351,6 +352,11 @@ class NLQConfig(PreTrainedConfig):
         return get_attention_activation(self.attention_activation)
 
     @property
+    def distinct_layers(self) -> Sequence["NLQConfig"]:
+        """The configurations of the layers, or one where all are the same: reading a configuration takes long."""
+        return self.per_layer_config if self.is_heterogeneous else [self]
+
+    @property
     def layer_types(self) -> list[str]:
         """The kind of cache of each layer, for Transformers. Does not exist if all layers store all keys and values."""
         try:
@@ -383,12 +389,12 @@ class NLQConfig(PreTrainedConfig):
     @property
     def has_learned_positions(self) -> bool:
         """Whether learned positions are added to the token embeddings, which limits the length."""
-        return any(layer.position_embedding == "learned" for layer in self.per_layer_config)
+        return any(layer.position_embedding == "learned" for layer in self.distinct_layers)
 
     @property
     def has_rotary_positions(self) -> bool:
         """Whether some layer rotates queries and keys."""
-        return any(layer.position_embedding == "rope" for layer in self.per_layer_config)
+        return any(layer.position_embedding == "rope" for layer in self.distinct_layers)
 
     def has_bias(self, part: Literal["query_key_value", "attention_output", "mlp"]) -> bool:
         """Tells whether the linear layers of a part have biases."""
@@ -405,7 +411,7 @@ class NLQConfig(PreTrainedConfig):
         Norms, and parameters with a row for each head, are whole on every process. `parallel_nlq.py` cuts what needs cutting.
         """
         plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
-        for layer in self.per_layer_config:
+        for layer in self.distinct_layers:
             for name in ("query", "key", "value"):
                 projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
                 if projection.linear:
@@ -441,7 +447,7 @@ class NLQConfig(PreTrainedConfig):
     @property
     def needs_first_values(self) -> bool:
         """Whether some layer reads the values of the first one."""
-        return any(part.needs_first_values for layer in self.per_layer_config for part in parts_of(layer))
+        return any(part.needs_first_values for layer in self.distinct_layers for part in parts_of(layer))
 
     @property
     def score_scaling(self) -> float:
@@ -468,7 +474,7 @@ class NLQConfig(PreTrainedConfig):
             )
         if not getattr(self, "is_causal", True):
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
-        if len({layer.position_embedding == "learned" for layer in self.per_layer_config}) > 1:
+        if len({layer.position_embedding == "learned" for layer in self.distinct_layers}) > 1:
             raise ValueError("per_layer_config: position_embedding='learned' is of all layers or of none")
         if self.has_rotary_positions:
             rope_type = (self.rope_parameters or {}).get("rope_type")
@@ -516,7 +522,7 @@ class NLQConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """Checks the switches of each layer."""
-        for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
+        for index, layer in enumerate(self.distinct_layers):
             try:
                 _check_layer(layer)
             except ValueError as error:

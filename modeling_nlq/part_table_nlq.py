@@ -49,7 +49,8 @@ def parts_of(config: "NLQConfig") -> list[type[AttentionPart]]:
     Raises:
         ValueError: for a name in `attention_parts` that no part has.
     """
-    parts = [part for name, part in ATTENTION_PARTS.items() if is_on(getattr(config, name))]
+    fields = vars(config)  # `getattr` of a configuration takes long
+    parts = [part for name, part in ATTENTION_PARTS.items() if is_on(fields[name])]
     codes = config.attention_parts_code or {}
     for name in config.attention_parts or ():
         if name in ATTENTION_PARTS:
