@@ -145,7 +145,7 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     def contrast(column: np.ndarray) -> tuple[float, float, float]:
         """The effect of a column, p, and the half width of the interval."""
         effect = float(means[column > 0].mean() - means[column < 0].mean())
-        error = noise * math.sqrt((1 / np.count_nonzero(column > 0) + 1 / np.count_nonzero(column < 0)) / seeds)
+        error = standard_error(column, seeds, noise)
         if not error:
             return effect, 0.0 if effect else 1.0, 0.0
         return effect, float(2 * stats.t.sf(abs(effect) / error, freedom)), quantile * error
@@ -178,6 +178,11 @@ def analyse_effects(design: Design, losses: np.ndarray) -> dict[str, Any]:
     }
 
 
+def standard_error(column: np.ndarray, seeds: int, noise: float) -> float:
+    """The standard error of a difference of means, of the runs above 0 in a column of the design and of those below it."""
+    return noise * math.sqrt((1 / np.count_nonzero(column > 0) + 1 / np.count_nonzero(column < 0)) / seeds)
+
+
 def _p_of_interactions(design: Design, means: np.ndarray, error: float, freedom: int) -> float:
     """p of the F test that there are no interactions of two: how much better they fit the means of rows than main effects do.
 
@@ -197,7 +202,7 @@ def _p_of_interactions(design: Design, means: np.ndarray, error: float, freedom:
 
 
 def runs_one_at_a_time(design: Design, seeds: int) -> int:
-    """How many runs it takes to compare each factor alone with the baseline, for intervals of the same width.
+    """How many runs a comparison of each factor alone with the baseline takes, for intervals of the same width.
 
     A difference of means of `m` and `n` runs has the variance `s^2 (1 / m + 1 / n)`, and an effect here has `s^2 (1 / on + 1 /
     off)`. The baseline has as many runs as the factor with most of them.

@@ -237,13 +237,13 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: fold={given['fold']!r} must be true or false")
     entries = read_section(given["factors"], f"{path}: factors")
     for name, fields in entries.items():
-        if isinstance(fields, Mapping) and "one_of" in fields:
+        if _is_choice(fields):
             source = f"{path}: factor {name!r}"
             check_keys(source, fields, ("one_of",))
             if len(read_section(fields["one_of"], f"{source}: one_of")) < 2:
                 raise ValueError(f"{source}: one_of={fields['one_of']!r} must hold two or more options; off is one more")
     factors, choices = _flat_factors(entries)
-    every = [name for name in entries if name in factors and "one_of" not in (entries[name] or {})]
+    every = [name for name, fields in entries.items() if not _is_choice(fields)]
     every += itertools.chain.from_iterable(choices)
     if twice := [name for name in factors if every.count(name) > 1]:
         raise ValueError(f"{path}: factors: two of them, or an option and a factor, have the name {twice[0]!r}; rename one")
@@ -275,11 +275,15 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_LOOK} or more; set confirm: {{seeds: ...}}")
 
 
+def _is_choice(fields: Any) -> bool:
+    return isinstance(fields, Mapping) and "one_of" in fields
+
+
 def _flat_factors(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
     """The entries of all factors and options by name, and the options of each choice."""
     factors, choices = {}, []
     for name, fields in given.items():
-        if isinstance(fields, Mapping) and "one_of" in fields:
+        if _is_choice(fields):
             choices.append(list(fields["one_of"]))
             factors.update(fields["one_of"])
         else:
@@ -336,8 +340,11 @@ def _read_screening(
         models = {OFF: {}, BEST: merged_change(factors, survivors)}
         asked = {"learning_rates": {"start": math.sqrt(low * high), "factor": 2}, "seeds": given["seeds"]}
         own = {**fields, **asked, **(given.get("confirm") or {}), "models": models, "baseline": OFF}
-        _check_stop(Path(source), own)
-        return _read_comparison(source, f"{name}, confirmation", command, own, shared, overrides, recipe_source)
+        try:
+            _check_stop(Path(source), own)
+            return _read_comparison(source, f"{name}, confirmation", command, own, shared, overrides, recipe_source)
+        except ValueError as error:
+            raise ValueError(f"{source}: confirm: {str(error).removeprefix(f'{source}: ')}") from error
 
     first = confirm(list(factors)[:1])  # its fields are checked before anything is trained
     return Screening(name, command, {**given, "recipe": resolved}, factors, design, (low, high), runs, built, confirm, first)

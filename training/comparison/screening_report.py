@@ -13,7 +13,7 @@ from scipy import stats
 
 from ..files import write_text
 from ..text import align
-from .factors import RATE
+from .factors import RATE, Design, standard_error
 from .figures import BASELINE, save, scale_percent
 from .report import markdown_table, render_page, verdicts
 from .screening import BEST, OFF
@@ -106,17 +106,20 @@ def limits_of(results: dict[str, Any]) -> list[str]:
     effects = results["effects"]
     if effects is None or effects["p_of_interactions"] >= results["alpha"]:
         return [_NO_VERDICT]
-    size, error = (100 * value / effects["mean_loss"] for value in (effects["interaction_size"], _error(results)))
+    noise = math.sqrt(np.mean([error**2 for error in _errors_of_interactions(results)]))
+    size, noise = (100 * value / effects["mean_loss"] for value in (effects["interaction_size"], noise))
     return [
         _NO_VERDICT,
-        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone {error:.2g} %. "
+        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone {noise:.2g} %. "
         "Main effects are mixed with interactions of three factors, so one of about this size may be an interaction.",
     ]
 
 
-def _error(results: dict[str, Any]) -> float:
-    """The standard error of an effect, in nats."""
-    return 2 * results["effects"]["noise"] / math.sqrt(len(results["design"]["rows"]) * len(results["runs"]["seeds"]))
+def _errors_of_interactions(results: dict[str, Any]) -> list[float]:
+    """The standard errors of all interactions, in nats. Those of options are larger."""
+    design = Design(results["design"]["factors"], np.array(results["design"]["rows"]), results["design"].get("choices", ()))
+    seeds, noise = len(results["runs"]["seeds"]), results["effects"]["noise"]
+    return [standard_error(design.product(group[0]), seeds, noise) for group in design.aliases()]
 
 
 def protocol(results: dict[str, Any]) -> list[str]:
@@ -127,8 +130,8 @@ def protocol(results: dict[str, Any]) -> list[str]:
     sentences = [
         f"{len(results['factors'])} {'factors and options' if choices else 'factors'} and the learning rate "
         f"({low:g} or {high:g}) in a two-level fractional factorial design of resolution IV: {rows} models with {seeds} seeds "
-        f"each, {rows * seeds} runs. One factor at a time, intervals of the same width take "
-        f"{results['runs_one_at_a_time']} runs at given rates."
+        f"each, {rows * seeds} runs. Each factor alone, compared with a baseline of as many runs, takes "
+        f"{results['runs_one_at_a_time']} runs at given rates for intervals of the same width."
         + "".join(
             f" The design is repeated without any of {', '.join(options)}, and with each of them." for options in choices
         ),
@@ -218,7 +221,7 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.plot(quantiles, sizes, "o", color="#0072B2")
-    error = 100 * _error(results) / found["mean_loss"]
+    error = 100 * min(_errors_of_interactions(results)) / found["mean_loss"]  # that of all factors
     axes.plot([0, quantiles[-1]], [0, error * quantiles[-1]], color="#888888", linestyle="--", label="noise alone")
     for quantile, size, (_, name) in list(zip(quantiles, sizes, points))[-min(6, len(points)) :]:
         axes.annotate(

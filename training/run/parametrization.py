@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
@@ -32,6 +33,7 @@ from modeling_nlq import NLQConfig
 
 from ..files import check_keys
 from ..parameters import shapes_of
+from ..text import one_line, root_cause
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,24 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
         raise ValueError(f"base_sizes={dict(base_sizes)!r} must give the hidden_size of the base model")
     if not isinstance(config, NLQConfig):
         raise ValueError(f"parametrization='completep' needs an NLQ model, and this one is of type {config.model_type!r}")
+    if config.num_attention_heads * base_sizes["hidden_size"] % config.hidden_size:
+        raise ValueError(
+            f"base_sizes: hidden_size={base_sizes['hidden_size']} leaves no whole number of the {config.num_attention_heads} "
+            f"heads that the model has in {config.hidden_size}; heads are as wide in both"
+        )
+    try:
+        shapes, doubled = shapes_of(config), shapes_of(_twice_as_wide(config))
+    except (ValueError, StrictDataclassError) as error:
+        reason = one_line(root_cause(error))
+        raise ValueError(
+            f"parametrization='completep' looks at a model of twice the width, which is refused: {reason}"
+        ) from error
+    for name, shape in shapes.items():
+        if len(shape) > 2 and doubled[name][1:] != shape[1:]:
+            raise ValueError(
+                f"{name} has the shape {shape}, and parametrization='completep' cannot tell which dimensions are inputs; give "
+                "it two dimensions, outputs and inputs"
+            )
     if config.norm_position != "pre" or not config.norm_gain:
         raise ValueError(
             f"norm_position={config.norm_position!r} and norm_gain={config.norm_gain} must be 'pre' and True with "

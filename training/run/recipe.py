@@ -181,7 +181,7 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if self.parametrization not in ("standard", "completep"):
             raise ValueError(f"parametrization={self.parametrization!r} must be 'standard' or 'completep'")
-        if (self.parametrization == "completep") != bool(self.base_sizes):
+        if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"parametrization={self.parametrization!r} and base_sizes={self.base_sizes!r}: 'completep' needs the sizes of "
                 "its base model, such as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
@@ -362,6 +362,9 @@ def resolve_recipe(
     parser = _make_parser()
     parser.set_defaults(**{**_device_defaults(training), **content, **training})
     namespace = parser.parse_args([])  # converts values that YAML read as text, such as 1e-3
+    for each in (*dataclasses.fields(Recipe), *dataclasses.fields(TrainingArguments)):
+        if type(each.default) in (int, float) and type(value := getattr(namespace, each.name)) not in (int, float):
+            raise ValueError(f"{each.name}={value!r} must be a number")
     recipe, training_arguments = (
         kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)
     )

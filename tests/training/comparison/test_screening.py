@@ -26,6 +26,7 @@ from modeling_nlq.training.comparison.factors import (
     make_design,
     merged_change,
     runs_one_at_a_time,
+    standard_error,
 )
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.screening import CONFIRMATION, SCREENING, run_screening
@@ -108,8 +109,12 @@ def test_planted_truths():
 @pytest.mark.parametrize("choices", [[], [["x", "y"]]], ids=["factors", "a choice"])
 def test_interactions_are_seldom_found_where_there_are_none(choices):
     design, rng = make_design(NAMES[:3], choices=choices), np.random.default_rng(0)
-    found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2)))["p_of_interactions"] for _ in range(400)]
-    assert stats.kstest(found, "uniform").pvalue > 0.01
+    found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2))) for _ in range(400)]
+    assert stats.kstest([effects["p_of_interactions"] for effects in found], "uniform").pvalue > 0.01
+    errors = [standard_error(design.product(group[0]), 2, 1.0) for group in design.aliases()]
+    assert np.mean([effects["interaction_size"] ** 2 for effects in found]) == pytest.approx(
+        np.mean(np.square(errors)), rel=0.1
+    )
 
 
 def test_choices():
@@ -291,6 +296,8 @@ def _switch(**switches):
         ({"factors": {"a": {"switches": [1]}, "b": _switch(norm_type="rmsnorm")}}, "factor 'a': switches"),
         ({"factors": {"a" * 150: _switch(norm_type="rmsnorm"), "b" * 60: {}}}, "too long together"),
         ({"confirm": {"models": {}}}, "confirm: .*models"),
+        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "confirm: stop='late'"),
+        ({"factors": {"a": True, "b": _switch(norm_type="rmsnorm")}}, "factor 'a' must hold fields and values, not True"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
             "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",

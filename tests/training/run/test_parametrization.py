@@ -7,13 +7,20 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, own_parts_nlq, register_attention_part
 from modeling_nlq.training import train
 from modeling_nlq.training.models import initialize_by_name
 from modeling_nlq.training.nlq import main
-from modeling_nlq.training.run.parametrization import Factors, completep_factors, scale_initial_values, split_groups
+from modeling_nlq.training.run.parametrization import (
+    Factors,
+    check_completep,
+    completep_factors,
+    scale_initial_values,
+    split_groups,
+)
 from modeling_nlq.training.run.record import RecordingTrainer
 
 
@@ -115,6 +122,34 @@ def test_a_matched_mlp_has_the_factors_of_any_other(width):
     assert factors["model.layers.0.mlp.down_proj.weight"] == Factors(0.5, 0.25, 0.5)
 
 
+class _Cube(AttentionPart):
+    name = "cube"
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, config.head_dim, config.hidden_size))
+
+
+class _Narrow(AttentionPart):
+    name = "narrow"
+
+    @classmethod
+    def check(cls, config):
+        if config.num_attention_heads > 4:
+            raise ValueError("narrow needs at most 4 heads")
+
+
+@pytest.mark.parametrize(
+    "part, message", [(_Cube, "cannot tell which dimensions"), (_Narrow, "twice the width, .* refused: narrow")]
+)
+def test_parts_of_which_no_factor_is_known_are_refused(part, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_parts_nlq, "_registered", {})
+    monkeypatch.setattr(own_parts_nlq, "_latest", {})
+    register_attention_part(part)
+    with pytest.raises(ValueError, match=message):
+        check_completep(make_config(attention_parts=[part.name]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
+
+
 def test_an_optimizer_of_the_launcher_is_refused(recipe_file, tmp_path, monkeypatch):
     monkeypatch.setattr(RecordingTrainer, "create_optimizer", Trainer.create_optimizer)  # as DeepSpeed does not call it
     with pytest.raises(ValueError, match="needs Trainer's optimizer"):
@@ -193,6 +228,7 @@ class TestRecipe:
             ({"parametrization": "mup"}, "parametrization='mup' must be 'standard' or 'completep'"),
             ({"parametrization": "completep"}, "needs the sizes of its base model"),
             ({"base_sizes": BASE}, "'standard' takes none"),
+            ({"base_sizes": {}}, "'standard' takes none"),
             ({"base_sizes": "8"}, "base_sizes=8 must be sizes with their values"),
             ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be sizes"),
             (
@@ -201,6 +237,10 @@ class TestRecipe:
             ),
             ({"parametrization": "completep", "base_sizes": {"hidden_size": 1.5}}, "hidden_size=1.5 must be a whole number"),
             ({"parametrization": "completep", "base_sizes": {"num_hidden_layers": 1}}, "must give the hidden_size"),
+            (
+                {"parametrization": "completep", "base_sizes": {"hidden_size": 17}},
+                "hidden_size=17 leaves no whole number of the 2",
+            ),
             (
                 {"parametrization": "completep", "base_sizes": BASE, "lr_scheduler_type": "reduce_lr_on_plateau"},
                 "lr_scheduler_type='reduce_lr_on_plateau' has one lowest rate",

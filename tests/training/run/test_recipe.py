@@ -1,5 +1,7 @@
 """Recipes: overrides from the command line and from Python, and conflicts found before data are prepared."""
 
+import re
+
 import pytest
 
 from modeling_nlq.configuration import descriptions, names
@@ -25,6 +27,11 @@ class TestOverrides:
     def test_words_are_the_inverse(self):
         overrides = read_overrides([*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"])
         assert read_overrides(override_words(overrides)) == overrides
+
+    @pytest.mark.parametrize("name, value", [("weight_decay", None), ("max_steps", [1]), ("test_fraction", {"a": 1})])
+    def test_numbers(self, name, value):
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be a number")):
+            load_recipe("demo", {name: value})
 
     def test_unknown_fields(self):
         with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
