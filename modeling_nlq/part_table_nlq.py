@@ -49,8 +49,7 @@ def parts_of(config: "NLQConfig") -> list[type[AttentionPart]]:
     Raises:
         ValueError: for a name in `attention_parts` that no part has.
     """
-    fields = vars(config)  # `getattr` of a configuration takes long
-    parts = [part for name, part in ATTENTION_PARTS.items() if is_on(fields[name])]
+    parts = [part for name, part in ATTENTION_PARTS.items() if is_on(getattr(config, name))]
     codes = config.attention_parts_code or {}
     for name in config.attention_parts or ():
         if name in ATTENTION_PARTS:

@@ -221,7 +221,7 @@ def draw_half_normal(results: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.plot(quantiles, sizes, "o", color="#0072B2")
-    error = 100 * min(_errors_of_interactions(results)) / found["mean_loss"]  # that of all factors
+    error = 100 * min(_errors_of_interactions(results)) / found["mean_loss"]  # of a factor; those of options are larger
     axes.plot([0, quantiles[-1]], [0, error * quantiles[-1]], color="#888888", linestyle="--", label="noise alone")
     for quantile, size, (_, name) in list(zip(quantiles, sizes, points))[-min(6, len(points)) :]:
         axes.annotate(

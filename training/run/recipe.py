@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -363,7 +364,8 @@ def resolve_recipe(
     parser.set_defaults(**{**_device_defaults(training), **content, **training})
     namespace = parser.parse_args([])  # converts values that YAML read as text, such as 1e-3
     for each in (*dataclasses.fields(Recipe), *dataclasses.fields(TrainingArguments)):
-        if type(each.default) in (int, float) and type(value := getattr(namespace, each.name)) not in (int, float):
+        value = getattr(namespace, each.name)
+        if type(each.default) in (int, float) and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
             raise ValueError(f"{each.name}={value!r} must be a number")
     recipe, training_arguments = (
         kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from modeling_nlq.configuration import descriptions, names
@@ -32,6 +33,11 @@ class TestOverrides:
     def test_numbers(self, name, value):
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be a number")):
             load_recipe("demo", {name: value})
+
+    def test_numbers_of_numpy(self):
+        assert (
+            load_recipe("demo", {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}).training_arguments.max_steps == 3
+        )
 
     def test_unknown_fields(self):
         with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
