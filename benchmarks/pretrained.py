@@ -3,11 +3,11 @@
     python benchmarks/pretrained.py                       # the file that `make test-weights` fetches
     python benchmarks/pretrained.py --source runs/llama --dtypes bfloat16
 
-Measured are loading from a folder, a prompt, each token that greedy `generate` adds to it, and a training step (forward,
+It measures loading from a folder, a prompt, each token that greedy `generate` adds to it, and a training step (forward,
 backward and fused AdamW, on one text). The models take turns in one process. A multiple is the median over the rounds of the
-time against Llama's in the same round, with its quartiles. For its peak of resident memory (Linux only), each model does each
-of these things once in a process of its own, as often as there are processes. Before anything is timed, both must give the same
-logits. bfloat16 means weights, gradients and optimizer in it.
+time against Llama's in the same round, with its quartiles. For its peak of resident memory, which only Linux tells, each model
+does each of these things once in a process of its own, `--processes` times; the median is printed. Before anything is timed,
+both must give the same logits. bfloat16 means weights, gradients and optimizer in it.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from modeling_nlq.training.conversion.converting import convert
 
 REFERENCE, OURS = "Llama", "NLQ"
 LOAD, PROMPT, TOKEN, STEP = "load", "prompt", "token", "training step"
+STATUS = Path("/proc/self/status")
 TOLERANCE = 1e-4  # of the largest logit, in float32
 
 
@@ -98,7 +99,7 @@ def _run_once(folder: Path, dtype: torch.dtype, what: str, arguments: argparse.N
     elif what != LOAD:
         turn(model, tokens, Setting(1, arguments.prompt, arguments.new if what == TOKEN else 2, REFERENCE))
     # `ru_maxrss` would begin with the memory of the process that started this one
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = STATUS.read_text().splitlines()
     results.put(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
 
 
@@ -144,6 +145,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=3, help="processes whose memory is measured, for each figure")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args(words)
+    if not STATUS.exists():
+        parser.error(f"{STATUS} tells the peak of memory, and this system has no such file")
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

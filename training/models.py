@@ -43,7 +43,9 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        raise ValueError(f"model {name!r}: {first_line(error)}") from error
+        is_elsewhere = is_saved_model(name) and not Path(name).is_dir()
+        where = " is not a local folder and cannot be loaded from the Hub" if is_elsewhere else ""
+        raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     if "model_type" not in values:
         raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
     config = AutoConfig.for_model(**values)
@@ -170,6 +172,8 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"model {name!r} is an adapter; name the model that it was merged into")
+    if name.endswith(".gguf"):
+        raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
     if not Path(name).is_dir() and "/" not in name:
         raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():

@@ -22,7 +22,7 @@ from modeling_nlq.training.run.documents import python_documents
 from modeling_nlq.training.run.tasks import score_numbers
 
 
-LIMIT = 1e-4  # of a logit in float32, where the largest is 30
+LIMIT = 1e-4  # of a logit in float32, where the largest is 34
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "Counting: one, two, three,", "1 + 1 ="]
 TASKS = ("nlq_next_identifier", "nlq_argument_names", "nlq_brackets")
 TASK_ITEMS = 50
@@ -69,10 +69,10 @@ SWITCHES = [
 ]
 # The only ones that round: W - I, and factors that are no power of two
 ROUNDED = [
-    {"query_projection": "residual"},
-    {"query_projection": "linear"},
-    {"attention_scaling": 0.1},
-    {"attention_output_scaling": 0.7},
+    ({"query_projection": "residual"}, {}),
+    ({"query_projection": "linear"}, {"query_projection": "residual"}),
+    ({"attention_scaling": 0.1}, {}),
+    ({"attention_output_scaling": 0.7}, {}),
 ]
 
 
@@ -213,7 +213,7 @@ class TestChanged:
         kept = batch["attention_mask"].bool()
         error = largest(logits(changed, batch)[kept], logits(base, batch)[kept])
         measured(words(switches), words(before) or "the converted model, eager", error)
-        assert error < LIMIT if switches in ROUNDED else error == 0
+        assert error < LIMIT if (switches, before) in ROUNDED else error == 0
 
     def test_every_switch_of_the_document_is_tested(self):
         section = (REPOSITORY / "docs" / "conversion.md").read_text().split("## Switches that start without effect")[1]

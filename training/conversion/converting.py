@@ -154,6 +154,7 @@ def convert(
         The record of the conversion.
 
     Raises:
+        ImportError: for a GGUF file without the package gguf.
         ValueError: for a source that is none of these or is damaged, a target that is taken, switches that would change the
             outputs, or a family that has no such model. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
@@ -170,20 +171,16 @@ def convert(
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
 
-    checkpoint, gguf, plan = find_checkpoint(source), None, None
+    checkpoint, gguf, not_read, plan = find_checkpoint(source), None, [], None
     if checkpoint is not None:
         old = load_checkpoint(checkpoint)
     elif (path := find_gguf(source)) is not None:
         gguf = read_gguf(path)
-        if gguf.not_read and not allow_lossy:
-            raise LossyConversion(gguf.not_read)
-        old = load_gguf(gguf)
+        old, not_read = load_gguf(gguf, allow_lossy)
     else:
         config, model_class = read_source(source)
         old, plan = _open(source, config, model_class, switches, to, allow_lossy)
     new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
-    if gguf is not None:
-        lost = [*gguf.not_read, *lost]
     is_nlq = old.config.model_type == "nlq" and checkpoint is None
     earlier = read_conversion(source, is_untrained=True) if is_nlq else None
     added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
@@ -198,7 +195,7 @@ def convert(
         target_class=type(new).__name__,
         base_model=base_model_of(source),
         switches=switches,
-        lost=lost,
+        lost=[*not_read, *lost],
         dequantised=gguf.weights if gguf is not None and gguf.is_quantised else None,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,

@@ -1,7 +1,11 @@
 """Models in GGUF files, the format of llama.cpp: what Transformers' reader of them leaves out, and their tokenizers."""
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,14 +18,20 @@ from ..text import first_line, one_line
 # Those whose reader in Transformers is complete, and whose class NLQ knows. It forgets the base of rotary positions of
 # `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Fields that repeat what shapes of tensors say
-_REPEATED = ("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size")
+# Fields that are read here, or repeat what shapes of tensors say
+_ALSO_READ = ("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size")
 # Values by which a field says that the model lacks something
 _NOTHING = (0, "", "none", [])
-_ROTARY_SCALING = "rope_freqs.weight"
+# Values of other fields that say what Transformers takes for granted
+_USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
+# Fields that llama.cpp itself can do without. What it then takes is the default of Llama's class, and not of the others
+_OPTIONAL = {"llama": ("rope.dimension_count", "rope.freq_base", "attention.head_count_kv", "vocab_size")}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
-# How a vocabulary's text is cut before its merges, as `tokenizer.ggml.pre` names it: as GPT-2's, and digit by digit before that
-_AS_GPT2 = ("default", "gpt-2", "olmo")
+_TOKENIZER = "tokenizer.ggml."
+_NOT_QUANTISED = ("F32", "F16", "BF16")
+# How a text is cut before its merges, as `tokenizer.ggml.pre` names it: as GPT-2's, or digit by digit before that.
+# "default" and a missing name are neither: llama.cpp then cuts off punctuation, and digits in threes
+_AS_GPT2 = ("gpt-2", "olmo")
 _DIGITS = ("smollm", "starcoder")
 
 
@@ -31,38 +41,53 @@ class GGUF:
 
     Attributes:
         path: the file.
-        weights: the type of most of its weights, as llama.cpp names it.
-        tensors: how many there are, but for the scaling of rotary positions.
+        weights: the type of most of its quantised weights, or else of most weights, as llama.cpp names it.
+        architecture: the kind of model, one of `ARCHITECTURES`.
+        tensors: the names of its tensors.
+        head_size: the channels of a head.
+        tokenizer: the fields of the tokenizer, without its lists, by their names in `tokenizer.ggml`.
         not_read: what the file says of the model and Transformers does not read, in words.
-        pre_tokenizer: how text is cut before the merges of the vocabulary, as llama.cpp names it.
     """
 
     path: Path
     weights: str
-    tensors: int
-    not_read: list[str] = field(default_factory=list)
-    pre_tokenizer: str = _AS_GPT2[0]
+    architecture: str
+    tensors: list[str]
+    head_size: int
+    tokenizer: dict[str, Any]
+    not_read: list[str]
 
     @property
     def is_quantised(self) -> bool:
-        return self.weights not in ("F32", "F16", "BF16")
+        return self.weights not in _NOT_QUANTISED
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether its tokenizer is one of SentencePiece."""
+        return self.tokenizer.get("model") == "llama"
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file of a source, which is the file or its folder; `None` if there is none.
+    """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other weights.
 
     Raises:
         ValueError: for a folder with several of them.
     """
     path = Path(source)
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf(path):
         return path
-    if not path.is_dir() or (path / "config.json").is_file():
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
+    if not path.is_dir() or (has_weights and (path / "config.json").is_file()):
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(filter(is_gguf, path.iterdir()))
     if len(files) > 1:
         raise ValueError(f"{source} holds {len(files)} GGUF files ({', '.join(file.name for file in files)}); name one of them")
     return files[0] if files else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is named as a GGUF file."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -76,6 +101,8 @@ def read_gguf(path: Path) -> GGUF:
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader
 
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path} must end in .gguf: Transformers reads no other name")
     with path.open("rb") as file:
         if (magic := file.read(4)) != b"GGUF":
             raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}, which must be b'GGUF'")
@@ -84,48 +111,93 @@ def read_gguf(path: Path) -> GGUF:
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # of many kinds, from wherever the reader was when the file ended
         raise ValueError(f"{path} is truncated or damaged: {first_line(error)}") from error
+    if (count := fields.get("split.count", 1)) > 1:
+        raise ValueError(f"{path} is part {fields['split.no'] + 1} of {count}: join them first (llama-gguf-split --merge)")
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
+    if fields.get("general.name") == "mistral":
+        raise ValueError(f"{path}: Transformers does not read files with general.name='mistral'")
+    prefix = f"{architecture}."
+    said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    read = GGUF_CONFIG_MAPPING[architecture]
+    needed = {name for name, place in read.items() if place is not None} - {"vocab_size"}
+    if missing := sorted(needed - said.keys() - set(_OPTIONAL.get(architecture, ()))):
+        raise ValueError(f"{path} lacks {', '.join(prefix + name for name in missing)}")
+    head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
+    usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
+    not_read = [
+        f"{prefix}{name}={value!r}"
+        for name, value in said.items()
+        if (value != usual[name] if name in usual else name not in (*read, *_ALSO_READ) and value not in _NOTHING)
+    ]
     sizes: dict[str, int] = {}
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-    read = {f"{architecture}.{name}" for name in (*GGUF_CONFIG_MAPPING[architecture], *_REPEATED)}
-    not_read = [
-        f"{name}={value!r}"
-        for name, value in fields.items()
-        if name.startswith(f"{architecture}.") and name not in read and value not in _NOTHING
-    ]
-    tensors = [tensor.name for tensor in reader.tensors]
-    not_read += [name for name in tensors if name == _ROTARY_SCALING]
+    quantised = {name: size for name, size in sizes.items() if name not in _NOT_QUANTISED}
     return GGUF(
         path,
-        max(sizes, key=sizes.get, default="none"),
-        sum(name != _ROTARY_SCALING for name in tensors),
-        [f"{name}: Transformers does not read it from GGUF files" for name in not_read],
-        fields.get("tokenizer.ggml.pre", _AS_GPT2[0]),
+        weights=max(quantised or sizes, key=sizes.get, default="none"),
+        architecture=architecture,
+        tensors=[tensor.name for tensor in reader.tensors],
+        head_size=head_size,
+        tokenizer={name.removeprefix(_TOKENIZER): value for name, value in fields.items() if name.startswith(_TOKENIZER)},
+        not_read=[f"{name}: Transformers does not read it from GGUF files" for name in not_read],
     )
+
+
+def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
+    """Lists the tensors of a file that have no place in a model of Transformers, in words.
+
+    Args:
+        gguf: the header of the file.
+        parameters: the names of the model's parameters.
+        layers: how many layers the model has.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    names = get_tensor_name_map(next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), layers)
+    known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in parameters}
+    return [f"{name}: Transformers does not read it from GGUF files" for name in gguf.tensors if name not in known]
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     """Rebuilds the tokenizer that a file describes.
 
     Raises:
-        ValueError: if Transformers cannot, or would cut text in another way.
+        ValueError: if Transformers cannot, would cut text in another way, or cannot save it.
     """
     path = gguf.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        with TemporaryDirectory() as empty:  # from the file's own folder, another tokenizer would be taken
+            tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # of many kinds, because the reader expects every field to be there
         raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer") from error
-    backend = tokenizer.backend_tokenizer
-    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
-        if gguf.pre_tokenizer in _DIGITS:
+    backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
+    unknown = f"pre={cut!r}"
+    is_known = True
+    if gguf.has_pieces:
+        unknown, is_known = "add_space_prefix=False", gguf.tokenizer.get("add_space_prefix", True)
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
+        is_known = cut in (*_AS_GPT2, *_DIGITS)
+        if cut in _DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        elif gguf.pre_tokenizer not in _AS_GPT2:
-            raise ValueError(
-                f"{path}: Transformers cannot cut text as tokenizer.ggml.pre={gguf.pre_tokenizer!r} says; give a tokenizer by "
-                "--tokenizer"
-            )
+    # Transformers reads these two from 5.23 on
+    adds = {"add_bos_token": gguf.tokenizer.get("add_bos_token", gguf.has_pieces)}
+    adds["add_eos_token"] = gguf.tokenizer.get("add_eos_token", False)
+    for name, value in adds.items():
+        if getattr(tokenizer, name) != value:
+            setattr(tokenizer, name, value)
+    if not is_known or not _is_kept(tokenizer):  # a saved tokenizer of Qwen has Qwen's cut, whatever it was
+        raise ValueError(f"{path}: Transformers cannot cut text as {_TOKENIZER}{unknown} says; give a tokenizer by --tokenizer")
     return tokenizer
+
+
+def _is_kept(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer cuts text in the same way after it was saved and loaded."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    cuts = [json.loads(each.backend_tokenizer.to_str())["pre_tokenizer"] for each in (tokenizer, again)]
+    return cuts[0] == cuts[1]

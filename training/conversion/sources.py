@@ -1,17 +1,20 @@
 """Sources of a conversion: folders, models of the Hub, and checkpoint files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from ..parameters import check_names
-from ..text import first_line
+from ..text import first_line, one_line
 from .families import FAMILIES
-from .gguf_files import GGUF, find_gguf
+from .gguf_files import GGUF, find_gguf, is_gguf, tensors_not_read
 from .paper import from_paper, read_checkpoint
-from .renaming import classes_of
+from .renaming import LossyConversion, classes_of, empty_model
 
 
 PAPER_CHECKPOINT = "ckpt.pt"
@@ -20,11 +23,9 @@ PAPER_CHECKPOINT = "ckpt.pt"
 def find_checkpoint(source: str) -> Path | None:
     """The checkpoint file of a source, which is the file or its folder; `None` if there is none."""
     path = Path(source)
-    if find_gguf(source) is not None:
-        return None
     if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
         return path / PAPER_CHECKPOINT
-    return path if path.is_file() else None
+    return path if path.is_file() and not is_gguf(path) else None
 
 
 def load_checkpoint(path: Path) -> PreTrainedModel:
@@ -46,16 +47,16 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     Raises:
         ValueError: if it is no model that can be converted.
     """
-    folder, options = _place(source)
-    if not options and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    if find_gguf(source) is None and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT} nor a GGUF file")
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin", ".gguf"))):
         raise ValueError(f"there is no folder or file {source!r}")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+        with _place(source) as (folder, options):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "
-        raise ValueError(f"{source!r} is {place}no model that can be read: {first_line(error)}") from error
+        raise ValueError(f"{source!r} is {place}no model that can be read: {one_line(error)}") from error
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"{source!r} is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")
     classes = classes_of(config)
@@ -65,23 +66,32 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     return config, classes[name]
 
 
-def _place(source: str) -> tuple[str | Path, dict[str, str]]:
+@contextmanager
+def _place(source: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Where Transformers finds a source: the folder or Hub name, and other arguments of `from_pretrained`."""
     path = find_gguf(source)
-    return (source, {}) if path is None else (path.parent, {"gguf_file": path.name})
+    if path is None:
+        yield source, {}
+        return
+    # An empty folder, for what lies beside the file is not its own; and the whole path, for a name alone would be looked for in
+    # the current directory first
+    with TemporaryDirectory() as empty:
+        yield empty, {"gguf_file": str(path.resolve())}
 
 
 def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Loads the model of a folder or of the Hub in its own precision, a quantised one from a GGUF file in float32.
+    """Loads the model of a folder or of the Hub in its own precision, and that of a GGUF file in float32.
 
     Raises:
         ValueError: for weights that cannot be read, naming the parameters that are missing, damaged or unknown.
     """
-    folder, options = _place(source)
     try:
-        model, found = model_class.from_pretrained(
-            folder, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with _place(source) as (folder, options):
+            if options:
+                options["quantization_config"] = GgufConfig(dequantize=True)
+            model, found = model_class.from_pretrained(
+                folder, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source!r}: the weights cannot be read: {first_line(error)}") from error
     except Exception as error:
@@ -93,7 +103,7 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
         ) from None
     if found["mismatched_keys"]:
         name, there, expected = min(found["mismatched_keys"])
-        raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and config.json says {tuple(expected)}")
+        raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and its configuration says {tuple(expected)}")
     missing = set(found["missing_keys"])
     # Transformers saved the value of masked scores until 4.27; it is no parameter
     unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
@@ -104,18 +114,22 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
     return model.eval()
 
 
-def load_gguf(gguf: GGUF) -> PreTrainedModel:
-    """Loads the model of a GGUF file, whose weights become float32.
+def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Loads the model of a GGUF file, whose weights become float32, and returns with it what Transformers does not read.
 
     Raises:
-        ValueError: for weights that cannot be read or have no place in the model.
+        LossyConversion: if there is something and `allow_lossy` is not set.
+        ValueError: for weights that cannot be read.
     """
     source = str(gguf.path)
-    model = load_model(source, *read_source(source))
-    read = len(list(model.parameters()))
-    if gguf.tensors > read:
-        raise ValueError(f"{source} holds {gguf.tensors} tensors, of which Transformers reads {read}")
-    # Transformers saves no model that it takes for a quantised one
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    return model
+    config, model_class = read_source(source)
+    if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
+        config.head_dim = gguf.head_size
+    if not gguf.has_pieces:  # those of SentencePiece have the ids that are the default of Llama's class
+        for kind in ("bos", "eos"):
+            setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
+    names = empty_model(model_class, config).state_dict()
+    lost = [*gguf.not_read, *tensors_not_read(gguf, names, config.num_hidden_layers)]
+    if lost and not allow_lossy:
+        raise LossyConversion(lost)
+    return load_model(source, config, model_class), lost

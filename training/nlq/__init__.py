@@ -485,7 +485,7 @@ def _convert(arguments: argparse.Namespace, _: list[str]) -> None:
     parts.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
     print(f"{arguments.target}: {', '.join(parts)}")
     if done.dequantised is not None:
-        print(f"weights of type {done.dequantised} became float32: the model is quantised no more")
+        print(f"weights of type {done.dequantised} became float32: the model is no longer quantised")
     for text in done.lost:
         print(f"lost: {text}")
 

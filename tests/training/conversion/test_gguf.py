@@ -24,7 +24,7 @@ from modeling_nlq.training.conversion import gguf_files
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 
-from support.gguf_cases import CHAT_TEMPLATE, SENTENCES, make_tokenizer, write_gguf  # noqa: E402
+from support.gguf_cases import CHAT_TEMPLATE, SENTENCES, make_pieces, make_tokenizer, write_gguf  # noqa: E402
 
 
 TOKENIZER = make_tokenizer()
@@ -45,12 +45,19 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **ROPE, rms_norm_eps=0.125)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **ROPE, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **ROPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 128}, **ROPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 32}, **ROPE)),
 }
 
 
 def make(name):
     return randomize(MODELS[name]()).eval()
+
+
+def assert_same_tokens(folder, tokenizer):
+    found = AutoTokenizer.from_pretrained(folder)
+    for sentence in SENTENCES:
+        assert found(sentence).input_ids == tokenizer(sentence).input_ids
+        assert found.decode(found(sentence).input_ids, skip_special_tokens=True) == sentence
 
 
 @pytest.fixture
@@ -61,12 +68,14 @@ def llama(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_families(name, tmp_path):
-    """The function of the class whose weights were written, and back to that class."""
-    model = make(name)
-    file = write_gguf(tmp_path / "model.gguf", model, tokenizer=TOKENIZER)
+    """The function of the class whose weights were written, its tokens, and back to that class."""
+    model, cut = make(name), "qwen2" if name.startswith("qwen") else "smollm"
+    tokenizer = make_tokenizer(cut)
+    file = write_gguf(tmp_path / "model.gguf", model, tokenizer=tokenizer, pre_tokenizer=cut)
     assert run_nlq("convert", file, tmp_path / "nlq") == 0
     check_folder(tmp_path / "nlq")
     assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "nlq"), model)
+    assert_same_tokens(tmp_path / "nlq", tokenizer)
     assert run_nlq("convert", tmp_path / "nlq", tmp_path / "back", "--to", name.split("-")[0]) == 0
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert type(back) is type(model)
@@ -83,7 +92,7 @@ def test_quantised(quantisation, llama, tmp_path, capsys):
     """The weights are those that llama.cpp's own package computes, and the user is told."""
     file = llama(quantisation=quantisation)
     assert run_nlq("convert", file, tmp_path / "nlq") == 0
-    told = "quantised no more" in capsys.readouterr().out
+    told = "no longer quantised" in capsys.readouterr().out
     record = json.loads((tmp_path / "nlq" / "conversion.json").read_text())
     assert (told, record["dequantised"]) == ((True, quantisation) if quantisation.startswith("Q") else (False, None))
     assert record["difference"] == 0
@@ -97,18 +106,64 @@ def test_quantised(quantisation, llama, tmp_path, capsys):
         assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
 
 
+def test_some_quantised(tmp_path):
+    """Told even if most weights are not: the type of the quantised ones."""
+    model = make("llama")
+    file = write_gguf(tmp_path / "model.gguf", model, tokenizer=TOKENIZER, types={"token_embd.weight": "Q8_0"})
+    assert run_nlq("convert", file, tmp_path / "nlq") == 0
+    assert json.loads((tmp_path / "nlq" / "conversion.json").read_text())["dequantised"] == "Q8_0"
+
+
 def test_tokenizer(llama, tmp_path):
     """Tokens, chat template and token ids, from the folder that holds the file."""
     llama()
     assert run_nlq("convert", tmp_path, tmp_path / "nlq") == 0
+    assert_same_tokens(tmp_path / "nlq", TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "nlq")
-    for sentence in SENTENCES:
-        assert tokenizer(sentence).input_ids == TOKENIZER(sentence).input_ids
-        assert tokenizer.decode(tokenizer(sentence).input_ids) == sentence
     assert tokenizer.chat_template == CHAT_TEMPLATE
     settings = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq").generation_config
     for kind in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(settings, kind) == getattr(tokenizer, kind) == getattr(TOKENIZER, kind)
+
+
+def test_no_eos(llama, tmp_path):
+    """Not the id that is the default of Llama's class."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = None
+    assert run_nlq("convert", llama(tokenizer=tokenizer), tmp_path / "nlq") == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "nlq").generation_config.eos_token_id is None
+
+
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_pieces(adds_bos, llama, tmp_path):
+    """Tokens of SentencePiece, with a BOS token unless the file says otherwise."""
+    tokenizer = make_pieces()
+    fields = {} if adds_bos is None else {"tokenizer.ggml.add_bos_token": adds_bos}
+    assert run_nlq("convert", llama(tokenizer=tokenizer, fields=fields), tmp_path / "nlq") == 0
+    tokenizer.add_bos_token = adds_bos is not False
+    assert_same_tokens(tmp_path / "nlq", tokenizer)
+
+
+def test_bos_of_bytes(llama, tmp_path):
+    assert run_nlq("convert", llama(fields={"tokenizer.ggml.add_bos_token": True}), tmp_path / "nlq") == 0
+    found = AutoTokenizer.from_pretrained(tmp_path / "nlq")
+    assert found(SENTENCES[0]).input_ids == [TOKENIZER.bos_token_id, *TOKENIZER(SENTENCES[0]).input_ids]
+
+
+def test_only_the_named_file_is_read(llama, tmp_path, monkeypatch):
+    """Neither a file of the same name in the current directory, nor a tokenizer or a configuration beside the file."""
+    file, other = llama(), tmp_path / "other"
+    other.mkdir()
+    write_gguf(other / "model.gguf", make("llama-tied"), tokenizer=make_tokenizer("qwen2"), pre_tokenizer="qwen2")
+    make_tokenizer("qwen2").save_pretrained(tmp_path)
+    make("llama-tied").config.save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(other)
+    for source in (file, tmp_path):
+        assert run_nlq("convert", source, tmp_path / "nlq", "--overwrite") == 0
+        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "nlq"), make("llama"))
+        assert_same_tokens(tmp_path / "nlq", TOKENIZER)
+        assert AutoTokenizer.from_pretrained(tmp_path / "nlq").chat_template == CHAT_TEMPLATE
 
 
 def test_switches(llama, tmp_path):
@@ -166,28 +221,42 @@ class TestRefused:
                 {"fields": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
                 "llama.rope.scaling.factor=4.0",
             ),
+            ({"fields": {"llama.attention.causal": False}}, "llama.attention.causal=False"),
+            ({"fields": {"llama.attention.key_length": 16, "llama.rope.dimension_count": 8}}, "llama.rope.dimension_count=8"),
             ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),
+            ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias"),
         ],
-        ids=["field", "tensor"],
+        ids=["scaling", "causal", "rotation", "tensor", "bias"],
     )
     def test_not_read(self, options, words, llama, fails, tmp_path):
-        """Rotary positions would be others; whoever wants that can have it."""
+        """The model would compute something else; whoever wants that can have it."""
         line = fails(llama(**options))
         assert f"{words}: Transformers does not read it from GGUF files" in line and "--allow-lossy" in line
         assert run_nlq("convert", tmp_path / "model.gguf", tmp_path / "target", "--allow-lossy") == 0
         assert any(words in text for text in json.loads((tmp_path / "target" / "conversion.json").read_text())["lost"])
 
-    def test_nothing_to_scale(self, llama, tmp_path):
-        assert run_nlq("convert", llama(fields={"llama.rope.scaling.type": "none"}), tmp_path / "target") == 0
+    def test_nothing_to_read(self, llama, tmp_path):
+        fields = {"rope.scaling.type": "none", "attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
+        file = llama(fields={f"llama.{name}": value for name, value in fields.items()})
+        assert run_nlq("convert", file, tmp_path / "target") == 0
 
-    def test_biases(self, llama, fails):
-        extra = {f"blk.{layer}.attn_q.bias": np.ones(64, np.float32) for layer in range(2)}
-        assert "holds 23 tensors, of which Transformers reads 21" in fails(llama(tensors=extra))
+    def test_missing_field(self, llama, fails):
+        """Llama's class has a default of its own."""
+        file = llama(without=("attention.layer_norm_rms_epsilon",))
+        assert f"{file} lacks llama.attention.layer_norm_rms_epsilon" in fails(file)
+
+    def test_name_in_capitals(self, llama, fails, tmp_path):
+        file = llama().rename(tmp_path / "model.GGUF")
+        assert f"{file} must end in .gguf" in fails(file)
+
+    def test_part_of_a_model(self, llama, fails):
+        file = llama(fields={"split.no": 1, "split.count": 3})
+        assert f"{file} is part 2 of 3: join them first" in fails(file)
 
     def test_missing_tensor(self, llama, fails):
         assert "model.layers.1.mlp.up_proj.weight" in fails(llama(without=("blk.1.ffn_up.weight",)))
 
-    @pytest.mark.parametrize("pre_tokenizer", ["smollm", "gpt-2", None])
+    @pytest.mark.parametrize("pre_tokenizer", ["smollm", "gpt-2"])
     def test_known_cut(self, pre_tokenizer, llama, tmp_path):
         assert run_nlq("convert", llama(pre_tokenizer=pre_tokenizer), tmp_path / "target") == 0
         same = [
@@ -196,11 +265,24 @@ class TestRefused:
         ]
         assert same == [True, pre_tokenizer == "smollm"]
 
-    def test_unknown_cut(self, llama, fails, tmp_path):
-        assert "tokenizer.ggml.pre='own'" in fails(llama(pre_tokenizer="own"))
+    @pytest.mark.parametrize("pre_tokenizer", ["own", "default", None])
+    def test_unknown_cut(self, pre_tokenizer, llama, fails, tmp_path):
+        assert f"tokenizer.ggml.pre={pre_tokenizer!r}" in fails(llama(pre_tokenizer=pre_tokenizer))
         TOKENIZER.save_pretrained(tmp_path / "tokenizer")
         options = ("--tokenizer", tmp_path / "tokenizer")
         assert run_nlq("convert", tmp_path / "model.gguf", tmp_path / "target", *options) == 0
+
+    def test_pieces_without_a_space(self, llama, fails):
+        fields = {"tokenizer.ggml.add_space_prefix": False}
+        assert "tokenizer.ggml.add_space_prefix=False" in fails(llama(tokenizer=make_pieces(), fields=fields))
+
+    def test_name_that_transformers_takes_for_another_architecture(self, llama, fails):
+        assert "general.name='mistral'" in fails(llama(fields={"general.name": "mistral"}))
+
+    def test_cut_that_is_lost(self, fails, tmp_path):
+        """A saved tokenizer of Qwen has Qwen's cut."""
+        file = write_gguf(tmp_path / "model.gguf", make("qwen2"), tokenizer=TOKENIZER, pre_tokenizer="smollm")
+        assert "tokenizer.ggml.pre='smollm'" in fails(file)
 
     def test_token_without_a_place(self, llama, fails):
         """Transformers adds a token to a vocabulary without `<|endoftext|>`."""
