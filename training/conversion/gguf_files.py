@@ -15,17 +15,17 @@ from transformers.utils import is_gguf_available
 from ..text import first_line, one_line
 
 
-# Those whose reader in Transformers is complete, and whose class NLQ knows. It forgets the base of rotary positions of
-# `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
+# Those whose reader in Transformers is complete, and whose class NLQ knows. Transformers forgets the base of rotary positions
+# of `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Fields that are read here, or repeat what shapes of tensors say
-_ALSO_READ = ("attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size")
+_ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
 # Values by which a field says that the model lacks something
 _NOTHING = (0, "", "none", [])
 # Values of other fields that say what Transformers takes for granted
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 # Fields that llama.cpp itself can do without. What it then takes is the default of Llama's class, and not of the others
-_OPTIONAL = {"llama": ("rope.dimension_count", "rope.freq_base", "attention.head_count_kv", "vocab_size")}
+_OPTIONAL = {"llama": ("rope.dimension_count", "rope.freq_base", "attention.head_count_kv")}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _TOKENIZER = "tokenizer.ggml."
 _NOT_QUANTISED = ("F32", "F16", "BF16")
@@ -184,10 +184,8 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     # Transformers reads these two from 5.23 on
-    adds = {"add_bos_token": gguf.tokenizer.get("add_bos_token", gguf.has_pieces)}
-    adds["add_eos_token"] = gguf.tokenizer.get("add_eos_token", False)
-    for name, value in adds.items():
-        if getattr(tokenizer, name) != value:
+    for name, default in {"add_bos_token": gguf.has_pieces, "add_eos_token": False}.items():
+        if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
     if not is_known or not _is_kept(tokenizer):  # a saved tokenizer of Qwen has Qwen's cut, whatever it was
         raise ValueError(f"{path}: Transformers cannot cut text as {_TOKENIZER}{unknown} says; give a tokenizer by --tokenizer")
