@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
-from ..text import first_line, one_line
+from ..text import one_line
 
 
 # Those whose reader in Transformers is complete, and whose class NLQ knows. Transformers forgets the base of rotary positions
@@ -110,7 +110,7 @@ def read_gguf(path: Path) -> GGUF:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # of many kinds, from wherever the reader was when the file ended
-        raise ValueError(f"{path} is truncated or damaged: {first_line(error)}") from error
+        raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
     if (count := fields.get("split.count", 1)) > 1:
         raise ValueError(f"{path} is part {fields['split.no'] + 1} of {count}: join them first (llama-gguf-split --merge)")
     architecture = fields.get("general.architecture")

@@ -131,7 +131,7 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         encoded = documents.map(encode, batched=True, remove_columns=documents.column_names or [column], features=_TOKENS)
         blocks = encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS)
         if next(iter(blocks), None) is None:
-            raise ValueError(f"dataset {recipe.dataset!r} has too few tokens in a split: block_size={block_size} fits none")
+            raise ValueError(f"dataset {recipe.dataset!r} has too few tokens in a split: {_remedy(recipe)}")
         return Blocks(blocks)
 
     # By default `datasets` hashes the pickle of a tokenizer, which changes with use; its serialised form does not
@@ -149,7 +149,7 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     tokens = int(ends[-1])
     count = tokens // block_size
     if count == 0:
-        raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} tokens in a split: block_size={block_size} fits none")
+        raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} tokens in a split: {_remedy(recipe)}")
 
     def cut(indices: list[int]) -> dict:
         begin, end = indices[0] * block_size, (indices[-1] + 1) * block_size
@@ -172,6 +172,11 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
         desc="Cutting blocks",
     )
     return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
+
+
+def _remedy(recipe: Recipe) -> str:
+    fractions = f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
+    return f"block_size={recipe.block_size} fits none; give more text, or raise {fractions}"
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):

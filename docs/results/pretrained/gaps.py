@@ -44,7 +44,8 @@ def main() -> None:
         is_apart = mean[0] > 0.1  # a part without effect starts at 0
         closed = [tokens_until(mean, share, tokens) if is_apart else "" for share in (0.5, 0.1)]
         print(f"| {name} | {mean[0]:+.4f} | {mean[-5:].mean():+.4f} | {' | '.join(closed)} |")
-        axes.plot(tokens, mean, label=name, markersize=4, **styles[name])
+        label = f"{name}, all layers" if name == "sigmoid" else name
+        axes.plot(tokens, mean, label=label, **{**styles[name], "markersize": 8 if name == "f" else 4})  # exclusive lies on f
         axes.fill_between(tokens, gaps.min(axis=0), gaps.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0)
     axes.axhline(0, color="#222222", linewidth=1)
     axes.set_yscale("symlog", linthresh=0.01)

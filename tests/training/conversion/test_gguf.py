@@ -195,7 +195,7 @@ class TestRefused:
         file = llama()
         content = file.read_bytes()
         file.write_bytes(content[: int(len(content) * share)])
-        assert f"{file} is truncated or damaged: " in fails(file)
+        assert f"{file} is truncated or damaged; fetch it again" in fails(file)
 
     @pytest.mark.parametrize("content", [b"", b"GG", b"no model, but text"])
     def test_no_gguf(self, content, fails, tmp_path):
