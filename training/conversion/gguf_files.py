@@ -173,22 +173,26 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # of many kinds, because the reader expects every field to be there
         raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer") from error
-    backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
-    unknown = f"pre={cut!r}"
-    is_known = True
-    if gguf.has_pieces:
-        unknown, is_known = "add_space_prefix=False", gguf.tokenizer.get("add_space_prefix", True)
-    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
-        is_known = cut in (*_AS_GPT2, *_DIGITS)
-        if cut in _DIGITS:
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     # Transformers reads these two from 5.23 on
     for name, default in {"add_bos_token": gguf.has_pieces, "add_eos_token": False}.items():
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
-    if not is_known or not _is_kept(tokenizer):  # a saved tokenizer of Qwen has Qwen's cut, whatever it was
-        raise ValueError(f"{path}: Transformers cannot cut text as {_TOKENIZER}{unknown} says; give a tokenizer by --tokenizer")
+
+    def unknown(name: str) -> ValueError:
+        said = f"{_TOKENIZER}{name}={gguf.tokenizer.get(name)!r}"
+        return ValueError(f"{path}: Transformers cannot cut text as {said} says; give a tokenizer by --tokenizer")
+
+    backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
+    if gguf.has_pieces and not gguf.tokenizer.get("add_space_prefix", True):
+        raise unknown("add_space_prefix")
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
+        if cut in _DIGITS:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        elif cut not in _AS_GPT2:
+            raise unknown("pre")
+    if not _is_kept(tokenizer):  # a saved tokenizer of Qwen has Qwen's cut, whatever it was
+        raise unknown("pre")
     return tokenizer
 
 

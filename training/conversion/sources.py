@@ -12,7 +12,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 from ..parameters import check_names
 from ..text import first_line, one_line
 from .families import FAMILIES
-from .gguf_files import GGUF, find_gguf, is_gguf, tensors_not_read
+from .gguf_files import GGUF, is_gguf, tensors_not_read
 from .paper import from_paper, read_checkpoint
 from .renaming import LossyConversion, classes_of, empty_model
 
@@ -42,12 +42,12 @@ def load_checkpoint(path: Path) -> PreTrainedModel:
 
 
 def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Reads the configuration of a folder or of a model of the Hub, and finds the class of the model.
+    """Reads the configuration of a folder, a GGUF file or a model of the Hub, and finds the class of the model.
 
     Raises:
         ValueError: if it is no model that can be converted.
     """
-    if find_gguf(source) is None and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ValueError(f"{source} holds neither a config.json nor a {PAPER_CHECKPOINT} nor a GGUF file")
     if not Path(source).exists() and (source.startswith((".", "/", "~")) or source.endswith((".pt", ".pth", ".bin", ".gguf"))):
         raise ValueError(f"there is no folder or file {source!r}")
@@ -69,8 +69,8 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 @contextmanager
 def _place(source: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Where Transformers finds a source: the folder or Hub name, and other arguments of `from_pretrained`."""
-    path = find_gguf(source)
-    if path is None:
+    path = Path(source)
+    if not is_gguf(path):
         yield source, {}
         return
     # An empty folder, for what lies beside the file is not its own; and the whole path, for a name alone would be looked for in
@@ -80,7 +80,7 @@ def _place(source: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Loads the model of a folder or of the Hub in its own precision, and that of a GGUF file in float32.
+    """Loads the model of a folder or of the Hub in its own precision, or that of a GGUF file in float32.
 
     Raises:
         ValueError: for weights that cannot be read, naming the parameters that are missing, damaged or unknown.
