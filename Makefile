@@ -11,7 +11,7 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/b
 
 .PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-weights lint benchmark
 .PHONY: clean
-.PHONY: gpu gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-flex gpu-training gpu-generation gpu-comparison
+.PHONY: gpu gpu-test
 
 # Two processes share the runs of the comparison. The second is silent; if it fails, the first makes all runs
 DEMO = .venv/bin/nlq compare demo --cpus-per-run 1
@@ -93,58 +93,27 @@ benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/generation.py
 	.venv/bin/python benchmarks/stability.py
 
-# Everything that needs a GPU, on a machine that has one, the most important first. `make -k gpu` goes on after a failure. What is
-# printed is kept beside the tables in RESULTS. PYTHON_GPU names another Python that has the project and pytest, for a machine
+# Everything that needs a GPU, on a machine that has one: the tests marked `gpu`, then the benchmarks beside SDPA, whose tables stay
+# in RESULTS. `make -k gpu` goes on after a failure. PYTHON_GPU names another Python that has the project and pytest, for a machine
 # without a package index.
 RESULTS ?= results/gpu
 PYTHON_GPU ?= .venv/bin/python
-GPU_READY = $(RESULTS)/.folder $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
-KEEP = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
+GPU_READY = $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
 # Their folders are on the path even where PYTHONSAFEPATH leaves a script's own out
-BENCHMARK = PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} $(KEEP)
+KEEP = mkdir -p $(RESULTS) && PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
+	bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
+BENCHMARKS_GPU = attention training_step generation
+attention_OPTIONS = --backends nlq_tiled flex_attention
+training_step_OPTIONS = --activations softmax sigmoid relu
+generation_OPTIONS = --dtype bfloat16 --preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
 
-gpu: gpu-test gpu-sanitizer gpu-tune gpu-attention gpu-training gpu-generation gpu-comparison gpu-flex
+gpu: gpu-test $(BENCHMARKS_GPU:%=gpu-%)
 
-$(RESULTS)/.folder:
-	mkdir -p $(@D)
-	touch $@
-
-# Most of the time goes into compiling kernels, which several processes share
 gpu-test: $(GPU_READY)
-	$(KEEP) $(RESULTS)/tests.txt $(PYTHON_GPU) -m pytest -n 8 --dist worksteal -m gpu --continue-on-collection-errors \
-		$(OTHERS)
+	$(KEEP) $(RESULTS)/tests.txt $(PYTHON_GPU) -m pytest -m gpu --continue-on-collection-errors $(OTHERS)
 
-# NVIDIA's tool, which has to see every allocation
-gpu-sanitizer: $(GPU_READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(BENCHMARK) $(RESULTS)/sanitizer.txt \
-		compute-sanitizer --error-exitcode 1 $(PYTHON_GPU) -m support.triton_sanitizer
-
-# Which tiles the kernels should have on this GPU
-gpu-tune: $(GPU_READY)
-	$(BENCHMARK) $(RESULTS)/tune.txt $(PYTHON_GPU) benchmarks/tune_triton.py --head_dim 64 128
-
-gpu-attention: $(GPU_READY)
-	$(BENCHMARK) $(RESULTS)/attention.txt $(PYTHON_GPU) benchmarks/attention.py --device cuda --no-flex \
-		--markdown $(RESULTS)/attention.md
-
-# FlexAttention, which is compiled anew for each activation, length and direction
-gpu-flex: $(GPU_READY)
-	$(BENCHMARK) $(RESULTS)/flex.txt $(PYTHON_GPU) benchmarks/attention.py --device cuda --no-eager --lengths 4096 16384 \
-		--activations sigmoid relu --markdown $(RESULTS)/flex.md
-
-gpu-training: $(GPU_READY)
-	$(BENCHMARK) $(RESULTS)/training_step.txt $(PYTHON_GPU) benchmarks/training_step.py --device cuda \
-		--activations softmax sigmoid relu
-	$(BENCHMARK) $(RESULTS)/training_step_uncompiled.txt $(PYTHON_GPU) benchmarks/training_step.py --device cuda \
-		--activations softmax sigmoid relu --no-compile
-
-# The static cache is compiled, which replays CUDA graphs
-gpu-generation: $(GPU_READY)
-	$(BENCHMARK) $(RESULTS)/generation.txt $(PYTHON_GPU) benchmarks/generation.py --device cuda --dtype bfloat16 \
-		--preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
-
-gpu-comparison: $(GPU_READY)
-	$(KEEP) $(RESULTS)/comparison.txt $(PYTHON_GPU) -P -m modeling_nlq.training compare gpu --output_dir $(RESULTS)/comparison
+gpu-%: $(GPU_READY)
+	$(KEEP) $(RESULTS)/$*.txt $(PYTHON_GPU) benchmarks/$*.py --device cuda $($*_OPTIONS)
 
 # torch first and by itself: another package's range must not pull in another build of it
 .venv/installed: pyproject.toml constraints.txt

@@ -1,270 +1,189 @@
-"""Time and memory of attention for every activation, forward and backward, beside PyTorch's softmax.
+"""Time and memory of causal attention for every activation, beside PyTorch's fused softmax (SDPA).
 
-    python benchmarks/attention.py                       # time and memory on the CPU, in float32 and bfloat16
-    python benchmarks/attention.py --backend nlq_cpp     # the C++ code, on a CPU with AVX-512
-    python benchmarks/attention.py --plot docs/images    # and the two pictures
-    python benchmarks/attention.py --device cuda --markdown results/gpu/attention.md   # see `attention_cuda.py`
+    python benchmarks/attention.py                                        # on the CPU, in float32 and bfloat16
+    python benchmarks/attention.py --backends nlq_cpp                     # the C++ code, on a CPU with AVX-512
+    python benchmarks/attention.py --device cuda --backends nlq_tiled flex_attention
 
-Measures causal attention of random queries, keys and values. The candidates of a length take turns in one process, so that
-other work of the machine slows all of them alike. Times are medians, ratios are medians of the rounds' ratios. Memory is
-measured in a fresh process: the peak of one forward and backward pass, minus what the process held before. Before anything is
-timed, the backend must give the outputs and gradients of `eager`.
+The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. Times are
+medians; the ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and backward pass
+beyond its inputs: that of PyTorch's allocator on CUDA, that of a fresh process on the CPU. Before anything is timed, outputs
+and gradients must be those of `eager` in float32 within the rounding of the dtype. The output is Markdown.
 """
 
 import argparse
 import multiprocessing
 import platform
 import statistics
-import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
-import attention_cuda
 import torch
-from measure import attention_layer, quartiles
+from measure import Clock, attempt, attention_layer, compiled_without_fallback, describe, quartiles
+from torch.nn.attention.flex_attention import create_block_mask
 
-import modeling_nlq
-from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Needs
+from modeling_nlq.flex_nlq import FlexMask
+from modeling_nlq.masking_nlq import make_visibility
 
 
 ELEMENTWISE = [name for name, activation in ATTENTION_ACTIVATIONS.items() if activation.is_elementwise]
 BASELINE = ("sdpa", "softmax")
+DIRECTIONS = ("forward", "forward and backward")
 DEFAULTS = {
-    "cpu": {
-        "dtypes": ["float32", "bfloat16"],
-        "lengths": [512, 1024, 2048, 4096, 8192],
-        "batch": 1,
-        "heads": 4,
-        "head_dim": [64],
-    },
-    "cuda": attention_cuda.DEFAULTS,
+    "cpu": {"dtypes": ["float32", "bfloat16"], "lengths": [512, 1024, 2048, 4096], "batch": 1, "heads": 4},
+    "cuda": {"dtypes": ["bfloat16"], "lengths": [1024, 4096, 16384], "batch": 4, "heads": 16},
 }
+Candidate = tuple[str, str]  # backend, activation
 
 
-def attention(backend: str, name: str, inputs: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
-    """One forward and backward pass: the output, and the gradients of query, key and value."""
-    function = ATTENTION_BACKENDS[backend].function
-    output, _ = function(attention_layer(name), *inputs, None, scaling=inputs[0].shape[-1] ** -0.5)
-    return [output, *torch.autograd.grad(output, inputs, gradient)]
+class Problem:
+    """Random queries, keys, values and a gradient of the output, `(batch, heads, length, head_dim)`."""
+
+    def __init__(self, arguments: argparse.Namespace, length: int, dtype: torch.dtype):
+        shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
+        options = {"dtype": dtype, "device": arguments.device}
+        self.inputs = [torch.randn(shape, **options, requires_grad=True) for _ in range(3)]
+        self.gradient = torch.randn(shape, **options).transpose(1, 2)
+        self.flex_mask = None
+        if "flex_attention" in arguments.backends:
+            block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, length, length, device=arguments.device)
+            visibility = make_visibility(length, length, 0, torch.device(arguments.device))
+            self.flex_mask = FlexMask(block_mask, visibility.visible_count)
+
+    def run(self, candidate: Candidate, direction: str) -> list[torch.Tensor]:
+        """Returns the output, and with `"forward and backward"` the gradients of query, key and value."""
+        backend, name = candidate
+        mask = self.flex_mask if backend == "flex_attention" else None
+        function, scaling = ATTENTION_BACKENDS[backend].function, self.inputs[0].shape[-1] ** -0.5
+        with torch.set_grad_enabled(direction != "forward"):
+            output, _ = function(attention_layer(name), *self.inputs, mask, scaling=scaling)
+        if direction == "forward":
+            return [output]
+        return [output, *torch.autograd.grad(output, self.inputs, self.gradient)]
+
+    def in_float32(self) -> "Problem":
+        """Returns the same problem with the rounded inputs in float32."""
+        copy = object.__new__(Problem)
+        copy.inputs = [states.detach().float().requires_grad_() for states in self.inputs]
+        copy.gradient, copy.flex_mask = self.gradient.float(), self.flex_mask
+        return copy
 
 
-def make_inputs(arguments: argparse.Namespace, length: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    options = {"dtype": getattr(torch, dtype)}
-    shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
-    inputs = [torch.randn(shape, **options, requires_grad=True) for _ in range(3)]
-    return inputs, torch.randn(shape, **options).transpose(1, 2)
+def check(arguments: argparse.Namespace, candidate: Candidate, dtype: torch.dtype) -> None:
+    """Raises `ValueError` if a candidate's results differ from those of `eager` in float32 by more than rounding."""
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    problem = Problem(arguments, 600, dtype)
+    expected = problem.in_float32().run(("eager", candidate[1]), DIRECTIONS[1])
+    for one, other in zip(expected, problem.run(candidate, DIRECTIONS[1])):
+        error = (one - other).abs().max() / one.abs().max()
+        if not error < tolerance:
+            raise ValueError(f"wrong result, off by {error:.2g}, where {tolerance:.2g} is allowed")
 
 
-def gate(arguments: argparse.Namespace, dtype: str) -> None:
-    """Checks the results before anything is timed.
-
-    Raises:
-        SystemExit: if outputs or gradients of the backend differ from those of `eager` in float32 by more than the rounding of
-            `dtype`.
-    """
-    tolerance = 1e-5 if dtype == "float32" else 4 * torch.finfo(getattr(torch, dtype)).eps
-    for name in arguments.activations:
-        inputs, gradient = make_inputs(arguments, 600, dtype)
-        exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
-        expected = attention("eager", name, exact, gradient.float())
-        for one, other in zip(expected, attention(arguments.backend, name, inputs, gradient)):
-            error = (one - other).abs().max() / one.abs().max()
-            if not error < tolerance:
-                raise SystemExit(f"correctness gate: {name} in {dtype} is off by {error:.2g}; nothing is timed")
+def make_candidates(arguments: argparse.Namespace) -> list[Candidate]:
+    """Returns softmax on SDPA, and each backend with the activations that it computes."""
+    candidates = [BASELINE]
+    for backend in arguments.backends:
+        computes = ATTENTION_BACKENDS[backend].computes
+        names = ["softmax", *arguments.activations] if backend == "flex_attention" else arguments.activations
+        candidates += [(backend, name) for name in names if computes(Needs(get_attention_activation(name)))]
+    return candidates
 
 
-def seconds(candidate: tuple[str, str], inputs: list[torch.Tensor], gradient: torch.Tensor) -> float:
-    start = time.perf_counter()
-    attention(*candidate, inputs, gradient)
-    return time.perf_counter() - start
-
-
-def measure_time(arguments: argparse.Namespace, length: int, dtype: str) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each candidate, `(backend, activation)`, in each round."""
-    inputs, gradient = make_inputs(arguments, length, dtype)
-    backends = (arguments.backend, "eager") if arguments.eager else (arguments.backend,)
-    candidates = [BASELINE, *((backend, name) for backend in backends for name in arguments.activations)]
-    times = {candidate: [] for candidate in candidates}
-    rounds = arguments.rounds if length <= 2048 else max(arguments.rounds // 3, 3)
-    for round_number in range(rounds + 1):  # the first one warms up
-        attention(*BASELINE, inputs, gradient)  # the call after eager is slower, because eager freed large matrices
+def measure_times(problem: Problem, candidates: list[Candidate], direction: str, rounds: int) -> dict[Candidate, list[float]]:
+    """Returns the seconds of each candidate in each round."""
+    clock, times = Clock(problem.inputs[0].device.type), {candidate: [] for candidate in candidates}
+    repeats = {}
+    for candidate in candidates:  # which warms up
+        problem.run(candidate, direction)
+        repeats[candidate] = clock.repeats(lambda: problem.run(candidate, direction))  # noqa: B023
+    for _ in range(rounds):
         for candidate in candidates:
-            elapsed = seconds(candidate, inputs, gradient)
-            if round_number:
-                times[candidate].append(elapsed)
+            times[candidate].append(clock.turn(lambda: problem.run(candidate, direction), repeats[candidate]))  # noqa: B023
     return times
-
-
-def report_time(arguments: argparse.Namespace, dtype: str) -> dict[int, dict[tuple[str, str], list[float]]]:
-    gate(arguments, dtype)
-    ours = arguments.backend
-    print(f"\n{dtype}: time of {ours} as a multiple of softmax's on SDPA (quartiles); eager's as a multiple of {ours}'s")
-    width = max(map(len, arguments.activations))
-    results = {}
-    for length in arguments.lengths:
-        times = results[length] = measure_time(arguments, length, dtype)
-        print(f"length {length}, SDPA {1000 * statistics.median(times[BASELINE]):.1f} ms")
-        for name in arguments.activations:
-            low, middle, high = quartiles(times[ours, name], times[BASELINE])
-            line = f"  {name:{width}}  {middle:.2f} ({low:.2f} to {high:.2f})"
-            if arguments.eager:
-                line += f"  eager {quartiles(times['eager', name], times[ours, name])[1]:.1f}"
-            print(line, flush=True)
-    return results
 
 
 def process_memory(field: str) -> int:
     """Returns the bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: memory on the CPU can be measured on Linux only")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def peak_memory(arguments: argparse.Namespace, backend: str, name: str, length: int, dtype: str) -> int:
-    """Returns the peak bytes of one forward and backward pass beyond its inputs; needs a process of its own."""
-    attention(backend, name, *make_inputs(arguments, 64, dtype))  # libraries load their kernels
-    inputs, gradient = make_inputs(arguments, length, dtype)
-    before = process_memory("VmRSS")
-    attention(backend, name, inputs, gradient)
-    return process_memory("VmHWM") - before
+def peak_memory(arguments: argparse.Namespace, candidate: Candidate, length: int, dtype: torch.dtype) -> int:
+    """Returns the peak bytes of one forward and backward pass beyond its inputs; on the CPU in a process of its own."""
+    Problem(arguments, 64, dtype).run(candidate, DIRECTIONS[1])  # libraries load their kernels
+    problem, is_cuda = Problem(arguments, length, dtype), arguments.device == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if is_cuda else process_memory("VmRSS")
+    problem.run(candidate, DIRECTIONS[1])
+    return (torch.cuda.max_memory_allocated() if is_cuda else process_memory("VmHWM")) - before
 
 
-def report_memory(arguments: argparse.Namespace, name: str, dtype: str) -> dict[int, dict[tuple[str, str], int]]:
-    candidates = [BASELINE, (arguments.backend, name), ("eager", name)]
-    print(f"\n{dtype}: peak memory of forward and backward beyond the inputs, MiB")
-    print(
-        f"{'length':>8}"
-        + "".join(f"{' '.join(candidate):>20}" for candidate in candidates)
-        + f"{'eager/' + arguments.backend:>20}"
-    )
-    results = {}
-    # A new process for each measurement, because the peak of a process never falls
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+def print_table(title: str, lengths: list[int], candidates: list[Candidate], cell: Callable[[int, Candidate], str]) -> None:
+    print(f"\n| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |\n|---" + "|---:" * len(lengths) + "|")
+    for candidate in candidates:
+        cells = " | ".join(cell(length, candidate) for length in lengths)
+        print(f"| {candidate[1]}, {candidate[0]} | {cells} |", flush=True)
+
+
+def report(arguments: argparse.Namespace, name: str) -> bool:
+    """Prints the tables of one dtype, and returns whether every candidate could be measured."""
+    dtype, candidates, has_failed = getattr(torch, name), [], False
+    for candidate in make_candidates(arguments):
+        if reason := attempt(str(candidate), lambda: check(arguments, candidate, dtype)):  # noqa: B023
+            print(f"\n{candidate[1]}, {candidate[0]}: {reason}")
+            has_failed = True
+        else:
+            candidates.append(candidate)
+    for direction in DIRECTIONS:
+        times = {}
         for length in arguments.lengths:
-            peaks = results[length] = {
-                candidate: pool.apply(peak_memory, (arguments, *candidate, length, dtype)) for candidate in candidates
-            }
-            cells = "".join(f"{peak / 2**20:>20.1f}" for peak in peaks.values())
-            print(f"{length:>8}{cells}{peaks['eager', name] / peaks[arguments.backend, name]:>20.1f}", flush=True)
-    return results
+            times[length] = measure_times(Problem(arguments, length, dtype), candidates, direction, arguments.rounds)
+
+        def cell(length: int, candidate: Candidate) -> str:
+            own, base = times[length][candidate], times[length][BASELINE]  # noqa: B023
+            low, middle, high = quartiles(own, base)
+            return f"{1000 * statistics.median(own):.2f} ms, {middle:.2f} ({low:.2f} to {high:.2f})"
+
+        print_table(f"{direction}, {name}: time, and that over SDPA's softmax", arguments.lengths, candidates, cell)
+    if arguments.memory:
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+
+            def memory(length: int, candidate: Candidate) -> str:
+                inputs = (arguments, candidate, length, dtype)
+                peak = peak_memory(*inputs) if arguments.device == "cuda" else pool.apply(peak_memory, inputs)
+                return f"{peak / 2**20:.1f}"
+
+            print_table(f"{DIRECTIONS[1]}, {name}: MiB beyond the inputs", arguments.lengths, candidates, memory)
+    return not has_failed
 
 
-def plot(folder: Path, device: str, dtype: str, times: dict, memory: dict, memory_name: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lengths = list(times)
-    styles = {"sdpa": "k--", "nlq_tiled": "-", "nlq_cpp": "-", "eager": ":"}
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    colours = {}
-    for backend, name in times[lengths[0]]:
-        options = {} if backend == "sdpa" else {"color": colours.setdefault(name, f"C{len(colours)}")}
-        values = [1000 * statistics.median(times[length][backend, name]) for length in lengths]
-        label = {"sdpa": "softmax, SDPA", "eager": None}.get(backend, f"{name}, {backend}")
-        axes.plot(lengths, values, styles[backend], label=label, **options)
-    axes.plot([], [], ":", color="grey", label="the same, eager")
-    axes.set(ylabel="forward and backward, ms", title=f"Causal attention, {device}, {dtype}")
-    _finish(figure, axes, lengths, folder / "attention-time.png")
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for backend, name in memory[lengths[0]]:
-        options = {} if backend == "sdpa" else {"color": colours[memory_name]}
-        values = [memory[length][backend, name] / 2**20 for length in lengths]
-        axes.plot(lengths, values, styles[backend], marker=".", label=f"{name}, {backend}", **options)
-    axes.set(ylabel="peak memory beyond the inputs, MiB", title=f"Causal attention, forward and backward, {dtype}")
-    _finish(figure, axes, lengths, folder / "attention-memory.png")
-
-
-def _finish(figure, axes, lengths: list[int], path: Path) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_xlabel("length, tokens")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
-
-
-def report_cpu(arguments: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    device = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    print(f"{device}; batch {arguments.batch}, {arguments.heads} heads of {arguments.head_dim}, causal, forward and backward")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"nlq {modeling_nlq.__version__} {commit}, torch {torch.__version__}")
-    memory_name = arguments.activations[0]
-    times, memory = {}, {}
-    for dtype in arguments.dtypes:
-        times[dtype] = report_time(arguments, dtype)
-        if arguments.eager:
-            memory[dtype] = report_memory(arguments, memory_name, dtype)
-    if arguments.plot is not None and arguments.eager:
-        dtype = arguments.dtypes[0]
-        plot(arguments.plot, device, dtype, times[dtype], memory[dtype], memory_name)
-
-
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="the defaults in brackets are those of both")
-    parser.add_argument("--backend", default="nlq_tiled", choices=["nlq_tiled", "nlq_cpp"], help="on the CPU")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help=_defaults("dtypes"))
-    parser.add_argument("--lengths", nargs="+", type=int, help=_defaults("lengths"))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backends", nargs="+", default=["nlq_tiled", "eager"], choices=list(ATTENTION_BACKENDS))
     parser.add_argument("--activations", nargs="+", default=ELEMENTWISE, choices=[*ELEMENTWISE, *LIBRARY_ACTIVATIONS])
-    parser.add_argument("--batch", type=int, help=_defaults("batch"))
-    parser.add_argument("--heads", type=int, help=_defaults("heads"))
-    parser.add_argument("--head_dim", nargs="+", type=int, help=_defaults("head_dim"))
-    parser.add_argument("--rounds", type=int, default=15, help="on the CPU up to length 2048, a third of them beyond")
-    parser.add_argument(
-        "--eager", action=argparse.BooleanOptionalAction, default=True, help="eager's time too, and memory: most of the minutes"
-    )
-    parser.add_argument(
-        "--flex",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="CUDA: FlexAttention too, minutes of compiling",
-    )
-    parser.add_argument("--plot", type=Path, help="CPU: folder for the two pictures, drawn from the first dtype")
-    parser.add_argument("--markdown", type=Path, help="CUDA: file for the tables, as docs/benchmarks.md has them")
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--heads", type=int)
     arguments = parser.parse_args(words)
     for name, default in DEFAULTS[arguments.device].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
-
-    if arguments.device == "cuda":
-        if arguments.plot is not None:
-            parser.error("--plot draws what is measured on the CPU; on CUDA use --markdown")
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: PyTorch sees no CUDA device here")
-        if attention_cuda.OURS not in ATTENTION_BACKENDS:
-            parser.error(f"--device cuda measures the backend {attention_cuda.OURS}, which this version does not have")
-    elif arguments.markdown is not None:
-        parser.error("--markdown is for --device cuda")
-    elif len(arguments.head_dim) > 1:
-        parser.error("--head_dim: one at a time on the CPU")
-    else:
-        arguments.head_dim = arguments.head_dim[0]
-    return arguments
-
-
-def _defaults(name: str) -> str:
-    def text(value) -> str:
-        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    on_cuda = attention_cuda.COMPUTED.get(name) or text(DEFAULTS["cuda"][name])
-    return f"[{text(DEFAULTS['cpu'][name])}; CUDA: {on_cuda}]"
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.device == "cuda":
-        torch.manual_seed(0)
-        raise SystemExit(attention_cuda.report(arguments))
-    report_cpu(arguments)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no CUDA device here")
+    torch.manual_seed(0)
+    print(describe(arguments.device))
+    print(f"batch {arguments.batch}, {arguments.heads} heads of {arguments.head_dim}, causal, {platform.machine()}")
+    with compiled_without_fallback():  # FlexAttention, for each activation, length and direction
+        return int(sum(not report(arguments, name) for name in arguments.dtypes) > 0)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

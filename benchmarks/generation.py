@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from measure import attempt, describe_gpu, quartiles
+from measure import attempt, describe, quartiles
 from transformers import (
     CompileConfig,
     GPT2Config,
@@ -223,7 +223,7 @@ def main() -> None:
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device cuda: PyTorch sees no CUDA device here")
-        print(describe_gpu())
+        print(describe("cuda"))
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     if arguments.profile:

@@ -1,7 +1,7 @@
 """Helpers of the benchmarks: clocks, the roofline, quartiles, and the description of the machine."""
 
 import contextlib
-import importlib.metadata
+import platform
 import statistics
 import subprocess
 import sys
@@ -45,21 +45,18 @@ def read_command(*command: str) -> str:
         return ""
 
 
-def describe_gpu() -> str:
-    """Describes the device, the versions and the commit."""
-    drivers = read_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
+def describe(device: str) -> str:
+    """Describes the device (`"cpu"` or `"cuda"`), the versions and the commit."""
+    if device == "cuda":
+        drivers = read_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        name = f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}"
+    else:
+        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     commit = read_command("git", "rev-parse", "--short", "HEAD") or "unknown"
     # Only Python files count: a new table in the docs does not change the code
     is_changed = bool(read_command("git", "status", "--porcelain", "--untracked-files=no", "--", "*.py"))
-    return (
-        f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}; "
-        f"torch {torch.__version__}, triton {triton}; nlq {modeling_nlq.__version__}, commit {commit}"
-        f"{' with changes' if is_changed else ''}"
-    )
+    changes = " with changes" if is_changed else ""
+    return f"{name}; torch {torch.__version__}; nlq {modeling_nlq.__version__}, commit {commit}{changes}"
 
 
 class Clock:

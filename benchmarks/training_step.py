@@ -21,7 +21,6 @@ the start of the run. On the CPU the column exists only with `--peak`.
 
 import argparse
 import contextlib
-import platform
 import statistics
 import tempfile
 import time
@@ -29,7 +28,7 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from measure import attempt, compiled_without_fallback, describe_gpu, matmul_rate
+from measure import attempt, compiled_without_fallback, describe, matmul_rate
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import modeling_nlq
@@ -354,7 +353,7 @@ def main(words: list[str] | None = None) -> int:
 
     if BASELINE in failures:
         raise SystemExit(f"{BASELINE} failed, which all others are compared with: {failures[BASELINE]}")
-    device = describe_gpu() if is_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    device = describe(arguments.device)
     print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
     if peak is not None:

@@ -15,11 +15,6 @@ import yaml
 from support.deprecations import DeprecationHandler
 from transformers import dynamic_module_utils
 
-
-# Before any kernel is defined: without a GPU, Triton's interpreter runs them.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
 from modeling_nlq.training import train
 from modeling_nlq.training.run.documents import python_documents

@@ -117,12 +117,8 @@ def test_table_of_backends():
 
 def test_an_activation_of_your_own(tmp_path, monkeypatch):
     monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    pytest.importorskip("triton")
-    first, body, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
-    (tmp_path / "snippets.py").write_text(first + body)  # Triton reads functions from their file
+    first, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
+    (tmp_path / "snippets.py").write_text(first)
     names = runpy.run_path(str(tmp_path / "snippets.py"))
     tokens = torch.randint(100, (1, 6))
-    loss = names["model"](tokens, labels=tokens).loss
-    assert loss.isfinite()
-    names["model"].set_attn_implementation("nlq_triton")
-    torch.testing.assert_close(names["model"](tokens, labels=tokens).loss, loss)
+    assert names["model"](tokens, labels=tokens).loss.isfinite()

@@ -1,17 +1,14 @@
-"""Fixtures of the tests of attention: small tiles and chunks, a faster interpreter of Triton, and tokens."""
+"""Fixtures of the tests of attention: small tiles and chunks, and tokens."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support.elementwise_backends import allow_cpp, cpp_or_tiled, set_tiled_tiles, set_triton_tiles
+from support.elementwise_backends import allow_cpp, cpp_or_tiled, set_tiled_tiles
 from support.model_cases import VOCABULARY
 
 from modeling_nlq import linear_nlq
 from modeling_nlq.kernels.cpu import operators
-from modeling_nlq.kernels.triton import attention as triton_attention
-from modeling_nlq.kernels.triton.activations import IS_INTERPRETED
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -19,7 +16,6 @@ from modeling_nlq.tiled_nlq import tiled_attention_forward
 def small_tiles(monkeypatch):
     """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the batch."""
     set_tiled_tiles(monkeypatch, 4, 3, 4)
-    set_triton_tiles(monkeypatch, 8, 4)
 
 
 @pytest.fixture
@@ -52,47 +48,6 @@ def tiled(request):
         return tiled_attention_forward
     request.getfixturevalue("cpp_passes")
     return cpp_or_tiled
-
-
-@pytest.fixture
-def splits(monkeypatch):
-    """The calls of `nlq_triton` whose keys were split, which all but the longest are."""
-    set_triton_tiles(monkeypatch, 4, 4)
-    monkeypatch.setattr(triton_attention, "MIN_SPLIT_KEYS", 1)
-    if IS_INTERPRETED:
-        monkeypatch.setattr(triton_attention, "SPLIT_STEP", 4)
-    calls, function = [], triton_attention._attend_in_parts
-
-    def counted(problem, **results):
-        calls.append(problem)
-        function(problem, **results)
-
-    monkeypatch.setattr(triton_attention, "_attend_in_parts", counted)
-    return calls
-
-
-@pytest.fixture(scope="module")
-def patched_once():
-    """The interpreter (Triton 3.9) patches its language at each call of each function, half of its time: once is enough."""
-    if not IS_INTERPRETED:
-        yield
-        return
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch_language, done = interpreter._patch_lang, set()
-
-    def once(function):
-        modules = [value for value in function.__globals__.values() if value is language or value is language.core]
-        names = frozenset(map(id, modules))
-        if names not in done:
-            patch_language(function)
-            done.add(names)
-        return SimpleNamespace(restore=lambda: None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", once)
-        yield
 
 
 @pytest.fixture

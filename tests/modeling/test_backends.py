@@ -19,8 +19,8 @@ class TestChoice:
             *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "nlq_cpp")
         },
         "zero": {"eager", "sdpa", "flex_attention"},
-        **{name: {"eager", "nlq_tiled", "nlq_triton", "flex_attention"} for name in NON_NEGATIVE},
-        **{name: {"eager", "nlq_tiled", "nlq_triton"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
+        **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
+        **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
         "sparsemax": {"eager", "nlq_sparse"},
         "entmax15": {"eager", "nlq_sparse"},
         "softpick": {"eager"},
@@ -86,7 +86,7 @@ class TestChoice:
             find_backend("flex_attention", [0, 3], self.asked("relu", dropout=0.1))
         assert str(error.value) == (
             "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
-            "use one of nlq, eager, nlq_tiled, nlq_rows, nlq_triton"
+            "use one of nlq, eager, nlq_tiled, nlq_rows"
         )
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])

@@ -1,32 +1,24 @@
-"""Dropout of attention weights in `eager`, `nlq_tiled` and `nlq_triton`."""
+"""Dropout of attention weights in `eager` and `nlq_tiled`."""
 
 import math
 
 import pytest
 import torch
 from support.attention_cases import LAYOUTS, check, chunk, expected_of, layer, results
-from support.elementwise_backends import (
-    EAGER,
-    TILED,
-    TRITON,
-    float64_only,
-    ignore_overflow,
-    parametrize_backends,
-    set_triton_tiles,
-)
+from support.elementwise_backends import EAGER, TILED, parametrize_backends
 from support.grids import slow_except
 from torch import nn
 
 
-pytestmark = [pytest.mark.usefixtures("small_tiles", "patched_once"), ignore_overflow]
-all_backends = parametrize_backends(EAGER, TILED, TRITON)
+pytestmark = pytest.mark.usefixtures("small_tiles")
+both = parametrize_backends(EAGER, TILED)
 
 
 def attend(backend, states, normalization="sum", dropout=0.25, seed=0, training=True):
     torch.manual_seed(seed)
     heads, key_value_heads = states[0].shape[1], states[1].shape[1]
     module = layer("softplus", normalization, heads=heads, key_value_heads=key_value_heads, training=training)
-    return backend(module, *(tensor.to(backend.device) for tensor in states), dropout=dropout).cpu()
+    return backend(module, *states, dropout=dropout)
 
 
 def dropped_weights(backend, states, **options):
@@ -37,24 +29,24 @@ def dropped_weights(backend, states, **options):
     return attend(backend, [query, key, one_hot], **options).transpose(1, 2)
 
 
-@all_backends
+@both
 def test_seed(backend):
     states = LAYOUTS["grouped_queries"].states()
     first, second, other = (attend(backend, states, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.allclose(first, other)
     module = layer("softplus", heads=4, key_value_heads=2, training=True)
-    again = backend(module, *backend.place(states), dropout=0.25).cpu()
+    again = backend(module, *backend.place(states), dropout=0.25)
     assert not torch.allclose(again, other)  # each call draws anew
 
 
-@all_backends
+@both
 def test_evaluation_drops_nothing(backend):
     states = LAYOUTS["grouped_queries"].states()
     assert torch.equal(attend(backend, states, training=False), attend(backend, states, dropout=0.0))
 
 
-@all_backends
+@both
 def test_no_dropout_draws_no_numbers(backend):
     """Else the numbers drawn after a layer would depend on its backend."""
     states = LAYOUTS["grouped_queries"].states()
@@ -63,10 +55,9 @@ def test_no_dropout_draws_no_numbers(backend):
         assert torch.equal(torch.get_rng_state(), torch.manual_seed(0).get_state())
 
 
-@all_backends
-def test_which_weights_are_dropped(backend, monkeypatch):
+@both
+def test_which_weights_are_dropped(backend):
     """A quarter of all weights is dropped, and the others are divided by 3/4; no two tiles or heads are alike."""
-    set_triton_tiles(monkeypatch, 16, 16)
     states = chunk(40, 40, 0, heads=4, key_value_heads=4).states(head_dim=4)
     kept = dropped_weights(backend, states) / dropped_weights(backend, states, dropout=0.0)
     lower = torch.ones(40, 40).tril().bool()
@@ -81,7 +72,7 @@ def test_which_weights_are_dropped(backend, monkeypatch):
     assert len(tiles.unique(dim=0)) == len(tiles) == 45
 
 
-@all_backends
+@both
 @pytest.mark.parametrize("normalization", slow_except(("sum", "length", "none"), ("sum",)))
 def test_mean_over_many(backend, normalization):
     """One text stands many times in a batch. Each time other weights are dropped, and on average none."""
@@ -94,7 +85,7 @@ def test_mean_over_many(backend, normalization):
     assert (deviation > 0).all()
 
 
-@parametrize_backends(EAGER, TILED)
+@both
 @pytest.mark.parametrize("normalization", slow_except(("sum", "length", "none"), ("sum",)))
 def test_mean_over_seeds(backend, normalization):
     states = [tensor.detach() for tensor in LAYOUTS["grouped_queries"].states()]
@@ -105,25 +96,14 @@ def test_mean_over_seeds(backend, normalization):
     assert (deviation > 0).all()
 
 
-@all_backends
+@both
 @pytest.mark.parametrize("normalization", ["sum", "length", "none"])
 def test_backward_drops_the_same(backend, normalization):
     layout = chunk(11, 11, 0, batch=1, heads=4, key_value_heads=2)
-    states = layout.states(backend.widest)
+    states = layout.states(torch.float64)
     dropped = dropped_weights(backend, states, normalization=normalization)
     full = dropped_weights(backend, states, normalization=normalization, dropout=0.0)
     kept = torch.where(full == 0, 0.0, dropped / full)
     assert 0 < (kept[layout.visible] == 0).sum() < layout.visible.sum()
     actual = results(attend(backend, states, normalization), states)
-    check(actual, expected_of(layout, "softplus", normalization, states, kept=kept), backend.least_tolerance)
-
-
-@float64_only
-def test_whatever_the_tiles(monkeypatch):
-    states = chunk(11, 11, 0, batch=1, heads=2, key_value_heads=1).states(torch.float64)
-    found = []
-    for tile, step in ((8, 4), (4, 16), (16, 2)):
-        set_triton_tiles(monkeypatch, tile, step)
-        found.append(results(attend(TRITON, states), states))
-    check(found[1], found[0], 1e-12)
-    check(found[2], found[0], 1e-12)
+    check(actual, expected_of(layout, "softplus", normalization, states, kept=kept), 1e-9)

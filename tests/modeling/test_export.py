@@ -129,7 +129,7 @@ def test_packed_documents(make_model):
         check(program, model, packed(*lengths))
 
 
-@pytest.mark.parametrize("implementation", slow_except(["nlq_tiled", "nlq_triton", "flex_attention"], ["nlq_tiled"]))
+@pytest.mark.parametrize("implementation", slow_except(["nlq_tiled", "flex_attention"], ["nlq_tiled"]))
 def test_implementations(implementation, make_model):
     """A backend with operators or kernels of its own exports as the formula."""
     model = make_model(implementation=implementation, use_cache=False, attention_activation="squared")

@@ -106,7 +106,7 @@ def check(cases, make_model, folder):
     processes = math.prod(sizes.values())  # the same in all cases
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += ["-m", "support.parallel_worker", str(folder / "cases.json"), str(folder / "results.json")]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((folder / "results.json").read_text())

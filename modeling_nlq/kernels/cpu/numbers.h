@@ -1,7 +1,7 @@
 // Numbers in float32 and bfloat16, and functions of them without branches, which the compiler vectorises.
 //
-// A comparison with NaN is false, and what is not a number must stay so. The polynomials are those of `triton/activations.py`,
-// which gives their intervals and errors.
+// A comparison with NaN is false, and what is not a number must stay so. Each polynomial has the smallest
+// largest relative error of its degree (Remez exchange): log1p on [0, 1] 4.7e-9, tanh on [-1/2, 1/2] 1.3e-8.
 #pragma once
 
 #include <cmath>
