@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .figures import BASELINE, NOISE, add_legend, model_styles, noise_patch, scale_percent
@@ -23,31 +22,18 @@ _GREY = "#555555"
 
 
 def draw_losses(ladder: dict[str, Any]) -> Figure | None:
-    """Test losses of all seeds over compute, and each model's law with its interval, or the line of its means without one."""
-    styles, trend, law = _ladder_styles(ladder), ladder["trend"], ladder["trend"]["law"]
+    """Test losses of all seeds over compute, and a line through the means of each model."""
+    styles, trend = _ladder_styles(ladder), ladder["trend"]
     losses = {name: {scale: _finished_losses(ladder, scale, name) for scale in trend["flops"]} for name in styles}
     if not any(values for found in losses.values() for values in found.values()):
         return None
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     axes = figure.subplots()
-    others = []
-    for name, found in trend["laws"].items():
-        flops, values, low, high = (np.array(column, dtype=float) for column in zip(*found["curve"]))
-        colour = styles[name]["color"]
-        axes.fill_between(flops, low, high, **{**NOISE, "color": colour, "alpha": 0.12})
-        line = {"color": colour, "linewidth": 1.2 if name == ladder["baseline"] else 0.8, "zorder": 1}
-        axes.plot(flops, values, **line)
-    if law:
-        line = {"color": BASELINE["color"], "linewidth": 1.2}
-        formula = f"$E + a\\,C^{{-b}}$ of the baseline: E = {law['irreducible_loss']:.2f}, b = {law['exponent']:.3f}"
-        others.append(Line2D([], [], label=formula, **line))
-    if any(found["exponent_interval"] for found in trend["laws"].values()):
-        others.append(Patch(label=f"{100 * trend['confidence']:g} % intervals of the laws", **NOISE))
     for name, found in losses.items():
         places = [_flops(ladder, scale, name) for scale in found]
         style = {**styles[name], "linewidth": 0.7 * styles[name]["linewidth"], "markersize": 4}
         known = [(place, np.mean(values)) for place, values in zip(places, found.values()) if values]
-        if known and name not in trend["laws"]:
+        if known:
             axes.plot(*zip(*known), **{**style, "marker": None, "alpha": 0.8})
         points = [(place, value) for place, values in zip(places, found.values()) for value in values]
         if points:
@@ -56,7 +42,7 @@ def draw_losses(ladder: dict[str, Any]) -> Figure | None:
     axes.grid(alpha=0.25)
     axes.set_ylabel("test loss (nats per token)")
     axes.set_title(f"{ladder['name']}: loss over compute, every seed", parse_math=False)
-    add_legend(figure, _all_runs(ladder), styles, others)
+    add_legend(figure, _all_runs(ladder), styles, [])
     return figure
 
 

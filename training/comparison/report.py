@@ -36,7 +36,6 @@ from .wording import (
     first_warning_sentences,
     first_warnings,
     last_warnings,
-    law_sentence,
     noise_floor_sentence,
     outcome,
     outcome_sentence,
@@ -149,8 +148,7 @@ _FIGURES: _Figures = {
 _FIGURES_OF_A_LADDER: _Figures = {
     "losses": (
         "Loss over compute",
-        "Test loss of every run. Lines are laws of compute with their bands. If there is no law, they join means over the "
-        "seeds.",
+        "Test loss of every run. Lines join means over the seeds.",
         draw_losses,
     ),
     "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
@@ -193,7 +191,7 @@ def describe(results: dict[str, Any]) -> str:
         notes = [noise_floor_sentence(results), *selection_sentences(results)]
     first, last = ([f"warning: {text}" for text in of(results)] for of in (first_warnings, last_warnings))
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    return "\n".join([*_wrap(first), *table, *_wrap([*notes, *last, law_sentence(results)])])
+    return "\n".join([*_wrap(first), *table, *_wrap([*notes, *last])])
 
 
 def _wrap(texts: list[str]) -> list[str]:
@@ -284,7 +282,6 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
         markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
-        law_sentence(results),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -359,7 +356,6 @@ def _page(results: dict[str, Any], figures: list[str], folder: Path, has_page: b
         first_warnings=first_warnings(results),
         outcome=" ".join(outcome(results)),
         warnings=last_warnings(results),
-        last=law_sentence(results),
         figures=[_embedded(results, name, folder) for name in figures],
         scales=[_page_of_scale(name, found) for name, found in scales_in(results).items()],
         tables=_tables_of_trend(results) if "trend" in results else [],

@@ -11,12 +11,10 @@ how often they err.
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .law import Fit, Law
 from .multiplier import LossCurve
 from .noise import Interval, add_means
 from .statistics import holm
@@ -110,10 +108,7 @@ class Trend:
         confidence: 1 - `alpha`, the nominal level of each interval.
         flops: the FLOPs of a run of the baseline at each scale, in order of compute.
         noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of its mean.
-        law: the law of the baseline, if one was fitted.
-        law_note: why there is no law, or empty.
         multiplier_note: why there are no multipliers, or empty.
-        laws: the law of every model that follows one, over its own compute, the baseline first.
         models: the trend of each model but the baseline.
     """
 
@@ -122,20 +117,17 @@ class Trend:
     confidence: float
     flops: dict[str, float]
     noise_floor_percent: dict[str, float | None]
-    law: Law | None
-    law_note: str
     multiplier_note: str
-    laws: dict[str, Law]
     models: dict[str, ModelTrend]
 
 
 def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
-    The test of a trend is on the improvement in percent of the loss, which needs no law and cancels the noise that runs of a
-    seed share. It fits no curve: the slope is that of the least-squares line through the true improvements, whatever their
-    course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales
-    makes a percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
+    The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed share. It
+    fits no curve: the slope is that of the least-squares line through the true improvements, whatever their course, and all
+    scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales makes a
+    percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
 
     A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
 
@@ -156,21 +148,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             if np.isfinite(found[model]).all() and model not in scale.unsettled
         ]
 
-    def fit_law(model: str) -> Law:
-        chosen = whole(model)
-        fit = Fit(
-            [float(scales[index].flops[model]) for index in chosen],
-            [losses[index][model] for index in chosen],
-        )
-        return fit.law([names[index] for index in chosen], 1 - alpha)
-
-    law, law_note, curve, multiplier_note = None, "", None, ""
-    try:
-        law = fit_law(baseline)
-    except ValueError as error:
-        law_note = str(error)
-    laws = {} if law is None else {baseline: law}
-    measured = whole(baseline)
+    curve, multiplier_note, measured = None, "", whole(baseline)
     try:
         curve = LossCurve(
             names=[names[index] for index in measured],
@@ -208,8 +186,6 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
             if curve is not None and all(step.multiplier is not None for step in steps.values()):
                 slope, interval = curve.slope(differences, [step.flops for step in steps.values()], 1 - alpha)
                 models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
-        with suppress(ValueError):
-            laws[model] = fit_law(model)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
         models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
@@ -219,10 +195,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         confidence=1 - alpha,
         flops=dict(zip(names, flops)),
         noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
-        law=law,
-        law_note=law_note,
         multiplier_note=multiplier_note,
-        laws=laws,
         models=models,
     )
 

@@ -80,19 +80,6 @@ def trend_protocol(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def law_sentence(results: dict[str, Any]) -> str:
-    """The baseline's law of compute, or why there is none; empty at one scale."""
-    if "trend" not in results:
-        return ""
-    law = results["trend"]["law"]
-    if law is None:
-        return results["trend"]["law_note"]
-    return (
-        f"The baseline's law of compute, in nats: L = {law['irreducible_loss']:.3f} + {law['coefficient']:.3g} "
-        f"C^-{law['exponent']:.3f}."
-    )
-
-
 def cost_sentence(results: dict[str, Any]) -> str:
     """What a run of the baseline costs at one scale."""
     baseline = results["models"][results["baseline"]]

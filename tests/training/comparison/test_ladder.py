@@ -11,7 +11,7 @@ from support.runs import without_times
 
 from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison, outline
-from modeling_nlq.training.comparison.report import describe, verdicts
+from modeling_nlq.training.comparison.report import verdicts
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
@@ -231,15 +231,6 @@ class TestRuns:
         fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
         assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
         assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err
-
-    def test_three_scales_have_no_law(self, ladder_file, tmp_path):
-        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 3)), seeds=[0, 1])
-        results = run_and_report(load_comparison(file), tmp_path / "ladder", PlantedEngine(planted(1.3)))
-        note = results["trend"]["law_note"]
-        assert results["trend"]["law"] is None and "it needs 4 scales" in note
-        assert (tmp_path / "ladder/results.md").read_text().endswith(f"\n\n{note}\n")
-        assert (tmp_path / "ladder/report.html").read_text().count(note) == 1
-        assert " ".join(describe(results).split()).endswith(note)
 
     def test_trained_ladder(self, ladder_file, tmp_path, capsys):
         """Two scales, really trained: the command ends with a report, and the folder of each scale is that of a comparison."""

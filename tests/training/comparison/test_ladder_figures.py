@@ -88,26 +88,12 @@ def test_figure_can_be_written(drawing, ladder, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_losses_of_every_seed_and_the_law(ladder):
+def test_losses_of_every_seed(ladder):
     figure = draw_losses(ladder)
     axes = figure.axes[0]
-    assert axes.lines[0].get_xdata()[[0, -1]] == pytest.approx([1e15, 1.8e17])
     points = [line for line in axes.lines if line.get_linestyle() == "None"]
     assert [len(line.get_xdata()) for line in points] == [16, 16, 16, 15, 16]
-    assert "squared ReLU (1 of 16 diverged)" in labels(figure) and "95 % intervals of the laws" in labels(figure)
-
-
-def test_a_law_for_each_model_and_a_mark_where_the_baseline_has_none(ladder):
-    """The model with a diverged run has too few scales for a law."""
-    laws = ladder["trend"]["laws"]
-    assert list(laws) == ["softmax", "relu", "sigmoid", "gated"]
-    for others in (ladder, {**ladder, "trend": {**ladder["trend"], "law": None, "laws": dict(list(laws.items())[1:])}}):
-        axes = draw_losses(others).axes[0]
-        drawn = others["trend"]["laws"]
-        assert [line.get_ydata()[-1] for line in axes.lines[: len(drawn)]] == [law["curve"][-1][1] for law in drawn.values()]
-        assert len(axes.collections) == len(drawn) + 1  # their bands, and the lines of the scales
-        named = [text for text in labels(axes.figure) if "of the baseline" in text or "of the laws" in text]
-        assert len(named) == 1 + (others is ladder)
+    assert "squared ReLU (1 of 16 diverged)" in labels(figure)
 
 
 def test_multipliers_and_what_lies_beyond():

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import optimize, special
+from scipy import special
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 from support.json_values import through_json
 from support.properties import examples
 
-from modeling_nlq.training.comparison.law import Fit
 from modeling_nlq.training.comparison.multiplier import LossCurve
 from modeling_nlq.training.comparison.noise import add_means
 from modeling_nlq.training.comparison.statistics import holm
@@ -154,7 +153,6 @@ class TestVerdict:
         scales = make_scales({"a": 1.3}, noise=0.003)
         scales[0].losses["base"][0] = None
         found = analyse_trend(scales, "base")
-        assert found.law is None and "4 scales where every run of the baseline finished and no" in found.law_note
         assert found.models["a"].meaning == "no test: the baseline diverged in 1 of 4 runs at scale 0"
         assert found.multiplier_note == "" and found.models["a"].steps["scale 1"].multiplier is not None
 
@@ -168,12 +166,6 @@ class TestVerdict:
         assert step.improvement is not None
         assert step.improvement_interval is step.difference_interval is step.multiplier is None
         assert found.models["b"].steps["scale 1"].improvement_interval is not None
-        scales[1] = dataclasses.replace(scales[1], unsettled={"base"})
-        found = analyse_trend(scales, "base")
-        assert found.law_note == (
-            "No law of compute was fitted: it needs 4 scales where every run of the baseline finished and no best rate is at "
-            "an edge, and this ladder has 3."
-        )
 
     def test_a_single_seed(self):
         found = analyse_trend(make_scales({"a": 1.3}, seeds=1), "base")
@@ -181,79 +173,6 @@ class TestVerdict:
         step = found.models["a"].steps["scale 0"]
         assert step.improvement is not None and step.multiplier == pytest.approx(1.3, rel=0.003)
         assert step.difference_interval is step.improvement_interval is step.multiplier_interval is None
-        assert found.law.exponent == pytest.approx(0.12) and found.law.exponent_interval is None
-
-
-class TestLaw:
-    def test_exact_losses_give_the_law(self):
-        found = analyse_trend(make_scales({"a": 1.3}), "base")
-        fitted = found.law
-        assert (fitted.irreducible_loss, fitted.coefficient, fitted.exponent) == pytest.approx((2.0, 95.0, 0.12), rel=1e-5)
-        assert max(map(abs, fitted.residuals.values())) < 1e-8
-        flops, losses, low, high = np.array(fitted.curve).T
-        assert losses == pytest.approx(law(flops)) and low == pytest.approx(losses) and high == pytest.approx(losses)
-        assert flops[[0, -1]] == pytest.approx([FLOPS[0], FLOPS[-1]])
-
-    def test_intervals_are_those_of_refitted_laws(self):
-        """The weights of all losses, from laws fitted anew by other means to losses of which one scale is shifted."""
-        scales = make_scales({"a": 1.3}, seeds=3, noise=0.001, random_seed=1)
-        logs = np.array([np.log(values(scale, "base")) for scale in scales])
-        middle = np.exp(np.log(FLOPS).mean())
-
-        def read(logs):
-            """E, log a and b."""
-
-            def log_law(flops, floor, height, exponent):
-                return np.log(floor + height * (flops / middle) ** -exponent)
-
-            tolerances = dict.fromkeys(("xtol", "ftol", "gtol"), 1e-14)
-            found, _ = optimize.curve_fit(log_law, np.repeat(FLOPS, 3), logs.ravel(), (2.0, 1.9, 0.12), **tolerances)
-            floor, height, exponent = found
-            return np.array([floor, math.log(height * middle**exponent), exponent])
-
-        samples = []
-        for shift in 1e-5 * np.eye(4):
-            by_law = (read(logs + shift[:, None]) - read(logs - shift[:, None])) / 2e-5
-            samples.append(np.outer(by_law, logs[shift.argmax()]))
-
-        trend, expected = analyse_trend(scales, "base"), read(logs)
-        found = [
-            trend.law.irreducible_loss_interval,
-            np.log(trend.law.coefficient_interval),
-            trend.law.exponent_interval,
-        ]
-        for index, interval in enumerate(found):
-            _, error, degrees = combine([1.0] * 4, [sample[index] for sample in samples])
-            assert np.mean(interval) == pytest.approx(expected[index], abs=1e-4)
-            assert np.ptp(interval) / 2 == pytest.approx(quantile(degrees) * error, rel=0.02)
-
-    def test_needs_four_scales_and_a_falling_loss(self):
-        found = analyse_trend(make_scales({"a": 1.3}, flops=FLOPS[:3]), "base")
-        assert found.law is None and found.law_note.startswith("No law of compute was fitted: it needs 4 scales")
-        with pytest.raises(ValueError, match=r"loss does not fall\.$"):
-            Fit(FLOPS, [np.array([3.0, 3.1])] * 4)
-        with pytest.raises(ValueError, match=r"do not follow E \+ a C\^-b\.$"):
-            Fit(FLOPS, [np.array([4.0, 4.1]), *[np.array([3.0, 3.01])] * 3])  # falls at once, then not at all
-
-    def test_losses_that_follow_another_law(self):
-        """They fall faster and faster, as those of small models do. With noise that hides this, there is a law."""
-        errors = np.array([-0.01, 0.0, 0.01])
-        losses = [loss * (1 + errors) for loss in (4.24, 3.53, 2.92, 2.38)]
-        with pytest.raises(
-            ValueError, match=r"Their means are up to 0\.07\d* nats away, more than noise explains \(p = 0\.\d+\)"
-        ):
-            Fit(FLOPS, losses)
-        Fit(FLOPS, [loss * (1 + 20 * errors) for loss in (4.24, 3.53, 2.92, 2.38)])
-
-    def test_the_test_of_the_fit_errs_as_often_as_it_says(self):
-        """The law leaves one degree of freedom at four scales; 200 ladders that follow it."""
-        random, wrong = np.random.default_rng(3), 0
-        for _ in range(200):
-            try:
-                Fit(FLOPS, [law(flops) * np.exp(0.005 * random.standard_normal(4)) for flops in FLOPS])
-            except ValueError:
-                wrong += 1
-        assert 0.01 <= wrong / 200 <= 0.1  # a standard error of 0.015
 
 
 class TestMultiplier:
@@ -266,7 +185,7 @@ class TestMultiplier:
         assert found.multiplier_slope == pytest.approx(0.0, abs=0.01)
 
     @pytest.mark.parametrize("exponents", [(-0.11, 0.0), (-0.08, -0.012), (-0.2, 0.012)], ids=str)
-    def test_needs_no_law(self, exponents):
+    def test_of_any_course(self, exponents):
         """A log loss that is a parabola of log compute: its fall is steady, grows, or shrinks."""
 
         def loss(flops):
@@ -423,9 +342,6 @@ class TestProperties:
             assert (same.multiplier, *same.multiplier_interval) == pytest.approx(
                 (step.multiplier, *step.multiplier_interval), rel=1e-5
             )
-        law_before, law_after = before.law, after.law
-        assert law_after.exponent_interval == pytest.approx(law_before.exponent_interval, rel=1e-5)
-        assert law_after.coefficient == pytest.approx(law_before.coefficient * unit**law_before.exponent, rel=1e-4)
 
 
 def test_a_bootstrap_would_be_too_narrow():
