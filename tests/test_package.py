@@ -45,7 +45,7 @@ def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
             place = path.relative_to(REPOSITORY).as_posix()
             place = place.removeprefix("training/") if place.startswith("training/nlq/") else place
             assert place.endswith(".pyc") or {place, f"modeling_nlq/{place}"} & set(names)
-    assert {"modeling_nlq/model_card.md", "modeling_nlq/training/comparison/report.html.jinja"} <= set(names)
+    assert {"modeling_nlq/model_card.md", "modeling_nlq/training/comparison/report.css"} <= set(names)
 
 
 @pytest.mark.slow

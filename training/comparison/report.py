@@ -1,24 +1,21 @@
-"""The report of a comparison, made from `results.json` alone: a table, figures, a page for a browser, and texts.
+"""The report of a comparison, made from `results.json` alone: sections, figures, and the outcome for terminals and cards.
 
 A comparison at several scales has everything that one at a single scale has, for each of them, and the trend.
 """
 
-import base64
-import statistics
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
 from ..text import align
 from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
-from .statistics import EQUIVALENT, WITHIN_NOISE
+from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
 from .tables import (
     difference_rows,
     given_fields,
@@ -49,21 +46,6 @@ from .wording import (
 
 
 _TERMINAL_WIDTH = 120
-# Columns of words; columns of numbers are aligned at the right
-_WORDS = (
-    "factor",
-    "interactions",
-    "survives",
-    "model",
-    "task",
-    "metric",
-    "verdict",
-    "learning rate",
-    "kind",
-    "outcome",
-    "backend",
-    "tokens seen",
-)
 # In the terminal: columns of the table of models, with their titles there
 _TERMINAL_COLUMNS = {
     "model": "model",
@@ -76,15 +58,6 @@ _TERMINAL_COLUMNS = {
     "verdict": "verdict",
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
-# How the page marks a verdict: a class for its colour, and a sign for readers who cannot see colours
-_BADGES = {
-    "better": ("better", "▲"),
-    "worse": ("worse", "▼"),
-    WITHIN_NOISE: ("noise", "≈"),
-    EQUIVALENT: ("noise", "="),
-    "baseline": ("baseline", "●"),
-}
-_NO_VERDICT = ("open", "!")
 _RATES_CAPTION = (
     "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
     "many seeds if not in all."
@@ -177,8 +150,12 @@ def write_report(results: dict[str, Any], folder: Path, has_page: bool = False) 
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
     figures = _write_figures(results, folder / "figures")
-    write_text(folder / "results.md", _markdown(results, figures))
-    write_text(folder / "report.html", _page(results, figures, folder / "figures", has_page))
+    sections = _sections(results, figures)
+    write_text(folder / "results.md", to_markdown(results["name"], sections))
+    if has_page:
+        link = f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})"
+        sections.insert(1, Section("", [link]))
+    write_text(folder / "report.html", to_page(results["name"], sections, folder))
 
 
 def describe(results: dict[str, Any]) -> str:
@@ -222,17 +199,17 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
             row["model"] = f"**{model}** (this model)"
     count = "up to " if found.get("looks") else ""
     parts = [
-        *map(_markdown_warning, warnings_of_others(results, scale)),
+        *map(warning, warnings_of_others(results, scale)),
         f"From the comparison `{found['name']}`: {len(rows)} models, {count}{len(found['seeds'])} seeds each, "
         f"{found['tokens_per_run']:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
         "same order.",
-        *([] if is_reported else [_markdown_warning(_NOT_REPORTED.format(run=run, model=model))]),
-        *map(_markdown_warning, first_warning_sentences(found)),
+        *([] if is_reported else [warning(_NOT_REPORTED.format(run=run, model=model))]),
+        *map(warning, first_warning_sentences(found)),
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
         markdown_table(rows),
-        *map(_markdown_warning, warning_sentences(found)),
+        *map(warning, warning_sentences(found)),
     ]
     if "trend" in results:
         parts += [
@@ -252,66 +229,55 @@ def _write_figures(results: dict[str, Any], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, (_, _, draw) in _figures_of(results).items():
-        figure = draw(results)
-        if figure is not None:
-            save(figure, folder / f"{name}.png")
+        drawing = draw(results)
+        if drawing is not None:
+            save(drawing, folder / f"{name}.png")
             drawn.append(name)
         else:
             (folder / f"{name}.png").unlink(missing_ok=True)  # of results that had more runs
     return drawn
 
 
-def _markdown(results: dict[str, Any], figures: list[str]) -> str:
-    parts = [
-        f"# {results['name']}",
-        *map(_markdown_warning, first_warnings(results)),
-        *outcome(results),
-        *map(_markdown_warning, last_warnings(results)),
-        *(_trend(results) if "trend" in results else _models(results, "##")),
-    ]
-    for name in figures:
-        title, caption, _ = _figures_of(results)[name]
-        parts += [f"## {title}", f"![{title}](figures/{name}.png)", caption]
-    for name, found in scales_in(results).items():
-        if "trend" in results:
+def _sections(results: dict[str, Any], figures: list[str]) -> list[Section]:
+    """The report, section by section."""
+    scales, is_ladder = scales_in(results), "trend" in results
+    head = [*map(warning, first_warnings(results)), *outcome(results), *map(warning, last_warnings(results))]
+    if is_ladder:
+        tables = [part for rows, caption in _tables_of_trend(results) for part in (markdown_table(rows), caption)]
+        sections = [Section("", head), Section("The trend over scales", [*tables, bullets(trend_protocol(results))])]
+    else:
+        sections = [Section("", [*head, bullets(protocol_sentences(results))]), Section("Models", _models(results))]
+    sections += [figure(title, name, caption) for name in figures for title, caption, _ in [_figures_of(results)[name]]]
+    for name, found in scales.items():
+        if is_ladder:
             cost = cost_sentence(found)
-            parts += [f"## Scale {name}", f"{cost[0].upper()}{cost[1:]}.", *_models(found, "###")]
-        parts += _runs(found, "###" if "trend" in results else "##")
-    parts += [
-        "## Configuration",
+            parts = [f"{cost[0].upper()}{cost[1:]}.", bullets(protocol_sentences(found)), "### Models", *_models(found)]
+            for section in _runs(found):
+                parts += [f"### {section.title}", *section.parts]
+            sections.append(Section(f"Scale {name}", parts, is_folded=True))
+        else:
+            sections += _runs(found)
+    configuration = [
         f"`{results['command']}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
         markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return [*sections, Section("Configuration", configuration, is_folded=True)]
 
 
-def _trend(results: dict[str, Any]) -> list[str]:
-    """The section of a ladder's trend, as Markdown."""
-    tables = [part for rows, caption in _tables_of_trend(results) for part in (markdown_table(rows), caption)]
-    return ["## The trend over scales", *tables, _markdown_list(trend_protocol(results))]
-
-
-def _models(found: dict[str, Any], heading: str) -> list[str]:
-    """The sections of one scale that compare its models, as Markdown."""
+def _models(found: dict[str, Any]) -> list[str]:
+    """The models of one scale, and what differs between them."""
     given = [f"`{name}`: {_code(given_fields(model))}" for name, model in found["models"].items()]
-    return [
-        _markdown_list(protocol_sentences(found)),
-        f"{heading} Models",
-        markdown_table(summary_rows(found)),
-        "What differs between them:",
-        _markdown_list(given),
-    ]
+    return [markdown_table(summary_rows(found)), "What differs between them:", bullets(given)]
 
 
-def _runs(found: dict[str, Any], heading: str) -> list[str]:
-    """The sections of one scale about tasks, rates and runs, as Markdown."""
+def _runs(found: dict[str, Any]) -> list[Section]:
+    """The sections of one scale about tasks, rates and runs."""
     rates, tasks = rate_rows(found), task_rows(found)
     return [
-        *([f"{heading} Downstream tasks", _TASKS_CAPTION, markdown_table(tasks)] if tasks else []),
-        *([f"{heading} Learning rates", _RATES_CAPTION, markdown_table(rates)] if rates else []),
-        f"{heading} Every run",
-        markdown_table(run_rows(found)),
+        *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
+        *([Section("Learning rates", [_RATES_CAPTION, markdown_table(rates)])] if rates else []),
+        Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
     ]
 
 
@@ -319,69 +285,9 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else "nothing, it is the recipe's"
 
 
-def _markdown_list(sentences: list[str]) -> str:
-    return "\n".join(f"* {sentence}" for sentence in sentences)
-
-
-def _markdown_warning(text: str) -> str:
-    return f"> **Warning:** {text}"
-
-
-def markdown_table(rows: list[dict[str, str]]) -> str:
-    """Rows as a table of Markdown; columns of words are aligned at the left."""
-    columns = list(rows[0])
-    lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
-    return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
-
-
-def _markdown_cell(text: str) -> str:
-    """Escapes a cell, whose text may be a name that the user gave."""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
 def _top(results: dict[str, Any]) -> dict[str, Any]:
     """The results at the largest scale."""
     return list(scales_in(results).values())[-1]
-
-
-def _page(results: dict[str, Any], figures: list[str], folder: Path, has_page: bool) -> str:
-    return render_page(
-        "report.html.jinja",
-        name=results["name"],
-        command=results["command"],
-        comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
-        corpus=provenance(_top(results)),
-        explored=PAGE_FILE if has_page else None,
-        words=_WORDS,
-        first_warnings=first_warnings(results),
-        outcome=" ".join(outcome(results)),
-        warnings=last_warnings(results),
-        figures=[_embedded(results, name, folder) for name in figures],
-        scales=[_page_of_scale(name, found) for name, found in scales_in(results).items()],
-        tables=_tables_of_trend(results) if "trend" in results else [],
-        trend_protocol=trend_protocol(results) if "trend" in results else [],
-        tasks_caption=_TASKS_CAPTION,
-        rates_caption=_RATES_CAPTION,
-    )
-
-
-def render_page(template: str, **fields: Any) -> str:
-    """A page for a browser, from its template."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template(template).render(**fields)
-
-
-def _embedded(results: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
-    """A figure as a page holds it; readers who cannot see it get the outcome."""
-    title, caption, _ = _figures_of(results)[name]
-    data = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
-    return {"title": title, "caption": caption, "alternative": f"{title}. {outcome(results)[-1]}", "data": data}
 
 
 def _tables_of_trend(results: dict[str, Any]) -> list[tuple[list[dict[str, str]], str]]:
@@ -392,56 +298,3 @@ def _tables_of_trend(results: dict[str, Any]) -> list[tuple[list[dict[str, str]]
         (difference_rows(results), _DIFFERENCES_CAPTION),
     ]
     return [(rows, caption) for rows, caption in tables if rows]
-
-
-def _page_of_scale(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What a page shows of one scale: verdicts, protocol and tables."""
-    summary = summary_rows(found)
-    return {
-        "name": name,
-        "cost": cost_sentence(found),
-        "protocol": protocol_sentences(found),
-        "badges": {row["model"]: _BADGES.get(row["verdict"], _NO_VERDICT) for row in summary},
-        "bars": _bars(found),
-        "given": {model: given_fields(each) for model, each in found["models"].items()},
-        "summary": summary,
-        "tasks": task_rows(found),
-        "rates": rate_rows(found),
-        "runs": run_rows(found),
-    }
-
-
-def _bars(results: dict[str, Any]) -> dict[str, Any]:
-    """Places improvement, interval and noise floor on the bars of the page: by model, in percent of a bar whose middle is 0.
-
-    `limit` is the improvement, in percent, at which the bars end. A model far from all others lies beyond the bar, so that the
-    others stay visible.
-    """
-    floor = results["statistics"]["noise_floor_percent"] or 0.0
-    spans = {}
-    for name, effect in results["statistics"]["effects"].items():
-        value = effect["loss_improvement"]
-        if value is not None:
-            low, high = effect["loss_improvement_interval"] or (value, value)
-            spans[name] = (low, value, high)
-    extents = [max(map(abs, span)) for span in spans.values()] or [0.0]
-    limit = 1.1 * max(min(max(extents), 2.5 * statistics.median(extents)), floor) or 1.0
-
-    def place(value: float) -> float:
-        return round(50 + 50 * min(max(value / limit, -1.0), 1.0), 2)
-
-    models = {
-        name: {
-            "low": place(low),
-            "width": round(place(high) - place(low), 2),
-            "value": place(value),
-            "beyond": "◀" if value < -limit else "▶" if value > limit else "",
-        }
-        for name, (low, value, high) in spans.items()
-    }
-    return {
-        "models": models,
-        "limit": f"{limit:.2g}",
-        "noise": place(-floor),
-        "noise_width": round(place(floor) - place(-floor), 2),
-    }

@@ -1,6 +1,5 @@
 """The report of a screening, made from its results alone: a page for a browser, a text, and figures."""
 
-import base64
 import itertools
 import math
 from pathlib import Path
@@ -15,10 +14,11 @@ from ..files import write_text
 from ..text import align
 from .factors import RATE, Design, standard_error
 from .figures import BASELINE, save, scale_percent
-from .report import markdown_table, render_page, verdicts
+from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
+from .report import verdicts
 from .screening import BEST, OFF
-from .tables import number, p_value, provenance, summary_rows, with_interval
-from .wording import first_warning_sentences, outcome_sentence, warning_sentences
+from .tables import number, p_value, with_interval
+from .wording import first_warning_sentences, outcome_sentence
 
 
 _NO_VERDICT = (
@@ -43,36 +43,9 @@ def write_screening_report(results: dict[str, Any], folder: Path) -> None:
             title, caption = _CAPTIONS[name]
             left_out = " The options of a choice are left out, for their intervals are wider."
             figures[name] = title, caption + left_out * (name == "half-normal" and bool(results["design"].get("choices")))
-    write_text(folder / "results.md", _markdown(results, figures))
-    embedded = [
-        {
-            "title": title,
-            "caption": caption,
-            "alternative": f"{title}. {' '.join(screening_outcome(results))}",
-            "data": base64.b64encode((folder / "figures" / f"{name}.png").read_bytes()).decode(),
-        }
-        for name, (title, caption) in figures.items()
-    ]
-    page = render_page(
-        "screening.html.jinja",
-        name=results["name"],
-        command=results["command"],
-        comparison=yaml.safe_dump(results["comparison"], sort_keys=False),
-        corpus=provenance(results["runs"]),
-        words=("factor", "interactions", "survives", "model", "verdict", "learning rate"),
-        first_warnings=warnings_of(results),
-        outcome=" ".join(screening_outcome(results)),
-        warnings=limits_of(results),
-        explored=None,
-        last=None,
-        protocol=protocol(results),
-        effects=effect_rows(results),
-        interactions=interaction_rows(results),
-        about_interactions=_INTERACTIONS,
-        confirmation=None if results["confirmation"] is None else summary_rows(results["confirmation"]),
-        figures=embedded,
-    )
-    write_text(folder / "report.html", page)
+    sections = _sections(results, figures)
+    write_text(folder / "results.md", to_markdown(results["name"], sections))
+    write_text(folder / "report.html", to_page(results["name"], sections, folder))
 
 
 def describe_screening(results: dict[str, Any]) -> str:
@@ -94,11 +67,8 @@ def screening_outcome(results: dict[str, Any]) -> list[str]:
 
 def warnings_of(results: dict[str, Any]) -> list[str]:
     """What a reader must know first: of the runs of the design, and of those that confirm."""
-    confirmation = results["confirmation"]
-    found = [f"Screening: {text}" for text in first_warning_sentences(results["runs"])]
-    if confirmation is not None:
-        found += [f"Confirmation: {text}" for of in (first_warning_sentences, warning_sentences) for text in of(confirmation)]
-    return found
+    parts = {"Screening": results["runs"], "Confirmation": results["confirmation"]}
+    return [f"{part}: {text}" for part, found in parts.items() if found for text in first_warning_sentences(found)]
 
 
 def limits_of(results: dict[str, Any]) -> list[str]:
@@ -248,25 +218,19 @@ _CAPTIONS = {
 }
 
 
-def _markdown(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> str:
-    parts = [f"# {results['name']}", *screening_outcome(results)]
-    parts += [f"> **Warning:** {text}" for text in limits_of(results)]
-    parts += ["\n".join(f"* {sentence}" for sentence in protocol(results))]
+def _sections(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> list[Section]:
+    """The report, section by section."""
+    head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
+    sections = [Section("", [*head, bullets(protocol(results))])]
     if results["effects"] is not None:
-        parts += ["## Main effects", markdown_table(effect_rows(results))]
-        parts += [
-            "## Interactions",
-            _INTERACTIONS,
-            markdown_table(interaction_rows(results)),
-        ]
-    for name, (title, caption) in figures.items():
-        parts += [f"## {title}", f"![{title}](figures/{name}.png)", caption]
+        sections.append(Section("Main effects", [markdown_table(effect_rows(results))]))
+        sections.append(Section("Interactions", [_INTERACTIONS, markdown_table(interaction_rows(results))]))
+    sections += [figure(title, name, caption) for name, (title, caption) in figures.items()]
     if results["confirmation"] is not None:
-        parts += [f"## Confirmation: {BEST} against {OFF}", verdicts(results["confirmation"])]
-        parts.append("Its own report is in the folder `confirmation`, and the runs of the design are in `screening`.")
+        about = "Its own report is in the folder `confirmation`, and the runs of the design are in `screening`."
+        sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results["confirmation"]), about]))
     changes = [
         f"`{name}`: `{yaml.safe_dump(found['change'], default_flow_style=True).strip()}`"
         for name, found in results["factors"].items()
     ]
-    parts += ["## Factors", "\n".join(f"* {change}" for change in changes), f"`{results['command']}`"]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return [*sections, Section("Factors", [bullets(changes), f"`{results['command']}`"], is_folded=True)]
