@@ -1,11 +1,11 @@
-"""Estimates the time of a comparison on this machine from a short trial run, and the smallest difference it can find."""
+"""Estimates the time of a comparison from the throughput of its models here, and the smallest difference it can find."""
 
 import contextlib
 import copy
 import dataclasses
-import gc
 import io
 import itertools
+import json
 import logging
 import math
 import statistics
@@ -13,20 +13,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
-import numpy as np
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, default_data_collator
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from ..files import BUILT_IN_CORPORA, RESULTS_FILE, read_json
-from ..run.data import Blocks, save_blocks, train_byte_pair_encoding
 from ..run.documents import files_by_split, load_documents
 from ..run.recipe import Recipe, emulated_bf16, resolve_recipe
-from ..run.trainer import train_recipe
 from ..storage import open_folder
 from ..text import duration, first_line
 from .local import environment_of_one_run
@@ -35,24 +31,16 @@ from .statistics import share_of_look, smallest_difference
 from .tables import scales_in
 
 
-# A trial ends when it has taken `_SECONDS` and `_STEPS`, or `_SLOW_SECONDS` with fewer steps
-_SECONDS, _STEPS, _SLOW_SECONDS = 2.0, 4, 10.0
-# The estimated time and its range use these quantiles of the times of the trial's steps
-_QUANTILES = (0.1, 0.5, 0.9)
-# The largest batch of a trial on a CPU, in tokens and in floating-point operations. A larger one is hardly faster per token
-_CPU_TOKENS, _CPU_FLOPS = 8192, 1e12
+# The throughput of a model is that of so many steps after the first two, which warm up; slow steps are fewer
+_STEPS, _SECONDS = 10, 5.0
+# The largest batch of these steps on a CPU, in tokens; a larger one is hardly faster per token
+_CPU_TOKENS = 8192
+# What a run takes beside its steps: its process, its data, saving, the figure and the card; measured on an EPYC (Zen 5)
+_SECONDS_OF_A_RUN = 3.0
+# Forward passes are a third of a training step, which has two such passes more in backward
+_SHARE_OF_EVALUATION = 1 / 3
 # Python code with a vocabulary of 8,192 tokens: in docs/results, 4.24 nats per token equal 2.72 bits per byte
 _BYTES_PER_TOKEN = 4.24 / math.log(2) / 2.72
-# The training arguments of a trial that differ from those of its run. A trial has no gradient accumulation
-_ARGUMENTS = {
-    "gradient_accumulation_steps": 1,
-    "torch_compile": False,
-    "torch_compile_backend": None,
-    "torch_compile_mode": None,
-    "log_level": "passive",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
 _POWER = 0.8
 
 
@@ -64,7 +52,7 @@ def describe_estimate(
 ) -> Iterator[str]:
     """Describes how long a plan takes on this machine and which difference it can find, line by line.
 
-    The trial of a scale takes some seconds, or one step of the baseline if that takes longer. If it fails, there is a warning.
+    Measuring a model takes some seconds. If it fails, there is a warning.
 
     Args:
         plan: the comparison.
@@ -76,38 +64,34 @@ def describe_estimate(
         yield f"warning: {warning}"
     # The server of the runs imports what this process has imported, and so does the command
     start = 2 * time.process_time()
-    scales, totals, is_evaluated = scales_of(plan), [], True
+    scales, totals, is_evaluated, measured = scales_of(plan), [], True, {}
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
-        base = comparison.variants[comparison.baseline]
-        try:
-            trial = try_run(comparison, threads)
-        except Exception as error:  # whatever the machine or a package lacks; the rest of the plan holds
-            yield f"warning: time on this machine{where} unknown, the trial failed: {type(error).__name__}: {first_line(error)}"
-            continue
-        evaluated = _evaluated_tokens(base)
+        evaluated = _evaluated_tokens(comparison.variants[comparison.baseline])
         is_evaluated = is_evaluated and evaluated is not None
-        runs = {model: trial.seconds_of_run(variant, base, evaluated or 0.0) for model, variant in comparison.variants.items()}
+        try:
+            runs = {
+                model: seconds_of_run(variant, evaluated or 0.0, threads, measured)
+                for model, variant in comparison.variants.items()
+            }
+        except Exception as error:  # whatever the machine or a package lacks; the rest of the plan holds
+            yield f"warning: time on this machine{where} unknown: {type(error).__name__}: {first_line(error)}"
+            continue
         totals.append(sum(comparison.runs_of(model) * each for model, each in runs.items()))
         total = totals[-1] + (start if len(scales) == 1 else 0.0)
         is_open = any(variant.rates.is_search for variant in comparison.variants.values())
         yield (
-            f"time on this machine{where}: about {duration(runs[comparison.baseline][1])} a run of "
-            f"{comparison.baseline}, {_with_range(total)} in all{', more if a search goes on' * is_open}"
+            f"time on this machine{where}: about {duration(runs[comparison.baseline])} a run of "
+            f"{comparison.baseline}, {duration(total)} in all{', more if a search goes on' * is_open}"
             + (", one run at a time" if len(scales) == 1 else "")
         )
     if len(totals) == len(scales) > 1:
-        yield f"time on this machine, all scales: about {_with_range(start + sum(totals))}, one run at a time"
+        yield f"time on this machine, all scales: about {duration(start + sum(totals))}, one run at a time"
     if totals:
-        is_compiled = any(
-            base.content["training"].get("torch_compile") for base in (item.variants[item.baseline] for item in scales.values())
-        )
         yield (
-            "times are those of a short run of the baseline, and of the other models by their FLOPs, which is too short where "
-            "a part has no fast kernel, with start-up "
+            "times follow from the throughput of a few steps of each model now, with start-up "
             + ("and evaluation by the size of the text" if is_evaluated else "but without evaluation, for the text is not here")
-            + "; the range is that of the steps of this run"
-            + f"; the preparation of data is not included{'; the runs are compiled, and the trial is not' * is_compiled}"
+            + "; neither the preparation of data nor compilation is included"
         )
     for name, comparison in scales.items():
         where = f", scale {name}" if name else ""
@@ -117,12 +101,6 @@ def describe_estimate(
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
     if has_verdicts and not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
-
-
-def _with_range(seconds: np.ndarray) -> str:
-    """Formats a duration and its range from its `_QUANTILES`, without the range if both ends read the same."""
-    low, middle, high = map(duration, seconds)
-    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _evaluated_tokens(variant: Variant) -> float | None:
@@ -209,124 +187,60 @@ def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
     return {name: floors.get(name, floors[largest]) for name in scales_of(plan)}
 
 
-# The trial
+# Throughput
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The times of a short run of the baseline.
-
-    Attributes:
-        step: seconds per training token, at each of `_QUANTILES`.
-        evaluation: seconds per evaluated token.
-        others: seconds for everything else: building the model, saving it, the figure and the card.
-    """
-
-    step: np.ndarray
-    evaluation: float
-    others: float
-
-    def seconds_of_run(self, variant: Variant, base: Variant, evaluated: float) -> np.ndarray:
-        """The seconds that a run takes, at each of `_QUANTILES`.
-
-        Args:
-            variant: the model of the run.
-            base: the baseline.
-            evaluated: the number of tokens that the run evaluates.
-        """
-        share = variant.size.flops_per_token / base.size.flops_per_token
-        return self.others + share * (self.step * variant.tokens + self.evaluation * evaluated)
-
-
-def try_run(comparison: Comparison, threads: int | None = None) -> Trial:
-    """Makes a run of the baseline as the comparison would, on random tokens, and ends it after a few steps.
-
-    The run is evaluated and saved in a folder that is then removed. It is not compiled and has no gradient accumulation. On a
-    CPU, its batch has at most 8,192 tokens.
+def seconds_of_run(variant: Variant, evaluated: float, threads: int | None = None, measured: dict | None = None) -> float:
+    """Returns the seconds that a run takes, from the throughput of a few of its steps.
 
     Args:
-        comparison: a comparison at one scale.
+        variant: the model of the run.
+        evaluated: the number of tokens that the run evaluates.
         threads: the number of threads; by default that of PyTorch.
+        measured: seconds of a step that are known, by what makes the steps of two models alike. A new one is added.
     """
-    before = torch.get_num_threads()
-    try:
-        with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
+    measured = {} if measured is None else measured
+    training = {name: value for name, value in variant.content["training"].items() if "rate" not in name}
+    key = json.dumps([variant.config, training], sort_keys=True, default=str)
+    if key not in measured:
+        measured[key] = seconds_of_step(variant, threads)
+    evaluation = _SHARE_OF_EVALUATION * evaluated * variant.steps / variant.tokens
+    return _SECONDS_OF_A_RUN + measured[key] * (variant.steps + evaluation)
+
+
+def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
+    """Returns the median seconds of an optimizer step by `Trainer`, on random tokens; of a large batch, from a part of it."""
+    before, watch = torch.get_num_threads(), _Stopwatch()
+    with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
+        content = copy.deepcopy(variant.content)
+        content["training"] |= {"save_strategy": "no", "eval_strategy": "no", "report_to": "none", "disable_tqdm": True}
+        content["training"] |= {"log_level": "passive", "torch_compile": False, "load_best_model_at_end": False}
+        resolved = resolve_recipe(content, {"output_dir": folder})
+        recipe, arguments = resolved.recipe, resolved.training_arguments
+        if arguments.n_gpu > 1:
+            arguments._n_gpu = 1  # as a run has; Trainer would spread the batch over all of them
+        whole = arguments.train_batch_size * arguments.gradient_accumulation_steps
+        arguments.gradient_accumulation_steps = 1
+        if arguments.device.type == "cpu":
+            most = max(1, _CPU_TOKENS // recipe.block_size)
+            arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(resolved.config), attn_implementation=recipe.attn_implementation)
+        shape = (arguments.train_batch_size * (_STEPS + 2), recipe.block_size)
+        tokens = torch.randint(model.config.vocab_size, shape)
+        data = Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+        try:
             torch.set_num_threads(threads or before)
-            return _try(comparison.variants[comparison.baseline], Path(folder))
-    finally:
-        torch.set_num_threads(before)
-        gc.collect()  # the next trial may need the accelerator's memory
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-        enable_progress_bar()
-        datasets.enable_progress_bars()
-
-
-def _try(variant: Variant, folder: Path) -> Trial:
-    content = copy.deepcopy(variant.content)
-    content["training"].update(_ARGUMENTS)
-    content["record_stability"] = False  # which a run does so seldom that it takes hardly any time
-    resolved = resolve_recipe(content, {"output_dir": str(folder / "run")})
-    recipe, arguments = resolved.recipe, resolved.training_arguments
-    if arguments.device.type == "cpu":
-        most = max(1, int(min(_CPU_TOKENS, _CPU_FLOPS / variant.size.flops_per_token)) // recipe.block_size)
-        arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
-        arguments.per_device_eval_batch_size = min(arguments.per_device_eval_batch_size, most)
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # as a run has; Trainer would spread the batch over all of them
-    batch_size = arguments.train_batch_size
-    _save_random_blocks(folder / "data", recipe.block_size, 100 * batch_size, arguments.eval_batch_size)
-    stopwatch = _Stopwatch()
-    began = time.perf_counter()
-    metrics = train_recipe(resolved, folder / "data", [stopwatch])
-    others = time.perf_counter() - began - sum(stopwatch.steps) - sum(stopwatch.evaluations)
-    evaluated = len(stopwatch.evaluations) * metrics["validation_tokens"]
-    return Trial(
-        np.quantile(stopwatch.steps[1:] or stopwatch.steps, _QUANTILES) / (batch_size * recipe.block_size),
-        sum(stopwatch.evaluations) / evaluated if evaluated else 0.0,
-        others,
-    )
-
-
-def _save_random_blocks(folder: Path, block_size: int, train: int, held_out: int) -> None:
-    """Saves a tokenizer and random blocks where a run looks for those that are prepared.
-
-    Args:
-        folder: the folder of the data.
-        block_size: the size of a block in tokens.
-        train: number of blocks to train on.
-        held_out: number of blocks of the validation and of the test split.
-    """
-    tokenizer, random = train_byte_pair_encoding(iter(()), 0), np.random.default_rng(0)
-    tokenizer.save_pretrained(folder)
-    blocks = {}
-    for split, count in (("train", train), ("validation", held_out), ("test", held_out)):
-        tokens = random.integers(len(tokenizer), size=(count, block_size), dtype=np.int32)
-        blocks[split] = Blocks(datasets.Dataset.from_dict({"input_ids": tokens}), count * block_size, 1.0)
-    save_blocks(blocks, None, folder)
+            Trainer(model, arguments, default_data_collator, data, callbacks=[watch]).train()
+        finally:
+            torch.set_num_threads(before)
+    return statistics.median(watch.steps[2:] or watch.steps[-1:]) * whole / arguments.train_batch_size
 
 
 class _Stopwatch(TrainerCallback):
-    """Measures a trial and stops it when it is long enough. The first step is a warm-up.
-
-    Attributes:
-        steps: the seconds that each step took, with the loading of its data.
-        evaluations: the seconds that each evaluation took.
-    """
+    """Measures the seconds of each step, with the loading of its data, and stops when they are enough."""
 
     def __init__(self):
-        self.steps, self.evaluations = [], []
+        self.steps = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._last = _now(args)
@@ -334,13 +248,7 @@ class _Stopwatch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(_now(args) - self._last)
         self._last += self.steps[-1]
-        elapsed = sum(self.steps)
-        if elapsed > _SLOW_SECONDS or (state.global_step >= _STEPS and elapsed > _SECONDS):
-            control.should_training_stop = True
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.evaluations += [value for name, value in metrics.items() if name.endswith("_runtime")]
-        self._last = _now(args)  # the next step begins after it
+        control.should_training_stop = len(self.steps) >= _STEPS + 2 or (len(self.steps) > 1 and sum(self.steps) > _SECONDS)
 
 
 def _now(args) -> float:
@@ -348,3 +256,16 @@ def _now(args) -> float:
     if args.device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        enable_progress_bar()

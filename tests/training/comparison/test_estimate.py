@@ -1,24 +1,17 @@
-"""`nlq compare --dry-run`: the time on this machine, by trials whose clock is planted, and the smallest difference."""
+"""`nlq compare --dry-run`: the time on this machine, by steps of the models, and the smallest difference."""
 
+import itertools
 import json
 import os
-import re
 import tempfile
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import Trainer
 
 from modeling_nlq.training.comparison import estimate
-from modeling_nlq.training.comparison.estimate import (
-    Trial,
-    describe_estimate,
-    machine_warning,
-    read_noise_floors,
-    try_run,
-)
+from modeling_nlq.training.comparison.estimate import describe_estimate, machine_warning, read_noise_floors
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.statistics import smallest_difference
 from modeling_nlq.training.files import read_yaml
@@ -31,57 +24,32 @@ TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "rep
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """A function from the seconds of the steps of a trial, the last of which goes on, to a list of its batches."""
+def step(monkeypatch):
+    """Every step takes 11 seconds, and the command has taken 50."""
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
+    monkeypatch.setattr(
+        estimate, "seconds_of_step", lambda variant, threads: 22.0 if variant.intermediate_size == 1024 else 11.0
+    )
 
-    def plant(*seconds):
-        clock, batches, original = SimpleNamespace(now=0.0), [], Trainer.training_step
+
+class TestThroughput:
+    def test_of_a_large_batch(self, make_file, monkeypatch):
+        """A large batch is cut, steps of a batch are not accumulated, and the threads are those of the runs."""
+        before, batches, original = torch.get_num_threads(), [], Trainer.training_step
 
         def step(self, model, inputs, *args, **kwargs):
-            clock.now += seconds[min(len(batches), len(seconds) - 1)]
             batches.append((tuple(inputs["input_ids"].shape), torch.get_num_threads()))
             return original(self, model, inputs, *args, **kwargs)
 
-        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: 50.0))
         monkeypatch.setattr(Trainer, "training_step", step)
-        return batches
-
-    return plant
-
-
-class TestTrial:
-    @pytest.mark.parametrize(
-        ("seconds", "count", "expected"),
-        [
-            ((5.0, 0.5), 4, 0.5),  # the first step warms up
-            ((0.5, 0.25), 8, 0.25),  # two seconds
-            ((11.0,), 1, 11.0),
-            ((4.0, 7.0), 2, 7.0),
-            ((0.0, 0.0), 100, 0.0),  # no more than a run has
-        ],
-    )
-    def test_steps(self, make_file, steps, seconds, count, expected):
-        batches = steps(*seconds)
-        found = try_run(load_comparison(make_file(training=TRAINING)))
-        assert [shape for shape, _ in batches] == [(8, 64)] * count
-        assert found.step == pytest.approx(np.full(3, expected / (8 * 64)))
-
-    def test_range(self, make_file, steps):
-        steps(5.0, 1.0, 2.0, 3.0)
-        found = try_run(load_comparison(make_file(training=TRAINING)))
-        assert found.step == pytest.approx(np.array([1.2, 2.0, 2.8]) / (8 * 64))
-
-    def test_batch_and_threads(self, make_file, steps):
-        """A large batch is cut, steps of a batch are not accumulated, and the threads are those of the runs."""
-        before = torch.get_num_threads()
-        batches = steps(11.0)
-        training = {**TRAINING, "per_device_train_batch_size": 1000, "gradient_accumulation_steps": 3}
-        comparison = load_comparison(make_file(training=training))
-        assert try_run(comparison, before + 1).step == pytest.approx(np.full(3, 11 / 8192))
-        assert batches == [((128, 64), before + 1)] and torch.get_num_threads() == before
+        clock = itertools.count(step=2.0)
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        training = {**TRAINING, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 3}
+        variant = load_comparison(make_file(training=training)).variants["base"]
+        assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
+        assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
 
     def test_leaves_nothing(self, make_file, tmp_path, monkeypatch, capfd):
-        """It takes the time of a run with all that writes or prints, and does neither."""
         training = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "logging_first_step": True, "log_level": "info"}
         training |= {
             "eval_strategy": "steps",
@@ -93,42 +61,24 @@ class TestTrial:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         capfd.readouterr()
-        found = try_run(comparison)
-        assert 0 < found.step[0] <= found.step[2] < 60 and found.evaluation > 0 and found.others > 0
+        assert 0 < estimate.seconds_of_step(comparison.variants["base"]) < 60
         assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir()) and dict(os.environ) == environment
 
 
 class TestOutput:
-    def test_times(self, make_file, corpus, monkeypatch):
-        """The wide model takes as much longer as it has more FLOPs. Start-up and evaluation count."""
-        monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
-        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.array([9.0, 11.0, 14.0]) / (8 * 64), 3 / (8 * 64), 2.0))
+    def test_times(self, make_file, corpus, step):
+        """Start-up and evaluation count."""
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
         comparison = load_comparison(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
-        base, wide = (variant.size.flops_per_token for variant in comparison.variants.values())
         lines = list(describe_estimate(comparison))
         # 2.25 bytes a token; validation and test, each once
-        evaluation = 3 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249
-
-        def everything(step):
-            return duration(2 * 50 + 6 * 2 + (step * 100 + evaluation) * (4 + 2 * wide / base))
-
+        evaluation = 11 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249 / 3
+        run = 3 + 11 * 100 + evaluation
+        everything = duration(2 * 50 + 4 * run + 2 * (3 + 22 * 100 + 2 * evaluation))
         assert lines[0] == (
-            f"time on this machine: about {duration(2 + 11 * 100 + evaluation)} a run of base, {everything(11)} "
-            f"({everything(9)} to {everything(14)}) in all, one run at a time"
+            f"time on this machine: about {duration(run)} a run of base, {everything} in all, one run at a time"
         )
-        assert "with start-up and evaluation by the size of the text; the range is that of the steps" in lines[1]
-
-    def test_evaluation_at_steps(self, make_file, monkeypatch):
-        """Each one reads the validation split: the first is the last without them."""
-        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.full(3, 11 / (8 * 64)), 3 / (8 * 64), 2.0))
-
-        def minutes(**training) -> int:
-            line = next(describe_estimate(load_comparison(make_file(training={**TRAINING, **training}))))
-            return int(re.search(r"about (\d+) min a run", line)[1])
-
-        once, often = minutes(), minutes(eval_strategy="steps", eval_steps=34)
-        assert often - once == pytest.approx(2 * (once - 1102 / 60) * 0.1 / 0.12, abs=2)
+        assert "with start-up and evaluation by the size of the text" in lines[1]
 
     def test_text_that_is_evaluated(self, make_file, recipe_file, corpus, tmp_path):
         """By the size of files, also of a folder with splits, and of so many documents as are held out at most."""
@@ -151,16 +101,8 @@ class TestOutput:
         path.with_name("validation.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n")
         assert size(dataset=folder) == pytest.approx(5014 + 0.02 * whole, rel=1e-2)
 
-    def test_dataset_of_the_hub(self, make_file, recipe_file, steps):
-        """Nothing is downloaded for a plan."""
-        steps(11.0)
-        recipe = {**read_yaml(recipe_file), "dataset": "owner/name"}
-        lines = list(describe_estimate(load_comparison(make_file(recipe=recipe, training=TRAINING))))
-        assert "about 18 min a run" in lines[0] and "but without evaluation, for the text is not here" in lines[1]
-
-    def test_ladder(self, make_file, recipe_file, monkeypatch, capsys, tmp_path):
-        monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
-        monkeypatch.setattr(estimate, "try_run", lambda *_: Trial(np.array([9.0, 11.0, 11.0]) / (8 * 64), 0.0, 2.0))
+    def test_ladder(self, make_file, recipe_file, step, capsys, tmp_path):
+        """Models that are alike are measured once; nothing is downloaded for a plan."""
         scales = {
             "small": {"switches": {"hidden_size": 16}, "seeds": [0]},
             "large": {"switches": {"hidden_size": 64}},
@@ -171,13 +113,10 @@ class TestOutput:
         options = ["--dry-run", "--output_dir", str(tmp_path / "none"), "--noise-floor", "0.5"]
         assert main(["compare", file, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if line.startswith("time on")] == [
-            "time on this machine, scale small: about 18 min a run of base, 1 h 50 min (90 min to 1 h 50 min) in all, more if "
-            "a search goes on",
-            "time on this machine, scale large: about 18 min a run of base, 5 h 31 min (4 h 31 min to 5 h 31 min) in all, more "
-            "if a search goes on",
-            "time on this machine, all scales: about 7 h 22 min (6 h 2 min to 7 h 22 min), one run at a time",
-        ]
+        times = [line for line in lines if line.startswith("time")]
+        assert times[0].startswith("time on this machine, scale small: about 18 min a run of base, 1 h 50 min in all, more if")
+        assert times[2].startswith("time on this machine, all scales: about ") and times[2].endswith(", one run at a time")
+        assert "but without evaluation, for the text is not here" in times[3]
         found = 0.5 * smallest_difference(3, 1, 1.0)
         found = f"{found:.2g} % of the loss, if the noise floor is 0.5 %"
         assert lines[-2:] == [
@@ -186,7 +125,7 @@ class TestOutput:
         ]
         assert not (tmp_path / "none").exists()
 
-    def test_trial_that_fails(self, make_file, monkeypatch, capsys):
+    def test_step_that_fails(self, make_file, monkeypatch, capsys):
         def fail(*_, **__):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
@@ -194,7 +133,7 @@ class TestOutput:
         assert main(["compare", make_file(seeds=[0, 1, 2]), "--dry-run"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-3:] == [
-            "warning: time on this machine unknown, the trial failed: OutOfMemoryError: CUDA out of memory.",
+            "warning: time on this machine unknown: OutOfMemoryError: CUDA out of memory.",
             f"smallest difference found with probability 80 %: {smallest_difference(3, 1, 1.0):.2g} times the noise floor",
             "--noise-floor PERCENT gives the smallest difference in percent of the loss",
         ]
