@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dry-run",
         "--dry_run",
         action="store_true",
-        help="print the plan, how long it takes here by a few steps of each model, and the smallest difference it can find, and stop",
+        help="print the plan, its time here by a few steps of each model, and the smallest difference it can find, and stop",
     )
     command.add_argument(
         "--noise-floor",
