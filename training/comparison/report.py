@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
-from ..text import align
+from ..text import align, without_html
 from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from .statistics import EQUIVALENT, WITHIN_NOISE
@@ -242,7 +242,7 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
             trend_sentence(results),
             markdown_table(improvement_rows(results)),
         ]
-    return "\n\n".join(parts)
+    return without_html("\n\n".join(parts))
 
 
 def _figures_of(results: dict[str, Any]) -> _Figures:
@@ -286,7 +286,7 @@ def _markdown(results: dict[str, Any], figures: list[str]) -> str:
         markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
         law_sentence(results),
     ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return without_html("\n\n".join(filter(None, parts)) + "\n")
 
 
 def _trend(results: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from ..files import write_text
-from ..text import align
+from ..text import align, without_html
 from .factors import RATE, Design, standard_error
 from .figures import BASELINE, save, scale_percent
 from .report import markdown_table, render_page, verdicts
@@ -269,4 +269,4 @@ def _markdown(results: dict[str, Any], figures: dict[str, tuple[str, str]]) -> s
         for name, found in results["factors"].items()
     ]
     parts += ["## Factors", "\n".join(f"* {change}" for change in changes), f"`{results['command']}`"]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return without_html("\n\n".join(filter(None, parts)) + "\n")
