@@ -304,6 +304,19 @@ class NLQConfig(PreTrainedConfig):
             if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
                 self.attention_parts_code = codes
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # diff with PreTrainedConfig: the code of a saved model's own parts is known, and no other file of a name stands for it
+        config = super().from_dict(config_dict, **kwargs)
+        codes = (config[0] if isinstance(config, tuple) else config).attention_parts_code or {}
+        unknown = codes.keys() - (config_dict.get("attention_parts_code") or {}).keys()
+        if unknown and "nlq_version" in config_dict:
+            raise ValueError(
+                f"attention_parts_code lacks {', '.join(sorted(unknown))}: without its hash, another file of that name could "
+                "stand for the part that the model was saved with; take config.json as it was saved"
+            )
+        return config
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         own = [part for part in self._own_parts().values() if part not in PARTS]

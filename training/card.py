@@ -14,6 +14,7 @@ from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_L
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from .parameters import Size, parts_in
+from .text import without_html
 from .traces import without_folders
 
 
@@ -108,7 +109,7 @@ def render(
         datasets=None if not given or _is_local(dataset) else [dataset],
         eval_results=results or None,
     )
-    return ModelCard.from_template(
+    card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         model_name=name,
@@ -145,6 +146,8 @@ def render(
         comparison=without_folders(comparison),
         diverged=metrics.get("diverged", False),
     )
+    card.text = without_html(card.text)
+    return card
 
 
 def base_model_of(model: str | Path) -> str | None:

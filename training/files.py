@@ -1,23 +1,23 @@
 """Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
 
+import ast
 import errno
 import hashlib
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_nlq.configuration_nlq import AUTO_MAP
 
 from ..configuration import suggestion
-from .storage import copy_files
+from .storage import copy_files, inside
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
@@ -227,22 +227,42 @@ def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
     return flat
 
 
+def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
+    """The files of a folder by patterns.
+
+    Raises:
+        ValueError: if one of them, or a folder that is named before the last `/`, is a link that leads out of the folder.
+    """
+    for pattern in patterns:
+        inside(folder, (folder / pattern).parent)
+    return {inside(folder, path) for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+
+
 def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them."""
-    names = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)
-    files = {path for name in names for path in folder.glob(name) if path.is_file()}
-    try:
-        return sorted({*files, *code_files(folder)})
-    except FileNotFoundError:  # part of the code is missing
-        return sorted(files)
+    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them.
+
+    Raises:
+        ValueError: if one of them is a link that leads out of the folder.
+    """
+    code = {path for path in code_files(folder) if path.is_file()}
+    return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 
 
 def code_files(folder: Path) -> set[Path]:
-    """The files that the Auto classes load from a folder.
+    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing.
+
+    Transformers finds the same by a regular expression, which takes a line of a docstring for an import, and `..` for a file.
 
     Raises:
-        FileNotFoundError: if one of them imports a file that is missing.
+        ValueError: if one of them is a link that leads out of the folder.
     """
-    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
-    there = {path for path in entries if path.is_file()}
-    return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}
+    waiting, found = {module.partition(".")[0] for module in AUTO_MAP.values()}, set()
+    while waiting:
+        found.add(path := inside(folder, folder / f"{waiting.pop()}.py"))
+        try:
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # it is missing, or no Python and imports nothing
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module]
+        waiting |= {node.module for node in imports if folder / f"{node.module}.py" not in found}
+    return found

@@ -48,7 +48,7 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     if "model_type" not in values:
         raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
-    config = AutoConfig.for_model(**values)
+    config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
             kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"

@@ -9,6 +9,7 @@ import getpass
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -74,11 +75,33 @@ def check_writable(folder: "Path | UPath") -> None:
         raise ValueError(f"{folder} cannot be written: {type(error).__name__}: {one_line(error)}") from error
 
 
+def inside(folder: Path, path: Path) -> Path:
+    """Returns a path in a folder, which need not exist.
+
+    Raises:
+        ValueError: if it leads out of the folder, by a link or by `..`.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{path} leads out of {folder}; put the file itself there, or remove the link")
+    return path
+
+
 def scratch_folder(address: str) -> Path:
-    """The folder of this machine that stands for an address, below `TMPDIR`, with the same name."""
+    """The folder of this machine that stands for an address, with the same name, in a folder below `TMPDIR` that is private.
+
+    Raises:
+        ValueError: if other users can, or could, write in the private folder: its name can be guessed.
+    """
     address = address.rstrip("/")
-    place = Path(tempfile.gettempdir()) / f"nlq-{getpass.getuser()}" / hashlib.sha256(address.encode()).hexdigest()[:20]
-    return place / address.rpartition("/")[2]
+    private = Path(tempfile.gettempdir()) / f"modeling-nlq-{getpass.getuser()}"
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = private.lstat()  # not of what a link names
+    if os.name == "posix" and (not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077):
+        raise ValueError(
+            f"{private} must be a folder of this user's own with mode 700 (others could write in it); remove it, or set TMPDIR "
+            "to a folder of your own"
+        )
+    return inside(private, private / hashlib.sha256(address.encode()).hexdigest()[:20] / address.rpartition("/")[2])
 
 
 def lock_file(folder: Path) -> Path:
@@ -104,9 +127,12 @@ def copy_files(source: "Path | UPath", target: "Path | UPath", last: str | None 
     Args:
         source, target: folders or addresses.
         last: the name of a file that is copied after all others, so that its presence shows that they are complete.
+
+    Raises:
+        ValueError: for a name at an address that leads out of the target.
     """
     for path in sorted(files_below(source), key=lambda path: path.rpartition("/")[2] == last):
-        copy_file(source / path, target / path)
+        copy_file(source / path, inside(target, target / path) if isinstance(target, Path) else target / path)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Traces of a machine in files that are published: absolute paths, and tokens of services."""
 
+import codecs
+import html
 import json
 import os
 import re
@@ -68,6 +70,7 @@ _TOKENS = {
     "a key of Google": r"AIza[\w-]{35}|GOCSPX-[\w-]{20,}",
     "a token of Slack": r"xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-\d-[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/T\w+/B\w+/\w+",
     "a key of Weights & Biases": rf"wandb_v1_\w{{20,}}|(?i:wandb.{{0,20}}key){_IS}[0-9a-f]{{40}}(?!\w)",
+    "a password in an address": r"[A-Za-z][\w+.-]{1,30}://[^\s/@:\"'`<>{}]{0,99}:[^\s/@\"'`<>{}$*]{1,99}@",
     "a private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]{0,200}?[A-Za-z0-9+/=]{40}",
 }
 _KINDS = dict(zip((f"kind{index}" for index in range(len(_TOKENS))), _TOKENS))
@@ -172,7 +175,8 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
             yield from _fields(file.metadata() or {}, "metadata")
         return
     data = content.read_bytes() if isinstance(content, Path) else content
-    text = data.decode("utf-8", errors="replace")
+    is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = data.decode("utf-16" if is_utf_16 else "utf-8", errors="replace").replace("\0", "")  # UTF-16 without a mark
     if name in _VOCABULARY_FILES:
         yield None, text, True
     elif suffix == ".json":
@@ -182,6 +186,10 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
             raise ValueError(f"{name} is damaged: {error}") from error
     elif suffix == ".yaml":
         yield from _fields(yaml.safe_load(text))
+    elif suffix == ".html":  # a page of `nlq explore`, which has packed numbers, and a text token by token
+        yield None, html.unescape(re.sub(r'"[A-Za-z0-9+/=]{200,}"', '""', text)), False
+        if found := re.search(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL):
+            yield "its text", "".join(map(str, json.loads(found[1])["tokens"])), False
     else:
         yield None, text, False
 

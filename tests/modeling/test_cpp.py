@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from support.grids import slow_except
+from support.other_user import run_as_nobody
 from support.remote_code import tiny_config
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
@@ -249,6 +251,30 @@ class TestBuild:
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)  # PyTorch allows one definition
         assert build.load("seven", "nlq_test")
         assert list(folder.iterdir()) == [library]
+
+    @needs_compiler
+    @pytest.mark.parametrize("case", ["file", "link", "folder"])
+    def test_what_another_user_put_there_is_not_loaded(self, case, folder, open_folder, tmp_path, monkeypatch):
+        """A library is code: that of a stranger in a folder that all can write, or below one of his own, does not run."""
+        loaded = []
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
+        monkeypatch.setattr(build.Path, "home", lambda: tmp_path)
+        build.load("seven", "nlq_test")
+        name = loaded.pop().name
+        shared = open_folder / "libraries"
+        if case != "folder":
+            shared.mkdir()
+            shared.chmod(0o777)
+        command = f"ln -s /dev/null {shared / name}" if case == "link" else f"echo planted > {shared / name}"
+        run_as_nobody(f"mkdir -p {shared}; {command}")
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
+        build.load.cache_clear()
+        assert build.load("seven", "nlq_test")
+        assert loaded == [tmp_path / ".cache" / "modeling-nlq" / name] and loaded[0].read_bytes()[:4] == b"\x7fELF"
+        if case == "folder":  # nowhere is safe
+            build.load.cache_clear()
+            loaded[0].parent.chmod(0o777)
+            assert not build.load("seven", "nlq_test") and len(loaded) == 1
 
     def test_no_home(self, monkeypatch):
         def no_home():

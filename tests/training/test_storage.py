@@ -1,11 +1,14 @@
 """Folders and addresses: what is written at an address is whole, and copies are complete."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from support.other_user import run_as_nobody
 
 from modeling_nlq.training.files import is_taken, read_yaml, write_yaml, written_whole
+from modeling_nlq.training.run.shared_files import local_data
 from modeling_nlq.training.storage import (
     check_writable,
     copy_files,
@@ -29,6 +32,41 @@ def test_what_is_an_address():
     assert open_folder("file:///runs/a%20b") == Path("/runs/a b") and open_folder("runs/x") == Path("runs/x")
     assert not isinstance(open_folder("memory://x"), Path)
     assert scratch_folder("memory://x/") == scratch_folder("memory://x") != scratch_folder("memory://y")
+
+
+@pytest.mark.parametrize("case", ["files", "link", "mode"])
+def test_scratch_folder_of_another_user(case, address, open_folder, monkeypatch):
+    """Its name can be guessed. What a stranger put there is neither read nor, behind a link, overwritten."""
+    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
+    (address / "tokenizer.json").write_text("true")
+    (address / "complete").write_text("")
+    place = scratch_folder(str(address))
+    private = place.parents[1]
+    assert private.stat().st_mode & 0o777 == 0o700
+    if case == "mode":
+        private.chmod(0o770)
+    else:
+        private.rmdir()
+        target = open_folder / "theirs" if case == "link" else private
+        run_as_nobody(
+            f"mkdir -p {target}/{place.parent.name}/{place.name} && cd {target}/{place.parent.name}/{place.name} && "
+            f"echo planted > tokenizer.json && touch complete && ( [ -e {private} ] || ln -s {target} {private} )"
+        )
+    with pytest.raises(ValueError, match=r"must be a folder of this user's own with mode 700.*TMPDIR"):
+        local_data(str(address))
+    if case != "mode":
+        (open_folder / "own").mkdir(mode=0o700)
+        monkeypatch.setattr(tempfile, "tempdir", str(open_folder / "own"))
+    else:
+        private.chmod(0o700)
+    assert (local_data(str(address)) / "tokenizer.json").read_text() == "true"
+
+
+def test_names_at_an_address_that_lead_elsewhere(address, tmp_path, monkeypatch):
+    (address / "x").write_text("x")
+    monkeypatch.setattr("modeling_nlq.training.storage.files_below", lambda folder: ["below/../../escaped"])
+    with pytest.raises(ValueError, match="escaped leads out of"):
+        copy_files(address, tmp_path / "copy")
 
 
 def test_files_at_an_address(address, tmp_path):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, override_words, resolve_recipe, without_private
 from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
-from ..text import one_line
+from ..text import LONGEST_NAME, check_name, one_line
 from ..traces import without_folders
 from .factors import RATE, make_design, merged_change
 from .plan import Comparison, Ladder, Variant, default_folder, without_gpu_advice
@@ -52,7 +51,6 @@ _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
 _SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, "switches", "training", "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
 _MOST_FACTORS = 15
-_LONGEST_NAME = 200
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
@@ -130,7 +128,9 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
 def _own_name(path: Path, given: Mapping[str, Any]) -> str:
     if not isinstance(given.get("name") or "", str):
         raise ValueError(f"{path}: name={given['name']!r} must be a text")
-    return " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+    name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+    check_name(f"{path}: name", name)
+    return name
 
 
 def read_default_folder(source: str) -> Path:
@@ -150,6 +150,9 @@ def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
         names.append("seeds")
     if missing := [name for name in names if name not in given]:
         raise ValueError(f"comparison.yaml lacks {missing[0]!r}: another version of modeling-nlq wrote it")
+
+    for kind in ("model", "scale"):
+        _check_names(f"comparison.yaml: {kind}", given.get(f"{kind}s") or ())
 
     def make(name: str, fields: Mapping[str, Any]) -> Comparison:
         shared = read_rates("learning_rates", given.get("learning_rates"))
@@ -261,7 +264,7 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
             _check_set_by_run(source, read_section(content, f"{source}: {section}"))
     longest = [name for name in factors if not any(name in options for options in choices)]
     longest += [max(options, key=lambda option: len(str(option))) for options in choices]
-    if len("+".join(longest)) > _LONGEST_NAME:
+    if len("+".join(longest)) > LONGEST_NAME:
         raise ValueError(f"{path}: the names of the factors are too long together: they name folders; shorten them")
     rates = read_rates(f"{path}: learning_rates", given.get("learning_rates"))
     if rates is None or rates.is_search or len(rates.listed) != 2:
@@ -438,12 +441,7 @@ def _check_models(path: Path, models: Mapping[str, Any], baseline: Any) -> None:
 def _check_names(source: str, given: Iterable[Any]) -> None:
     """Raises `ValueError` for a name that cannot be that of a folder, or two that would share one."""
     for name in given:
-        if not isinstance(name, str):
-            raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes")
-        if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII):
-            raise ValueError(
-                f"{source} {name!r}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)"
-            )
+        check_name(source, name)
     folded = [name.casefold() for name in given]
     if twice := [name for name in given if folded.count(name.casefold()) > 1]:
         raise ValueError(f"{source}s {' and '.join(map(repr, twice))} would share a folder on some machines; rename one")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from ..text import without_html
+
 
 # Columns of words; columns of numbers are aligned at the right
 _WORDS = (
@@ -43,7 +45,7 @@ class Section:
 
 def to_markdown(name: str, sections: Iterable[Section]) -> str:
     """Returns a report as one Markdown document with the heading `name`."""
-    return "\n\n".join([f"# {name}", *(_text(section, section.title) for section in sections)]) + "\n"
+    return without_html("\n\n".join([f"# {name}", *(_text(section, section.title) for section in sections)]) + "\n")
 
 
 def _text(section: Section, title: str = "") -> str:

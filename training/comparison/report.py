@@ -12,7 +12,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
-from ..text import align
+from ..text import align, without_html
 from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
@@ -217,7 +217,7 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
             trend_sentence(results),
             markdown_table(improvement_rows(results)),
         ]
-    return "\n\n".join(parts)
+    return without_html("\n\n".join(parts))
 
 
 def _figures_of(results: dict[str, Any]) -> _Figures:

@@ -27,6 +27,7 @@ from ..files import (
     METRICS_FILE,
     RECIPE_FILE,
     VOCABULARIES,
+    files_in,
     is_taken,
     model_files,
     written_whole,
@@ -367,6 +368,12 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
             raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
         if any((target / name).exists() for name in (METRICS_FILE, RECIPE_FILE)) or any(target.glob("checkpoint-*")):
             raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
+        _replaced_files(target)  # none of them may be a link to elsewhere
+
+
+def _replaced_files(target: Path) -> set[Path]:
+    """The files of the model in a target, with its card; raises `ValueError` for a link that leads out of it."""
+    return {*model_files(target), *files_in(target, ("pytorch_model*.bin*", CARD_FILE))}
 
 
 def _check_changed(before: PreTrainedConfig, after: PreTrainedConfig, switches: dict[str, Any]) -> None:
@@ -420,6 +427,5 @@ def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Con
     (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
     card.save(folder / CARD_FILE)
-    stale = {*model_files(target), *target.glob("pytorch_model*.bin*"), target / CARD_FILE}
-    for path in stale - {target / path.relative_to(folder) for path in folder.rglob("*")}:
+    for path in _replaced_files(target) - {target / path.relative_to(folder) for path in folder.rglob("*")}:
         path.unlink(missing_ok=True)

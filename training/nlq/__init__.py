@@ -5,6 +5,7 @@ arguments do not wait for that, and Ctrl-C meanwhile ends in one line too.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -528,8 +529,9 @@ def main(arguments: list[str] | None = None) -> int:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
-    from modeling_nlq.training.text import one_line
+    from modeling_nlq.training.text import PrintableOutput, one_line
 
+    output = PrintableOutput(sys.stdout) if sys.stdout.isatty() else sys.stdout
     try:
         # All that takes long to import
         import_module("modeling_nlq.training." + ("comparison.status" if getattr(parsed, "status", False) else parsed.module))
@@ -540,7 +542,8 @@ def main(arguments: list[str] | None = None) -> int:
 
             for file in parsed.parts:
                 load_attention_parts(file)
-        return parsed.run(parsed, rest) or 0
+        with contextlib.redirect_stdout(output):
+            return parsed.run(parsed, rest) or 0
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
         print(f"nlq: error: {one_line(error)}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ from ..files import YamlLoader, check_keys, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import is_address, open_folder
-from ..text import check_number
+from ..text import check_name, check_number
 from .lora import add_lora, make_lora_config
 from .parametrization import check_completep
 
@@ -326,7 +326,10 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) 
         ValueError: for an unknown recipe, field or value.
     """
     path = find("recipes", str(source))
-    return resolve_recipe(read_yaml(path), overrides, str(path))
+    content = read_yaml(path)
+    if "output_dir" not in {*read_section(content.get("training"), f"{path}: training"), *(overrides or {})}:
+        check_name(f"{path}: set output_dir, or rename the file: recipe", path.stem)
+    return resolve_recipe(content, overrides, str(path))
 
 
 def resolve_recipe(

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
@@ -51,17 +52,21 @@ from ..files import (
     VOCABULARIES,
     WEIGHTS,
     code_files,
+    files_in,
+    model_files,
     read_json,
     read_yaml,
 )
 from ..parameters import check_parameters, size_of
 from ..run.recipe import without_private
+from ..storage import inside
 from ..text import first_line, one_line
 from ..traces import check_for_traces, without_folders
 from .adapter import whole_modules, write_adapter
 
 
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
+_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 # Fields that hold the place a tokenizer or a configuration was loaded from
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 _STATUS = {
@@ -122,8 +127,8 @@ def publish(
         dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, or if the name of the
-            repository is not valid.
+        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, if one of its files is a link
+            that leads out of it, or tells a token or a path of this machine, or if the name of the repository is not valid.
         ImportError: for an adapter, if PEFT is not installed.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged, unless the connection broke
             while the commit was being sent: then it may have arrived.
@@ -147,11 +152,11 @@ def publish_space(
         repo_id, private, revision, dry_run: as in `publish`.
 
     Raises:
-        ValueError: if there is no page, or the name of the repository is not valid.
+        ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
         PublishingError: as in `publish`.
     """
     _check_place(repo_id, revision)
-    page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
+    page = inside(Path(page), Path(page) / PAGE_FILE) if Path(page).is_dir() else Path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     text = page.read_text(encoding="utf-8", errors="replace")
@@ -160,7 +165,9 @@ def publish_space(
         raise ValueError(f"{page} is no page of `nlq explore`")
     settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
-    return _send(repo_id, {"README.md": card.encode(), "index.html": page}, private, revision, dry_run, "space")
+    contents = {"README.md": card.encode(), "index.html": page}
+    check_for_traces(page.parent, contents)
+    return _send(repo_id, contents, private, revision, dry_run, "space")
 
 
 def _check_place(repo_id: str, revision: str | None) -> None:
@@ -225,6 +232,7 @@ def _collect(
 
     Those of an adapter are made in `adapter_folder`, if one is given, and take the place of the model's.
     """
+    model_files(folder)  # none of them may be a link to elsewhere: before any is read
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
     if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
@@ -245,9 +253,9 @@ def _collect(
     else:
         files, patterns = set(), (*TOKENIZER, *RECORDS)
         contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
-    files |= {path for name in patterns for path in folder.glob(name) if path.is_file()}
+    files |= files_in(folder, patterns)
     contents |= {path.relative_to(folder).as_posix(): path for path in files}
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
         if name in contents:
             kept = {key: value for key, value in read_json(folder / name).items() if key not in _PLACES}
             contents[name] = _json(without_folders(kept | ({"auto_map": AUTO_MAP} if name == "config.json" else {})))
@@ -259,6 +267,7 @@ def _collect(
     text = None
     comparison_folder = _find_comparison(folder, comparison)
     if comparison_folder is not None:
+        reported = files_in(comparison_folder, (RESULTS_FILE, "results.md", "figures/*.png"))
         place = folder.resolve()
         is_part = comparison_folder in place.parents
         variant, run = (place.parent.name, place.name) if is_part else (None, None)
@@ -269,11 +278,10 @@ def _collect(
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
-        report = comparison_folder / "results.md"
-        if report.is_file():
+        for path in reported - {comparison_folder / RESULTS_FILE}:
+            contents[f"comparison/{path.relative_to(comparison_folder).as_posix()}"] = path
+        if (report := contents.get("comparison/results.md")) is not None:
             contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
-        for path in filter(Path.is_file, sorted((comparison_folder / "figures").glob("*.png"))):
-            contents[f"comparison/figures/{path.name}"] = path
     if card is not None:
         contents[CARD_FILE] = _read_card(Path(card))
     else:
@@ -297,14 +305,15 @@ def _collect(
 
 
 def _code(folder: Path) -> set[Path]:
-    try:
-        code = code_files(folder)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder} lacks its code, {Path(error.filename).name}; save the model anew by save_pretrained"
-        ) from None
-    if missing := {f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()} - {path.name for path in code}:
-        raise ValueError(f"{folder} lacks its code, {', '.join(sorted(missing))}; save the model anew by save_pretrained")
+    code = code_files(folder)
+    if missing := sorted(path.name for path in code if not path.is_file()):
+        raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
+    for path in sorted(code):
+        if wrong := [name for name in get_relative_imports(path) if folder / f"{name}.py" not in code]:
+            raise ValueError(
+                f"{path}: a line of its text begins `from .{wrong[0]} import`, which Transformers' loader takes for an import; "
+                "reword the line"
+            )
     return code
 
 
@@ -325,7 +334,7 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
     """Returns the model without its weights, and the files that hold them.
 
     Raises:
-        ValueError: unless the files are complete and hold exactly the parameters of the model.
+        ValueError: unless the files are complete and hold exactly the parameters of the model, as finite numbers.
     """
     class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
@@ -341,14 +350,19 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{index} is damaged: it has no 'weight_map'")
-        files = [folder / str(name) for name in sorted(set(weight_map.values()))]
+        files = [inside(folder, folder / str(name)) for name in sorted(set(map(str, weight_map.values())))]
     shapes: dict[str, list[int]] = {}
     for path in files:
         if not path.is_file():
             raise ValueError(f"{folder} holds no {path.name}: its training did not finish, or it was saved as something else")
         try:
             with safe_open(path, framework="pt") as file:
-                shapes.update({key: file.get_slice(key).get_shape() for key in file.keys()})  # noqa: SIM118
+                for key in file.keys():  # noqa: SIM118
+                    shapes[key] = file.get_slice(key).get_shape()
+                    if (dtype := file.get_slice(key).get_dtype()) not in _WEIGHT_TYPES:
+                        raise ValueError(f"{path}: {key} has the type {dtype}; it must be one of {', '.join(_WEIGHT_TYPES)}")
+                    if not file.get_tensor(key).isfinite().all():
+                        raise ValueError(f"{path}: {key} holds NaN or infinity: the model diverged")
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
     try:
