@@ -21,6 +21,9 @@ from .recipe import Recipe
 
 
 END_OF_TEXT = "<|endoftext|>"
+# Not end-of-text, to which a collator would then give no label
+PAD = "<|pad|>"
+MASK = "<|mask|>"
 # Says that the blocks beside it are complete
 BLOCKS_FILE = "blocks.json"
 _TOKENS = Features({"input_ids": List(Value("int32"))})
@@ -47,14 +50,19 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 
 
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level byte-pair encoding as in GPT-2, with one special token, end-of-text, that also pads."""
+    """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
+
+    Args:
+        texts: the texts to train on.
+        vocab_size: the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, PAD, MASK],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -63,7 +71,8 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTraine
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
+        pad_token=PAD,
+        mask_token=MASK,
         clean_up_tokenization_spaces=False,
     )
 
