@@ -146,6 +146,11 @@ class AttentionPart(nn.Module):
         return 1.0
 
     @classmethod
+    def calls_per_token(cls, config: "NLQConfig") -> dict[str, int]:
+        """Returns how often each token passes through a linear layer, by its name in the attention layer; others count once."""
+        return {}
+
+    @classmethod
     def refuse_split(cls, config: "NLQConfig") -> str | None:
         """Returns the reason why tensor parallelism cannot give each process some of the heads, if there is one."""
         return None

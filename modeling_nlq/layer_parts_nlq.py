@@ -170,6 +170,10 @@ class AttentionGate(AttentionPart):
         return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
 
     @classmethod
+    def calls_per_token(cls, config) -> dict[str, int]:
+        return {"value_gate_proj": config.num_key_value_heads}
+
+    @classmethod
     def split_layers(cls, config) -> dict[str, str]:
         return {} if config.attention_gate == "value" else {"gate_proj": "colwise"}
 

@@ -45,8 +45,9 @@ def measure(
 
     A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
     products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
-    for causality), as does, of linear attention, each of the `2 * head_dim` products with its state. Norms, activations and
-    the softmax are not counted. Of a mixture of experts, those count that a token passes through.
+    for causality), as does, of linear attention, each of the `head_dim` products of a head that reads its state, and of one of
+    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, those count that a token
+    passes through.
 
     Args:
         config: configuration of the model.
@@ -118,30 +119,38 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     parameters = list(model.parameters())
     body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
+    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
+    calls = {
+        f".{index}.self_attn.{name}.": count
+        for index, layer in enumerate(layers)
+        for part in parts_of(layer)
+        for name, count in part.calls_per_token(layer).items()
+    }
     matrix_operations = 0 if head is None else _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:
             is_of_experts = parameter.ndim == 3 and ".experts." in name
             share = config.num_experts_per_tok / len(parameter) if is_of_experts else 1
+            share = next((count for layer, count in calls.items() if layer in name), share)
             matrix_operations += round(share * _operations(parameter))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
-    spans = [
-        head_dim if kind == LAYER_TYPE else min(context, sizes.get("sliding_window", context))
+    # Products with keys and with values, whose heads differ in multi-head latent attention
+    heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    width = heads * sum(getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    products = [
+        # The heads of queries read the state of linear attention, and those of keys write it
+        head_dim * head_dim * (heads + key_value_heads)
+        if kind == LAYER_TYPE
+        else min(context, sizes.get("sliding_window", context)) * width
         for kind, sizes in zip(*get_layer_types_and_kwargs(config))
     ]
-    # Those with keys and with values, whose heads differ in multi-head latent attention
-    widths = getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim
-    if isinstance(config, NLQConfig):
-        # A layer's parts may compute more heads, or wider values
-        costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in config.per_layer_config]
-    else:
-        costs = [1.0] * len(spans)
-    products = round(sum(span * cost for span, cost in zip(spans, costs))) * config.num_attention_heads * sum(widths)
+    # A layer's parts may compute more heads, or wider values
+    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
-        flops_per_token=matrix_operations + 6 * products,
+        flops_per_token=matrix_operations + 6 * round(sum(cost * product for cost, product in zip(costs, products))),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     )
 

@@ -1,5 +1,6 @@
 """The configuration class: what it accepts, refuses, and keeps; and every file of `configuration/`."""
 
+import functools
 import json
 import logging
 
@@ -8,12 +9,16 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from huggingface_hub.errors import StrictDataclassError
+from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PART_SWITCHES, ROW_KINDS, SOFTMAX_KINDS, parametrize_switches
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, MambaConfig, MixtralConfig
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.differential_attention_nlq import DifferentialAttention
+from modeling_nlq.linear_nlq import chunked_form
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import load_recipe
@@ -50,22 +55,32 @@ def test_flops_of_windows():
     assert whole - windowed == 6 * 2 * 2 * (100 - 16) * 4 * 8
 
 
-# (switches, new weights of matrices in a layer, products of all heads with keys and with values per element of head_dim)
-COSTS_OF_PARTS = {
-    "none": ({}, 0, 4 + 4),
-    "v1": ({"differential_attention": "v1"}, 0, 4 + 2 * 4),  # values of twice the width
-    "v2": ({"differential_attention": "v2"}, 32 * 32 + 32 * 4, 8 + 8),  # queries of twice the width, and their factor
-    "v2_of_grouped_keys": ({"differential_attention": "v2", "num_key_value_heads": 2}, 32 * 4, 8 + 8),  # keys save what v2 adds
-    "v2_and_forgetting": ({"differential_attention": "v2", "forget_gate": "learned"}, 32 * 32 + 32 * (4 + 8), 8 + 8),
-    "others": ({"exclusive_attention": "learned", "value_residual": "learned", "attention_length_scaling": "log"}, 0, 4 + 4),
-}
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+@parametrize_switches(PART_SWITCHES | SOFTMAX_KINDS | ELEMENTWISE_KINDS | ROW_KINDS | LINEAR_KINDS)
+def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, switches, key_value_heads):
+    sizes = {**TINY, "query_projection": "linear", **switches, "num_key_value_heads": key_value_heads, "sliding_window": None}
+    is_linear = switches.get("attention_activation") == "linear_attention"
+    config = NLQConfig(**sizes, attn_implementation="nlq" if is_linear else "eager")
+    model, context = NLQForCausalLM(config), config.max_position_embeddings
+    # `eager` returns the weights too, which no training needs
+    monkeypatch.setattr(DifferentialAttention, "change_weights", lambda part, call, weights: weights)
+    monkeypatch.setattr(linear_nlq.LINEAR_ATTENTION, "kernels", linear_nlq.LINEAR_ATTENTION.kernels[-1:])
 
+    def count(chunk_size=None):
+        monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(chunked_form, chunk_size=chunk_size))
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, context, dtype=torch.long), use_cache=False)
+        return counter.get_total_flops() / context
 
-@pytest.mark.parametrize("switches, weights, products", COSTS_OF_PARTS.values(), ids=COSTS_OF_PARTS)
-def test_flops_of_parts(switches, weights, products):
-    config = NLQConfig(**TINY, query_projection="linear", **switches)
-    body = 3 * (4 * 32 * 32 + 2 * 32 * 128 + weights) + 32 * 50  # attention, MLP, and the LM head
-    assert measure(config, context=100).flops_per_token == 6 * (body + 3 * 100 * 8 * products)
+    per_layer = 2 * config.hidden_size * config.num_hidden_layers
+    counted = count()
+    if is_linear:  # the pairs within a chunk grow with its size: what is left at 0 are the products with the state
+        counted = 2 * count(4) - count(8) - per_layer  # and with the sum of the keys, which normalises
+    if config.differential_attention == "v1":  # whose keys have as many zeros as elements
+        counted -= context * per_layer
+    # Products of elements, which PyTorch does not count
+    counted += sum(2 * weight.numel() for name, weight in model.named_parameters() if "convolutions" in name)
+    assert measure(config).flops_per_token == 3 * counted
 
 
 @pytest.mark.parametrize("name", names("models"))
@@ -309,8 +324,6 @@ def test_functions_own_no_parameters():
 
 @pytest.mark.parametrize("name", ["gpt3-small-linear", "tiny-bottleneck", "tiny-fourth-matrix"])
 def test_flops_equal_those_pytorch_counts(name):
-    from torch.utils.flop_counter import FlopCounterMode
-
     config = load_config(name)
     context = config.max_position_embeddings
     with torch.device("meta"):

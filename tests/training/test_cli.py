@@ -69,8 +69,8 @@ class TestCommandLine:
             (["train", "demo", "--model", "tiny-nonlinaer"], ["'tiny-nonlinaer'", "'tiny-nonlinear'"]),
             (["train", "demo", "--block_size", "512"], ["block_size=512", "max_position_embeddings=256"]),
             (["train", "demo", "--tokenizer", "bpe:9000", "--block_size", "300"], ["vocab_size=8192", "block_size=300"]),
-            (["train", "demo", "--tokenizer", "bpe:1024x"], ["tokenizer='bpe:1024x' must be bpe:SIZE", "257"]),
-            (["train", "demo", "--tokenizer", "bpe:256"], ["tokenizer='bpe:256'", "257"]),
+            (["train", "demo", "--tokenizer", "bpe:1024x"], ["tokenizer='bpe:1024x' must be bpe:SIZE", "259"]),
+            (["train", "demo", "--tokenizer", "bpe:258"], ["tokenizer='bpe:258'", "259"]),
             (
                 ["train", "demo", "--set", "attention_activaton=relu"],
                 ["'attention_activaton'", "did you mean 'attention_activation'?"],

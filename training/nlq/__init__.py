@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = command.add_argument_group("text")
     text.add_argument("--dataset", help="as in a recipe; its validation split is evaluated. By default that of the run")
     text.add_argument("--dataset_config")
-    text.add_argument("--text_column", help="by default that of the run, else text")
+    text.add_argument("--text_column", help="by default that of the run for its own dataset, else text")
     text.add_argument(
         "--validation_fraction", type=float, help="as in a recipe; by default that of the run. A local file is evaluated whole"
     )

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..files import read_json, write_text, written_whole
@@ -21,6 +22,9 @@ from .recipe import Recipe
 
 
 END_OF_TEXT = "<|endoftext|>"
+# Not end-of-text, to which a collator would then give no label
+PAD = "<|pad|>"
+MASK = "<|mask|>"
 # Says that the blocks beside it are complete
 BLOCKS_FILE = "blocks.json"
 _TOKENS = Features({"input_ids": List(Value("int32"))})
@@ -47,14 +51,19 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 
 
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level byte-pair encoding as in GPT-2, with one special token, end-of-text, that also pads."""
+    """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
+
+    Args:
+        texts: the texts to train on.
+        vocab_size: the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, PAD, MASK],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -63,7 +72,8 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTraine
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
+        pad_token=PAD,
+        mask_token=MASK,
         clean_up_tokenization_spaces=False,
     )
 
@@ -86,7 +96,7 @@ class Blocks:
     """The tokens of a split, cut into blocks.
 
     Attributes:
-        dataset: rows `input_ids` of `block_size` tokens.
+        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
     """
@@ -96,7 +106,12 @@ class Blocks:
     bytes_per_token: float | None = None
 
 
-def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
+def make_blocks(
+    documents: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    keep_remainder: bool = False,
+) -> Blocks:
     """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
 
     A special token that is written in a document, such as `<|endoftext|>`, is read as text. Tokenizers whose model looks up
@@ -104,8 +119,14 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     The blocks of a `Dataset` do not depend on the number of processes. An `IterableDataset` is cut a thousand documents at a
     time, and the rest that fills no block at the end of each thousand is dropped.
 
+    Args:
+        documents: a split.
+        tokenizer: a fast one.
+        recipe: names the column of text and the block size.
+        keep_remainder: whether two or more tokens that fill no block are a shorter last one; not of an `IterableDataset`.
+
     Raises:
-        ValueError: if the documents fill no block.
+        ValueError: if the documents make no block.
     """
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
     if not tokenizer.is_fast:
@@ -147,18 +168,22 @@ def make_blocks(documents: Dataset | IterableDataset, tokenizer: PreTrainedToken
     ).with_format("numpy")
     ends = np.cumsum(encoded["length"][:])
     tokens = int(ends[-1])
-    count = tokens // block_size
+    has_remainder = keep_remainder and tokens % block_size > 1  # one token alone has no loss
+    count = tokens // block_size + has_remainder
     if count == 0:
         raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} tokens in a split: {_remedy(recipe)}")
 
     def cut(indices: list[int]) -> dict:
-        begin, end = indices[0] * block_size, (indices[-1] + 1) * block_size
+        begin, end = indices[0] * block_size, min((indices[-1] + 1) * block_size, tokens)
         first, last = np.searchsorted(ends, [begin, end - 1], side="right")
         stream = np.concatenate(list(encoded[int(first) : int(last) + 1]["input_ids"]))
         skipped = begin - (ends[first - 1] if first else 0)
-        return {"input_ids": stream[skipped : skipped + end - begin].reshape(-1, block_size)}
+        stream = stream[skipped : skipped + end - begin]
+        if len(stream) % block_size:
+            return {"input_ids": np.split(stream, range(block_size, len(stream), block_size))}
+        return {"input_ids": stream.reshape(-1, block_size)}
 
-    fingerprint = Hasher.hash((identity, block_size))
+    fingerprint = Hasher.hash((identity, block_size, *(["remainder"] if has_remainder else [])))
     folder = os.path.dirname(encoded.cache_files[0]["filename"]) if encoded.cache_files else None
     blocks = Dataset.from_dict({"block": range(count)}).map(
         lambda _, indices: cut(indices),
@@ -282,7 +307,7 @@ def unigram_perplexity(train: Dataset, validation: Dataset, vocab_size: int, max
 
 @dataclass
 class BlockCollator:
-    """Makes a batch of blocks, in which every token is its own label.
+    """Makes a batch of blocks, in which every token is its own label. Shorter ones are filled up by tokens without a label.
 
     Attributes:
         end_of_text: the token after each document.
@@ -294,8 +319,10 @@ class BlockCollator:
     restart: bool = False
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        input_ids = torch.from_numpy(np.stack([np.asarray(row["input_ids"]) for row in rows]).astype(np.int64))
-        batch = {"input_ids": input_ids, "labels": input_ids.clone()}
+        blocks = [torch.as_tensor(np.asarray(row["input_ids"]), dtype=torch.int64) for row in rows]
+        # At the right, where no other token sees them
+        input_ids = pad_sequence(blocks, batch_first=True, padding_value=self.end_of_text)
+        batch = {"input_ids": input_ids, "labels": pad_sequence(blocks, batch_first=True, padding_value=-100)}
         if self.restart:
             starts = torch.zeros_like(input_ids, dtype=torch.bool)
             starts[:, 1:] = input_ids[:, :-1] == self.end_of_text

@@ -96,18 +96,19 @@ def evaluate(
     """Evaluates a saved model on text that it was not trained on.
 
     If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
-    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given.
+    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given. The last block may be shorter
+    than the others, but where this is the run's own evaluation, which leaves out what fills no block.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
         dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
             which only held-out documents are taken, also of a file; `python-stdlib` if nothing is known.
         dataset_config: the configuration of a Hub dataset.
-        text_column: the dataset's column of text; else "text".
+        text_column: the dataset's column of text; by default "text".
         validation_fraction: as in a recipe; else 0.02.
         max_validation_documents: evaluate at most this many documents.
-        block_size: the size of a block in tokens; by default the model's context.
-        packing: as in a recipe; else "stream".
+        block_size: the size of a block in tokens; by default that of the run, else the model's context.
+        packing: as in a recipe; by default that of the run, else "stream".
         batch_size: blocks per device.
 
     Returns:
@@ -147,6 +148,8 @@ def evaluate(
             f"{held_out:g}"
         )
     defaults = {"validation_fraction": 0.02, "block_size": context}
+    if trained_on:  # longer blocks would have positions that were never trained
+        defaults |= {name: trained_on[-1][name] for name in ("block_size", "packing")}
     if overlapping := [record for record in own if is_split_otherwise(record, given["dataset"])]:
         logger.warning(
             f"model {name!r} was trained on {overlapping[-1]['dataset']}, which shares files with {given['dataset']} and is "
@@ -158,12 +161,13 @@ def evaluate(
             "without --dataset, only what was held out is"
         )
     if own and is_whole:
-        defaults |= {name: own[-1][name] for name in ("text_column", "block_size", "packing")}
+        defaults["text_column"] = own[-1]["text_column"]
     elif own:
         share = min(own[-1]["validation_fraction"], held_out)
         defaults = {**own[-1], "validation_fraction": share, "test_fraction": 0.0}
     recipe = recipe_of(defaults, model=name, tokenizer=name, **given)
-    return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole)
+    is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
+    return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
@@ -179,7 +183,12 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
 
 
 def evaluate_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, batch_size: int, is_whole: bool = False
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    batch_size: int,
+    is_whole: bool = False,
+    keep_remainder: bool = False,
 ) -> dict[str, float]:
     """Evaluates a model on the validation split of a recipe's dataset.
 
@@ -189,8 +198,9 @@ def evaluate_model(
         recipe: names the dataset, block size and packing.
         batch_size: blocks per device.
         is_whole: evaluate on all documents instead.
+        keep_remainder: as in `make_blocks`.
     """
-    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe)
+    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,

@@ -29,8 +29,8 @@ from .lora import add_lora, make_lora_config
 from .parametrization import check_completep
 
 
-# Bytes and end-of-text
-SMALLEST_VOCABULARY = 257
+# Bytes and special tokens
+SMALLEST_VOCABULARY = 259
 # Fields that name a run in the services of trackers
 TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
@@ -158,7 +158,7 @@ class Recipe:
         if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is a whole number of at least "
-                f"{SMALLEST_VOCABULARY} (256 bytes and end-of-text), or a saved tokenizer"
+                f"{SMALLEST_VOCABULARY} (256 bytes and 3 special tokens), or a saved tokenizer"
             )
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")

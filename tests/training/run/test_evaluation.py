@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 from support.corpora import write_documents
-from transformers import EvalPrediction
+from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 from transformers.utils import logging
 
 from modeling_nlq.training import train
 from modeling_nlq.training.run import evaluation
+from modeling_nlq.training.run.data import BlockCollator
 from modeling_nlq.training.run.documents import local_fingerprint
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
 from modeling_nlq.training.run.recipe import Recipe
@@ -51,11 +52,29 @@ def test_evaluate_repeats_the_runs_own_result(is_named, run, corpus, tmp_path, m
     assert f"perplexity {run[1]['eval_perplexity']:.2f}" in capsys.readouterr().out
 
 
-def test_evaluate_takes_a_small_file_whole(run, corpus, tmp_path, capsys):
-    path = tmp_path / "few.jsonl"
-    path.write_text("".join(corpus.read_text().splitlines(keepends=True)[:2]))
-    assert main(["evaluate", str(run[0]), "--dataset", str(path)]) == 0
-    assert capsys.readouterr().out.startswith(f"{run[0]}: perplexity ")  # which may have been trained on
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.parametrize("count", [1, 40], ids=["less than a block", "some blocks and a remainder"])
+def test_all_tokens_of_a_file_count_in_blocks_of_the_run(count, packing, run, tmp_path):
+    texts, block_size = [f"x = {index}" for index in range(count)], 24
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    trained_on = [{**record, "block_size": block_size, "packing": packing} for record in run[1]["trained_on"]]
+    (folder / "metrics.json").write_text(json.dumps({**run[1], "trained_on": trained_on}))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    stream = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
+    assert (len(stream) > block_size) == (count > 1) and len(stream) % block_size > 1
+    losses = []
+    for start in range(0, len(stream), block_size):
+        batch = BlockCollator(tokenizer.eos_token_id, packing == "documents")(
+            [{"input_ids": stream[start : start + block_size]}]
+        )
+        labels = batch.pop("labels")
+        found = token_losses(model.double()(**batch).logits, labels)[0]
+        losses += found[labels[:, 1:] != -100].tolist()
+    metrics = evaluation.evaluate(folder, write_documents(tmp_path / "other.jsonl", texts))
+    loss = sum(losses) / len(losses)
+    expected = (loss, math.exp(loss), loss / math.log(2) * len(stream) / sum(map(len, texts)))
+    found = (metrics[f"eval_{name}"] for name in ("loss", "perplexity", "bits_per_byte"))
+    assert tuple(found) == pytest.approx(expected, rel=1e-6)
 
 
 class TestOwnDataset:
@@ -67,7 +86,7 @@ class TestOwnDataset:
         (folder / "metrics.json").unlink()  # as an unfinished run
         recipe = {"dataset": "python-stdlib", "validation_fraction": 0.003, "test_fraction": 0.004, "packing": "documents"}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest: recipe)
+        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest, **_: recipe)
         return folder
 
     def test_its_recipe_gives_the_defaults(self, own):
@@ -75,7 +94,8 @@ class TestOwnDataset:
         assert (recipe.validation_fraction, recipe.packing) == (0.003, "documents")
         recipe = evaluation.evaluate(own, validation_fraction=0.007, packing="stream")
         assert (recipe.validation_fraction, recipe.packing) == (0.007, "stream")
-        assert evaluation.evaluate(own, dataset="owner/other").validation_fraction == 0.02
+        other = evaluation.evaluate(own, dataset="owner/other")
+        assert (other.validation_fraction, other.packing, other.block_size) == (0.02, "documents", Recipe.block_size)
 
     def test_documents_it_was_trained_on(self, own):
         with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
@@ -163,7 +183,7 @@ class TestOwnDataset:
             evaluation.evaluate("run")
 
     def test_the_file_it_was_trained_on_is_named(self, run, corpus, monkeypatch, caplog):
-        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest: rest)
+        monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest, **_: rest)
         logging.enable_propagation()
         try:
             assert evaluation.evaluate(run[0], dataset=corpus) == (8, True)
