@@ -67,7 +67,7 @@ def attention_weights(
     visible_count: torch.Tensor | int,
     activation: AttentionActivation,
     normalization: str,
-    sink: torch.Tensor | None = None,
+    sink: torch.Tensor | float | None = None,
     may_overflow: bool = False,
 ) -> torch.Tensor:
     """Computes the attention weights of any activation, in at least float32.
@@ -78,7 +78,7 @@ def attention_weights(
         visible_count: `(batch or 1, 1 or heads, query)`, or one number for all queries.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
-        sink: `(heads,)` logits whose `exp` joins softmax's denominator, or `None`.
+        sink: `(heads,)` logits whose `exp` joins softmax's denominator, or one number for all heads, or `None`.
         may_overflow: whether sums of weights above `LARGEST_SUM` may make weights NaN, which is faster.
 
     Returns:
@@ -89,7 +89,8 @@ def attention_weights(
     if activation.name == "softmax":
         scores = hide(scores, visible, torch.finfo(scores.dtype).min)
         if sink is not None:
-            column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            logits = sink.to(scores.dtype) if isinstance(sink, torch.Tensor) else scores.new_full((1,), sink)
+            column = logits[None, :, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
         return hide(weights if sink is None else weights[..., :-1], visible, 0.0)
@@ -186,12 +187,12 @@ def scores_and_weights(
     changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "reweigh"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     for part in changers:
-        scores = part.change_scores(call, scores.to(_at_least_float32(scores)), visible)
+        scores = part("change_scores", call, scores.to(_at_least_float32(scores)), visible)
     if score_bias is not None:
         scores = scores + score_bias.dense(_at_least_float32(scores))
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     for part in weighers:
-        weights = part.reweigh(call, weights, columns, key)
+        weights = part("reweigh", call, weights, columns, key)
     return scores, weights
 
 

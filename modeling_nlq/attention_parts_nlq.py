@@ -87,6 +87,10 @@ class AttentionCall:
         else:
             layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
 
+    def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until then."""
+        return self.layer(states, mlp_hook=(hook, self))[0] if self.layer.parts_with(hook) else states
+
 
 class AttentionPart(nn.Module):
     """What an attention layer may have beside its projections, positions and activation.
@@ -96,7 +100,8 @@ class AttentionPart(nn.Module):
     `token_state`, the cache, `change_attended`, `score_bias`, the scores, `change_scores`, the attention weights, `reweigh`
     (`change_weights` if they are returned), `change_output`, the output projection; and in the MLP after the attention,
     `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory; with `reweigh`,
-    the weights of some queries at a time.
+    the weights of some queries at a time. The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a
+    module its parameters when it is called. So a hook reads parameters of its own part only, and calls other modules.
 
     Attributes:
         name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
@@ -128,6 +133,10 @@ class AttentionPart(nn.Module):
     def has_hook(cls, hook: str) -> bool:
         """Tells whether the part overrides one of the `HOOKS`."""
         return getattr(cls, hook) is not getattr(AttentionPart, hook)
+
+    def forward(self, hook: str, *inputs) -> Any:
+        """Runs the hook of this name, or `measure`. A part cannot override it."""
+        return getattr(self, hook)(*inputs)
 
     # What the configuration asks of the class
 

@@ -79,6 +79,7 @@ class NLQAttentionProjections(nn.Module):
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.forms = formed_by(parts.values())
         self.needs_places = any(part.needs_places for part in parts.values())
+        self.readers_of_first_values = [part.name for part in parts.values() if part.needs_first_values]
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
 
@@ -93,11 +94,30 @@ class NLQAttentionProjections(nn.Module):
         return [self.parts[name] for name in names] if names else ()
 
     def begin(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
-        """Makes the record of a call; the arguments are its first fields."""
+        """Makes the record of a call; the arguments are its first fields.
+
+        Raises:
+            ValueError: if a part needs the values of the first layer, and there are none.
+        """
         call = AttentionCall(self, hidden_states, *args)
+        if self.readers_of_first_values and call.first_values is None:
+            raise ValueError(
+                f"{', '.join(self.readers_of_first_values)} (layer {self.layer_idx}) needs first_values, the values of the first "
+                "layer; a program that calls the layers one by one must pass them on, or call the model instead"
+            )
         for part in self.parts_with("change_input"):
-            call.hidden_states = part.change_input(call, call.hidden_states)
+            call.hidden_states = part("change_input", call, call.hidden_states)
         return call
+
+    def own_positions(self, position_embeddings: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
+        """Returns cosines and sines of rotary positions, or `None` for a layer that has no such positions.
+
+        Raises:
+            ValueError: if they are missing.
+        """
+        if self.has_rotary_positions and position_embeddings is None:
+            raise ValueError(f"position_embeddings: layer {self.layer_idx} has rotary positions and needs cosines and sines")
+        return position_embeddings if self.has_rotary_positions else None
 
     def project(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -106,14 +126,15 @@ class NLQAttentionProjections(nn.Module):
 
         Args:
             call: the call, with the input of the layer, `(batch, length, hidden)`. Its `values` are set.
-            position_embeddings: cosines and sines of rotary positions, `(batch or 1, length, rotated)` each, of which `rotated`
-                is `head_dim` or a part of it; or `None`.
+            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each, of which `rotated` is
+                `head_dim` or a part of it.
         """
         query_states = self._apply_projection("query", call.hidden_states)
         key_states = self._apply_projection("key", call.hidden_states)
         value_states = self._apply_projection("value", call.hidden_states)
         for part in self.parts_with("change_projections"):
-            query_states, key_states, value_states = part.change_projections(call, query_states, key_states, value_states)
+            states = (query_states, key_states, value_states)
+            query_states, key_states, value_states = part("change_projections", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         call.values = value_states.transpose(1, 2)
@@ -138,5 +159,12 @@ class NLQAttentionProjections(nn.Module):
     def project_output(self, call: AttentionCall, attn_output: torch.Tensor) -> torch.Tensor:
         """`(batch, query, heads, head_dim)` -> `(batch, query, hidden)`."""
         for part in self.parts_with("change_output"):
-            attn_output = part.change_output(call, attn_output)
+            attn_output = part("change_output", call, attn_output)
         return self.o_proj(attn_output.flatten(2))
+
+    def change_mlp(self, states: tuple[torch.Tensor, ...], hook: str, call: AttentionCall) -> tuple:
+        """Returns states `(batch, query, ...)` as one of the `MLP_HOOKS` changes them, and no attention weights."""
+        for part in self.parts_with(hook):
+            changed = part(hook, call, *states)
+            states = changed if isinstance(changed, tuple) else (changed,)
+        return states, None

@@ -35,7 +35,8 @@ from .attention_nlq import eager_attention_forward
 from .attention_parts_nlq import ScoreBias, formed_by
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
-from .masking_nlq import Sequences, boolean_mask, read_visible
+from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
+from .operations_nlq import record_use
 from .operators_nlq import autocast_dtype
 from .part_table_nlq import parts_of
 from .rows_nlq import rows_attention_forward
@@ -408,6 +409,45 @@ def backend_request(
     weights = config.output_attentions if output_attentions is None else output_attentions
     inputs = Inputs(hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
     return BackendRequest(config._attn_implementation, weights, inputs)
+
+
+def make_layer_masks(
+    layers: Sequence[nn.Module], hidden_states: torch.Tensor, sequences: Sequences, cache: Cache | None = None, **kwargs
+) -> LayerMasks:
+    """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
+
+    Args:
+        layers: attention layers.
+        hidden_states: `(batch, query, hidden)`, the input of the first.
+        sequences: padding, packed documents and positions of this call.
+        cache: the cache, before the tokens of this call.
+        kwargs: other arguments of the call.
+
+    Raises:
+        ValueError: as `find_backend` and `make_mask` do.
+    """
+    config = layers[0].config
+    request = backend_request(config, hidden_states, **kwargs)
+    made = LayerMasks({layer.layer_idx: (layer.find_backend(*request), *layer.visible_keys) for layer in layers}, {}, {})
+    for layer in layers:
+        backend, *visible_keys = kind = made.kinds[layer.layer_idx]
+        if kind not in made.masks:
+            record_use("attention", backend)
+            inputs = (config, sequences, hidden_states, cache, layer.layer_idx)
+            made.masks[kind] = make_mask(backend, *inputs, *visible_keys)
+        if kind not in made.places and layer.needs_places:
+            made.places[kind] = sequences.places(cache, layer.layer_idx, *visible_keys, made.masks[kind])
+    return made
+
+
+def own_masks(
+    layer: nn.Module, hidden_states: torch.Tensor, attention_mask: Any = None, cache: Cache | None = None, **kwargs
+) -> LayerMasks:
+    """Returns the masks that the model made, or makes those of a layer that is called alone, with any mask of a caller."""
+    if isinstance(attention_mask, LayerMasks):
+        return attention_mask
+    sequences = read_sequences(hidden_states, attention_mask, cache=cache, layer_idx=layer.layer_idx, **kwargs)
+    return make_layer_masks([layer], hidden_states, sequences, cache, **kwargs)
 
 
 def make_mask(

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from .attention_parts_nlq import AttentionCall, AttentionPart
 from .cache_nlq import keep_rows_together
@@ -132,7 +131,7 @@ class Canon(AttentionPart):
             )
         index, earlier, cache_layer = self.state_indices[name], None, None
         if call.cache is not None:
-            cache_layer = self._cache_layer(call.cache)
+            cache_layer = self._cache_layer(call)
             if cache_layer.is_conv_states_initialized[index]:
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = nn.functional.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
@@ -146,12 +145,12 @@ class Canon(AttentionPart):
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return states
 
-    def _cache_layer(self, cache: Cache):
-        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+    def _cache_layer(self, call: AttentionCall):
+        layers, index = call.cache.layers, call.layer.layer_idx
+        layer = layers[index] if index < len(layers) else None
         if not hasattr(layer, "update_conv_state"):
             raise ValueError(
-                f"canon (layer {self.layer_idx}) needs a cache that stores its tokens: make it by "
-                "DynamicCache(config=model.config)"
+                f"canon (layer {index}) needs a cache that stores its tokens: make it by DynamicCache(config=model.config)"
             )
         keep_rows_together(layer)
         return layer

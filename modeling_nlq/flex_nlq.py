@@ -120,7 +120,8 @@ def flex_attention_with_log_forward(
     output, auxiliary = result
     log_sum = getattr(auxiliary, "lse", auxiliary)  # PyTorch 2.8 returns the tensor itself
     if activation.name == "softmax":
-        factor = torch.sigmoid(log_sum - module.sink.float()[:, None])  # sum / (sum + exp(sink))
+        sink = module.sink.float()[:, None] if isinstance(module.sink, torch.Tensor) else module.sink
+        factor = torch.sigmoid(log_sum - sink)  # sum / (sum + exp(sink))
     elif normalization == "length":
         factor = log_sum.exp() / visible_count[:, None]
     else:

@@ -62,6 +62,17 @@ class NLQL2Norm(nn.Module):
         return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
 
 
+class NLQSharedLinear(nn.Linear):
+    """A linear layer that all heads use."""
+
+    tp_mesh = None  # the processes that share the heads
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` -> `(..., out_features)`."""
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return nn.functional.linear(states, *(shared_by_heads(parameter, self.tp_mesh) for parameter in parameters))
+
+
 class NLQHeadProjection(nn.Module):
     """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
 
@@ -165,7 +176,7 @@ class AttentionGate(AttentionPart):
     @classmethod
     def layer_modules(cls, config) -> dict[str, nn.Module]:
         if config.attention_gate == "value":
-            return {"value_gate_proj": nn.Linear(config.head_dim, config.head_dim, bias=config.use_bias)}
+            return {"value_gate_proj": NLQSharedLinear(config.head_dim, config.head_dim, bias=config.use_bias)}
         width = config.num_attention_heads * (config.head_dim if config.attention_gate == "elementwise" else 1)
         return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
 
@@ -190,8 +201,4 @@ class AttentionGate(AttentionPart):
         """Returns `(batch, query, heads or groups, head_dim or 1)`."""
         if self.config.attention_gate != "value":
             return torch.sigmoid(call.layer.gate_proj(call.hidden_states)).unflatten(-1, (heads, -1))
-        values, proj = call.values.transpose(1, 2), call.layer.value_gate_proj
-        if call.tp_mesh is None:
-            return torch.sigmoid(proj(values))
-        own = (shared_by_heads(parameter, call.tp_mesh) for parameter in proj.parameters())
-        return torch.sigmoid(nn.functional.linear(values, *own))
+        return torch.sigmoid(call.layer.value_gate_proj(call.values.transpose(1, 2)))

@@ -283,7 +283,7 @@ def linear_attention(
         key, value: `(batch, key_value_heads, query, head_dim)`, of the same tokens.
         visibility: padding and packed documents; `None` if each row is one text.
         scaling: `attention_scaling`.
-        log_decay: `(key_value_heads,)`, or `None`.
+        log_decay: `(key_value_heads,)`, of any type and device, or `None`.
         position_embeddings: cosines and sines of rotary positions, or `None`.
         state: the state of the tokens before these.
         form: `"chunked"`, which uses `recurrent_form` for a single token, or `"parallel"`, which neither takes nor returns a
@@ -362,7 +362,7 @@ def _decode(
         rotated_query, rotated_key = rotate(query, key, *(part.to(query.dtype) for part in position_embeddings))
     state = state or _no_state(key)
     if log_decay is not None:
-        decay = log_decay.to(query.dtype).exp()[:, None]  # (g, 1)
+        decay = log_decay.to(query).exp()[:, None]  # (g, 1)
         state = LinearState(state.numerator * decay[..., None], state.denominator * decay)
     batch, key_value_heads, _, head_dim = key.shape
     groups = query.shape[1] // key_value_heads
@@ -399,5 +399,5 @@ def _make_inputs(
         count=count,
         is_valid=is_valid,
         document_start=document_start,
-        log_decay=None if log_decay is None else log_decay.to(query.dtype),
+        log_decay=None if log_decay is None else log_decay.to(query),
     )

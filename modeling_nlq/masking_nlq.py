@@ -6,10 +6,12 @@ The number `n` of keys that a query sees depends on that query alone, never on t
 cached decoding, padding and packing exact for every activation.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import BlockMask, find_packed_sequence_indices
@@ -82,6 +84,34 @@ class Places(NamedTuple):
     is_valid: torch.Tensor | None = None
     steps: torch.Tensor | None = None
     has_own_mask: bool = False
+
+
+@dataclass
+class LayerMasks:
+    """The backend, the mask and the places of every layer in one call of the model.
+
+    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers
+    one by one with the arguments of the first, as layer-wise quantizers do, computes what the model computes.
+
+    Attributes:
+        kinds: the backend of each layer and its `visible_keys`, by its number.
+        masks: the mask that the backend takes, by such a kind.
+        places: where the tokens stand, by such a kind, if a layer asks for it.
+    """
+
+    kinds: dict[int, tuple]
+    masks: dict[tuple, Any]
+    places: dict[tuple, Places]
+
+    def of(self, layer_idx: int) -> tuple[str, Any, Places | None]:
+        """Returns backend, mask and places of a layer."""
+        kind = self.kinds[layer_idx]
+        return kind[0], self.masks[kind], self.places.get(kind)
+
+    def to(self, *args, **kwargs) -> "LayerMasks":
+        """Moves all tensors, for programs that move the arguments of a layer to its device."""
+        moved = tree_map(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf, (self.masks, self.places))
+        return LayerMasks(self.kinds, *moved)
 
 
 def make_visibility(

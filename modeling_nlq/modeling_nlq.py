@@ -36,19 +36,18 @@ from .backends_nlq import (
     LINEAR_ATTENTION,
     Inputs,
     Needs,
-    backend_request,
     choose_implementation,
     create_masks_for_generate,
     find_backend,
-    make_mask,
+    make_layer_masks,
+    own_masks,
     supports_flash_attention,
 )
 from .configuration_nlq import AUTOMATIC, NLQConfig, warn_of_untested_transformers
 from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import Places, Sequences, Visibility, read_sequences
-from .operations_nlq import record_use
+from .masking_nlq import LayerMasks, Sequences, read_sequences
 from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
 from .part_table_nlq import check_distribution
 
@@ -69,8 +68,8 @@ class NLQMLP(nn.Module):
     def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
         """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer change what is inside."""
         inner = self.fc1(hidden_states)
-        for part in () if call is None else call.layer.parts_with("change_mlp_inner"):
-            (inner,) = part.change_mlp_inner(call, inner)
+        if call is not None:
+            (inner,) = call.change_mlp("change_mlp_inner", inner)
         return self.fc2(self.act_fn(inner))
 
 
@@ -88,8 +87,8 @@ class NLQGatedMLP(nn.Module):
     def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
         """As in `NLQMLP`."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
-        for part in () if call is None else call.layer.parts_with("change_mlp_inner"):
-            gate, up = part.change_mlp_inner(call, gate, up)
+        if call is not None:
+            gate, up = call.change_mlp("change_mlp_inner", gate, up)
         return self.down_proj(self.act_fn(gate) * up)
 
 
@@ -134,13 +133,11 @@ class NLQAttention(NLQAttentionProjections):
         return self.attention_normalization or self.activation.normalization
 
     @property
-    def sink(self) -> torch.Tensor | None:
-        """`(heads,)`, the logit of each head's sink, or `None`."""
-        if self.attention_sink is None:
-            return None
+    def sink(self) -> torch.Tensor | float | None:
+        """`(heads,)`, the logit of each head's sink, or 0.0 for all of them, or `None`."""
         if self.attention_sink == "learned":
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
-        return own_heads(torch.zeros(self.num_heads, device=self.o_proj.weight.device), self.tp_mesh, dim=0)
+        return None if self.attention_sink is None else 0.0
 
     def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
         """Returns the name of the backend that computes this layer in this call.
@@ -174,7 +171,7 @@ class NLQAttention(NLQAttentionProjections):
         query_states, key_states, value_states = self.project(call, position_embeddings)
         owners = self.parts_with("token_state")
         if owners:
-            states = [part.token_state(call) for part in owners]
+            states = [part("token_state", call) for part in owners]
             check_state_cache(cache, self)
             key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
         if cache is not None:
@@ -187,31 +184,35 @@ class NLQAttention(NLQAttentionProjections):
             key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
             call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
-            own = part.score_bias(call, (call.states or {}).get(part.name))
+            own = part("score_bias", call, (call.states or {}).get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_attended"):
-            query_states, key_states, value_states = part.change_attended(call, query_states, key_states, value_states)
+            attended = (query_states, key_states, value_states)
+            query_states, key_states, value_states = part("change_attended", call, *attended)
         return query_states, key_states, value_states, bias
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: Visibility | torch.Tensor | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
         cache: Cache | None = None,
-        backend: str | None = None,
-        places: Places | None = None,
         first_values: torch.Tensor | None = None,
+        mlp_hook: tuple[str, AttentionCall] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
 
-        `backend` is a result of `find_backend`, which the model asks once for all layers of a kind. `places` and `first_values`
-        are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query, groups, head_dim)`.
+        `first_values` are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query,
+        groups, head_dim)`. With `mlp_hook`, the arguments of `change_mlp`, the inputs are states of the MLP.
         """
-        name = backend or self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
+        if mlp_hook is not None:
+            return self.change_mlp(hidden_states, *mlp_hook)
+        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
+        name, mask, places = masks.of(self.layer_idx)
         call = self.begin(hidden_states, places, first_values, cache)
-        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, cache, kwargs)
+        positions = self.own_positions(position_embeddings)
+        query_states, key_states, value_states, bias = self.prepare(call, positions, cache, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
         if self.forms is not None:
@@ -228,7 +229,7 @@ class NLQAttention(NLQAttentionProjections):
             query_states,
             key_states,
             value_states,
-            attention_mask,
+            mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,  # for flash attention; the other masks have it
@@ -236,7 +237,7 @@ class NLQAttention(NLQAttentionProjections):
         )
         if attn_weights is not None:
             for part in self.parts_with("change_weights"):
-                attn_weights = part.change_weights(call, attn_weights)
+                attn_weights = part("change_weights", call, attn_weights)
         output = self.project_output(call, attn_output)
         return (output, attn_weights, call.values.transpose(1, 2)) if self.hands_on_values else (output, attn_weights)
 
@@ -262,9 +263,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         if self.linear_attention_decay == "learned":
             log_decay = nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
         else:
-            weight = self.o_proj.weight
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
-            log_decay = log_decay.to(torch.promote_types(weight.dtype, torch.float32)).to(weight.device)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
     def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
@@ -284,16 +283,16 @@ class NLQLinearAttention(NLQAttentionProjections):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: Visibility | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
         cache: Cache | None = None,
-        backend: str | None = None,
-        places: Places | None = None,
         first_values: torch.Tensor | None = None,
+        mlp_hook: tuple[str, AttentionCall] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
-        if backend is None:
-            self.find_backend(*backend_request(self.config, hidden_states, **kwargs))
+        if mlp_hook is not None:
+            return self.change_mlp(hidden_states, *mlp_hook)
+        _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
         call = self.begin(hidden_states, places, first_values, cache)
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         cache_layer = state = None
@@ -305,18 +304,16 @@ class NLQLinearAttention(NLQAttentionProjections):
                     "state: make it by DynamicCache(config=model.config)"
                 )
             state = cache_layer.get_state()
-        elif isinstance(attention_mask, Visibility):
-            attention_mask.check(hidden_states.shape[1], hidden_states.shape[1])
-        elif attention_mask is not None:
-            raise ValueError(f"layer {self.layer_idx}: linear attention takes a `Visibility`, not a 4-D mask")
+        elif mask is not None:
+            mask.check(hidden_states.shape[1], hidden_states.shape[1])
         attn_output, state = linear_attention(
             query_states,
             key_states,
             value_states,
-            attention_mask,
+            mask,
             scaling=self.scaling,
             log_decay=self.log_decay,
-            position_embeddings=position_embeddings,
+            position_embeddings=self.own_positions(position_embeddings),
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
         )
@@ -378,17 +375,18 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         first_values: torch.Tensor | None = None,
-        attention_mask: Visibility | torch.Tensor | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """`(batch, query, hidden)` -> the same shape, and the values of its attention if that hands them on."""
         # diff with Llama: `first_values` is no keyword, because reentrant gradient checkpointing differentiates the others only
+        masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
         residual = hidden_states
         output, _, *values = self.self_attn(
             self._before(hidden_states, self.self_attn_norm),
-            attention_mask=attention_mask,
+            attention_mask=masks,
             position_embeddings=position_embeddings,
             cache=cache,
             first_values=first_values,
@@ -399,9 +397,9 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
-            call = AttentionCall(self.self_attn, inputs, kwargs.get("places"), cache=cache)
-            for part in self.self_attn.parts_with("change_mlp_input"):
-                inputs = part.change_mlp_input(call, inputs)
+            *_, places = masks.of(self.self_attn.layer_idx)
+            call = AttentionCall(self.self_attn, inputs, places, cache=cache)
+            (inputs,) = call.change_mlp("change_mlp_input", inputs)
         output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
         hidden_states = self._after(hidden_states, self.mlp_norm)
@@ -579,29 +577,17 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys. One mask for each, made before a layer advances the cache
-        request = backend_request(self.config, inputs_embeds, **kwargs)
-        kinds = [(layer.self_attn.find_backend(*request), *layer.self_attn.visible_keys) for layer in layers]
-        masks, places = {}, {}
-        for layer, kind in zip(layers, kinds):
-            if kind not in masks:
-                backend, *visible_keys = kind
-                record_use("attention", backend)
-                inputs = (self.config, sequences, inputs_embeds, cache, layer.self_attn.layer_idx)
-                masks[kind] = make_mask(backend, *inputs, *visible_keys)
-            if kind not in places and layer.self_attn.needs_places:
-                places[kind] = sequences.places(cache, layer.self_attn.layer_idx, *kind[1:], masks[kind])
+        # diff with Llama: layers differ in backend and visible keys
+        masks = make_layer_masks([layer.self_attn for layer in layers], inputs_embeds, sequences, cache, **kwargs)
         first_values = None
-        for layer, kind in zip(layers, kinds):
+        for layer in layers:
             output = layer(
                 hidden_states,
                 first_values,
-                attention_mask=masks[kind],
-                position_embeddings=position_embeddings if layer.self_attn.has_rotary_positions else None,
+                attention_mask=masks,
+                position_embeddings=position_embeddings,
                 position_ids=sequences.packed_position_ids,
                 cache=cache,
-                backend=kind[0],
-                places=places.get(kind),
                 **kwargs,
             )
             hidden_states, first_values = output if layer.self_attn.hands_on_values else (output, first_values)

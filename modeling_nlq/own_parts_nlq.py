@@ -43,12 +43,14 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, or its name is no identifier.
+        ValueError: if it is no such class, its name is no identifier, or it overrides `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
     if not isinstance(part.name, str) or not part.name.isidentifier():
         raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
+    if part.forward is not AttentionPart.forward:
+        raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
     code = code_of(part)
     _registered[part.name, code] = part
     _latest[part.name] = code

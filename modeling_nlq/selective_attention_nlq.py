@@ -46,7 +46,8 @@ class SelectiveAttention(AttentionPart):
         state, places = call.states[self.name][:, 0], call.places
         earlier_sum, covered, is_first = state.unbind(dim=-1)  # (batch, key) each
         before = places.query_index[0]
-        if not is_tracing(covered) and covered.numel() and covered.max() > before:
+        has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
+        if has_numbers and covered.max() > before:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which assisted "
                 "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"

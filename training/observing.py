@@ -45,7 +45,11 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     layers = attention_layers(model)
 
     def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
-        receive(layer, layer.begin(*positional, keywords["places"], keywords["first_values"]), keywords["position_embeddings"])
+        if "mlp_hook" in keywords:
+            return
+        *_, places = keywords["attention_mask"].of(layer.layer_idx)
+        positions = layer.own_positions(keywords["position_embeddings"])
+        receive(layer, layer.begin(*positional, places, keywords["first_values"]), positions)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]

@@ -154,7 +154,7 @@ def _see_inside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
         found = see(layer, call, position_embeddings)
         for part in layer.parts.values():
             try:
-                measured = part.measure(call)
+                measured = part("measure", call)
             except Exception as error:  # of a user's own part
                 raise ValueError(f"attention part {part.name!r}: measure failed: {type(error).__name__}: {error}") from error
             for name, values in measured.items():
@@ -177,7 +177,7 @@ def _see_weights(
     inputs = (query, columns, key, visible, counts[:, None], layer.scaling, bias, call)
     scores, weights = scores_and_weights(layer, *inputs)
     for part in layer.parts_with("change_weights"):
-        weights = part.change_weights(call, weights)
+        weights = part("change_weights", call, weights)
     weights = weights[0].cpu()
     found, has_choice = Layer(layer.activation.name, len(weights)), (counts > 1)[0].cpu()
     found.add_weights(weights, has_choice)

@@ -145,7 +145,9 @@ def _row_statistics(
     }
     if layer.activation.name == "softmax":
         log_normalizer = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1)
-        rows["log_normalizer"] = log_normalizer if sink is None else torch.logaddexp(log_normalizer, sink.to(scores)[:, None])
+        if sink is not None:
+            log_normalizer = torch.logaddexp(log_normalizer, torch.as_tensor(sink).to(scores).view(-1, 1))
+        rows["log_normalizer"] = log_normalizer
     elif layer.normalization == "sum" and layer.activation.is_elementwise:
         limits = torch.finfo(scores.dtype)
         normalizer = layer.activation.function(scores).masked_fill(~visible, 0.0).sum(dim=-1)
