@@ -300,19 +300,21 @@ def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own.
+    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own. The
+    gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
-    for unit in _UNITS.get(dtype, (1.0,)):
-        columns.append((rest / unit).to(dtype))
+    for unit in _UNITS.get(dtype, (1.0,))[:-1]:
+        columns.append((rest.detach() / unit).to(dtype))
         rest = rest - columns[-1].to(rest.dtype) * unit
-    return torch.cat(columns, dim=-1)
+    return torch.cat([*columns, rest.to(dtype)], dim=-1)
 
 
 def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
     """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
     if (units := _UNITS.get(columns.dtype)) is not None:
-        columns = sum(column.float() * unit for unit, column in zip(units, columns.chunk(len(units), dim=-1)))
+        *others, last = columns.chunk(len(units), dim=-1)
+        columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()
     return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
 
 

@@ -174,18 +174,21 @@ class NLQAttention(NLQAttentionProjections):
         query_states, key_states, value_states = self.project(call, position_embeddings)
         owners = self.parts_with("token_state")
         if owners:
-            states = [part.token_state(call) for part in owners]
-            check_state_cache(cache, self)
-            key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
+            dtype = torch.promote_types(key_states.dtype, torch.float32)
+            call.states = {part.name: part.token_state(call).to(dtype) for part in owners}
         if cache is not None:
+            if owners:
+                check_state_cache(cache, self)
+                columns = to_columns(list(call.states.values()), key_states.dtype)
+                key_states = torch.cat([key_states, columns], dim=-1)
             # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
             # changes the arguments that flash attention gets
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
+            if owners:
+                key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+                call.states = from_columns(columns, owners)
         bias = None
-        if owners:
-            key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
-            call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
             own = part.score_bias(call, (call.states or {}).get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)

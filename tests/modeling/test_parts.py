@@ -376,10 +376,27 @@ class TestCaches:
         """Also numbers above 65504, the largest of float16."""
         states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
         parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
-        columns = to_columns(states, dtype)
+        columns = to_columns([state.requires_grad_() for state in states], dtype)
         assert columns.dtype == dtype and columns.shape[-1] == column_count(parts, dtype)
         for state, back in zip(states, from_columns(columns, parts).values()):
             torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
+            (gradient,) = torch.autograd.grad(back, state, torch.full_like(back, 2.0**15), retain_graph=True)
+            assert (gradient == 2.0**15).all()
+
+    @pytest.mark.parametrize("calls", [0, 1, 3], ids=["no_cache", "one_call", "three_calls"])
+    @pytest.mark.parametrize("name", ["forget_gate_learned", "forget_gate_of_sigmoid", "selective", "forget_gate_and_window"])
+    def test_gradients_of_a_scaled_loss_in_float16(self, make_model, name, calls):
+        """The scale is that which torch's `GradScaler` begins with."""
+        models = [make_model(dtype, **PART_SWITCHES[name]).half().to(dtype) for dtype in (torch.float16, torch.float64)]
+        tokens, gradients = random_tokens(2, 12), []
+        for model, scale in zip(models, (2.0**16, 1.0)):
+            cache = DynamicCache(config=model.config) if calls else None
+            chunks = tokens.chunk(max(calls, 1), dim=1)
+            logits = torch.cat([model(chunk, past_key_values=cache, use_cache=calls > 0).logits for chunk in chunks], dim=1)
+            (torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens.flatten()) * scale).backward()
+            gradients.append([parameter.grad.double() / scale for parameter in model.parameters()])
+        for actual, expected in zip(*gradients):
+            assert (actual - expected).norm() < 0.01 * expected.norm() + 1e-6
 
     def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
         with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
