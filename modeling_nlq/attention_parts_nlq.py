@@ -105,6 +105,8 @@ class AttentionPart(nn.Module):
         source: where the formula comes from.
         needs_places: whether its hooks read `call.places`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
+        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
+            computed in float32, except by flash attention, which cannot.
         can_go_back: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
     """
@@ -118,6 +120,7 @@ class AttentionPart(nn.Module):
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
+    needs_exact_output = False
 
     def __init__(self, config: "NLQConfig", layer_idx: int):
         """`config` is the configuration of the layer, with the values of its own; `layer_idx` its number."""

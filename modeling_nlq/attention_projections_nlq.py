@@ -79,6 +79,7 @@ class NLQAttentionProjections(nn.Module):
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.forms = formed_by(parts.values())
         self.needs_places = any(part.needs_places for part in parts.values())
+        self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
 

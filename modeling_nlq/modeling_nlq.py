@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .adapters_nlq import NLQAdaptersMixin, register_default_targets
 from .arguments_nlq import CACHE_NAME, check_arguments, choose_cache
-from .attention_nlq import eager_attention_forward
+from .attention_nlq import eager_attention_forward, in_full_precision
 from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
 from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
@@ -223,6 +223,8 @@ class NLQAttention(NLQAttentionProjections):
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
+            if self.needs_exact_output and ATTENTION_BACKENDS[name].has_float32:
+                attention_interface = in_full_precision(attention_interface)
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
@@ -312,6 +314,8 @@ class NLQLinearAttention(NLQAttentionProjections):
             attention_mask.check(hidden_states.shape[1], hidden_states.shape[1])
         elif attention_mask is not None:
             raise ValueError(f"layer {self.layer_idx}: linear attention takes a `Visibility`, not a 4-D mask")
+        if self.needs_exact_output:  # its type is that of the values
+            value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
             query_states,
             key_states,

@@ -159,6 +159,38 @@ def test_half_precision_keeps_the_gate(make_model):
     assert difference < 4 * 2**-8
 
 
+@pytest.mark.parametrize("how", ["eager", "nlq", "autocast"])
+@pytest.mark.parametrize("part", ["fixed", "learned"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"attention_sink": "learned"},
+        {"attention_activation": "sigmoid"},
+        {"attention_activation": "relu"},
+        {"attention_activation": "linear_attention"},
+    ],
+    ids=lambda switches: next(iter(switches.values())),
+)
+def test_what_is_left_of_exclusive_attention_in_bfloat16(switches, part, how):
+    """A norm follows, and the first token sees only its own value, nearly all of which is taken out."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = NLQForCausalLM(NLQConfig(**sizes, norm_position="sandwich", exclusive_attention=part, **switches)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("alpha"):
+            torch.nn.init.constant_(parameter, 4.0)
+    model.set_attn_implementation("eager" if how == "eager" else "nlq")
+    tokens = random_tokens(2, 30)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            model = model if how == "autocast" else model.bfloat16()
+            cache = DynamicCache(config=model.config)
+            chunks = tokens.split([1, 29], dim=1)
+            logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+        expected = model.double()(tokens).logits
+    assert (logits - expected).abs().max() < 0.1 * expected.std()
+
+
 def test_cache_without_a_configuration(make_model):
     """What a forget gate keeps lies beside the keys, so every cache of keys and values has a place for it."""
     model, tokens = make_model(**PART_SWITCHES["all_parts"]), random_tokens(2, 7)
