@@ -4,10 +4,12 @@ Shapes: batch, heads, query (positions of this call), key (cached positions plus
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import AttentionActivation, counts_as_zero, hide
 from .attention_parts_nlq import AttentionCall, ScoreBias
@@ -235,3 +237,16 @@ def eager_attention_forward(
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
+
+
+def in_full_precision(function: Callable) -> Callable:
+    """Returns an attention function that computes half precision in float32, so that its output is not rounded."""
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        dtype = _at_least_float32(query)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+            attention_mask = attention_mask.to(dtype)
+        with maybe_autocast(query.device.type, enabled=False):
+            return function(module, query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, **kwargs)
+
+    return attend

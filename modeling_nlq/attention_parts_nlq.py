@@ -110,6 +110,8 @@ class AttentionPart(nn.Module):
         source: where the formula comes from.
         needs_places: whether its hooks read `call.places`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
+        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
+            computed in float32, except by flash attention, which cannot.
         can_go_back: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
     """
@@ -123,6 +125,7 @@ class AttentionPart(nn.Module):
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
+    needs_exact_output = False
 
     def __init__(self, config: "NLQConfig", layer_idx: int):
         """`config` is the configuration of the layer, with the values of its own; `layer_idx` its number."""
@@ -314,19 +317,21 @@ def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own.
+    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own. The
+    gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
-    for unit in _UNITS.get(dtype, (1.0,)):
-        columns.append((rest / unit).to(dtype))
+    for unit in _UNITS.get(dtype, (1.0,))[:-1]:
+        columns.append((rest.detach() / unit).to(dtype))
         rest = rest - columns[-1].to(rest.dtype) * unit
-    return torch.cat(columns, dim=-1)
+    return torch.cat([*columns, rest.to(dtype)], dim=-1)
 
 
 def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
     """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
     if (units := _UNITS.get(columns.dtype)) is not None:
-        columns = sum(column.float() * unit for unit, column in zip(units, columns.chunk(len(units), dim=-1)))
+        *others, last = columns.chunk(len(units), dim=-1)
+        columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()
     return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
 
 

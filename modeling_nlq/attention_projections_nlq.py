@@ -80,6 +80,7 @@ class NLQAttentionProjections(nn.Module):
         self.forms = formed_by(parts.values())
         self.needs_places = any(part.needs_places for part in parts.values())
         self.readers_of_first_values = [part.name for part in parts.values() if part.needs_first_values]
+        self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.hands_on_values = layer_idx == 0 and config.needs_first_values
 
@@ -102,8 +103,8 @@ class NLQAttentionProjections(nn.Module):
         call = AttentionCall(self, hidden_states, *args)
         if self.readers_of_first_values and call.first_values is None:
             raise ValueError(
-                f"{', '.join(self.readers_of_first_values)} (layer {self.layer_idx}) needs first_values, the values of the first "
-                "layer; a program that calls the layers one by one must pass them on, or call the model instead"
+                f"{', '.join(self.readers_of_first_values)} (layer {self.layer_idx}) needs first_values, the values of the "
+                "first layer; a program that calls the layers one by one must pass them on, or call the model instead"
             )
         for part in self.parts_with("change_input"):
             call.hidden_states = part("change_input", call, call.hidden_states)

@@ -166,6 +166,7 @@ class AttentionBackend:
         mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
             `"padding"`.
         is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
+        has_float32: whether it computes float32.
         is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
     """
 
@@ -177,6 +178,7 @@ class AttentionBackend:
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
     is_paged: bool = False
+    has_float32: bool = True
     is_portable: bool = True
 
     def can_compute(self, needs: Needs) -> bool:
@@ -224,6 +226,7 @@ _flash_attention = AttentionBackend(
     weights="omitted",
     mask="padding",
     is_paged=True,
+    has_float32=False,
     is_portable=False,
 )
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.

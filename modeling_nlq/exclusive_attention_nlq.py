@@ -16,6 +16,8 @@ class ExclusiveAttention(AttentionPart):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
+        # A norm after the layer would blow up the rounding of what is left
+        self.needs_exact_output = config.norm_position in ("output", "sandwich")
         self.alpha = None
         if config.exclusive_attention == "learned":
             self.alpha = nn.Parameter(torch.zeros(config.num_attention_heads))
@@ -45,5 +47,5 @@ class ExclusiveAttention(AttentionPart):
         along = (by_group * direction).sum(dim=-1, keepdim=True)
         if self.alpha is not None:
             alpha = own_heads(self.alpha, call.tp_mesh, dim=0)
-            along = along * torch.tanh(alpha).view(values.shape[2], -1, 1)
-        return (by_group - along * direction).to(heads.dtype).flatten(2, 3)
+            along = along * torch.tanh(alpha.to(values.dtype)).view(values.shape[2], -1, 1)
+        return (by_group - along * direction).to(call.values.dtype).flatten(2, 3)

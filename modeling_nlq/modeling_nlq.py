@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .adapters_nlq import NLQAdaptersMixin, register_default_targets
 from .arguments_nlq import CACHE_NAME, check_arguments, choose_cache
-from .attention_nlq import eager_attention_forward
+from .attention_nlq import eager_attention_forward, in_full_precision
 from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
 from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
@@ -171,18 +171,21 @@ class NLQAttention(NLQAttentionProjections):
         query_states, key_states, value_states = self.project(call, position_embeddings)
         owners = self.parts_with("token_state")
         if owners:
-            states = [part("token_state", call) for part in owners]
-            check_state_cache(cache, self)
-            key_states = torch.cat([key_states, to_columns(states, key_states.dtype)], dim=-1)
+            dtype = torch.promote_types(key_states.dtype, torch.float32)
+            call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
         if cache is not None:
+            if owners:
+                check_state_cache(cache, self)
+                columns = to_columns(list(call.states.values()), key_states.dtype)
+                key_states = torch.cat([key_states, columns], dim=-1)
             # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
             # changes the arguments that flash attention gets
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
+            if owners:
+                key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+                call.states = from_columns(columns, owners)
         bias = None
-        if owners:
-            key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
-            call.states = from_columns(columns, owners)
         for part in self.parts_with("score_bias"):
             own = part("score_bias", call, (call.states or {}).get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
@@ -221,6 +224,8 @@ class NLQAttention(NLQAttentionProjections):
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
+            if self.needs_exact_output and ATTENTION_BACKENDS[name].has_float32:
+                attention_interface = in_full_precision(attention_interface)
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
@@ -306,6 +311,8 @@ class NLQLinearAttention(NLQAttentionProjections):
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(hidden_states.shape[1], hidden_states.shape[1])
+        if self.needs_exact_output:  # its type is that of the values
+            value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
             query_states,
             key_states,

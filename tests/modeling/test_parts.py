@@ -159,6 +159,38 @@ def test_half_precision_keeps_the_gate(make_model):
     assert difference < 4 * 2**-8
 
 
+@pytest.mark.parametrize("how", ["eager", "nlq", "autocast"])
+@pytest.mark.parametrize("part", ["fixed", "learned"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"attention_sink": "learned"},
+        {"attention_activation": "sigmoid"},
+        {"attention_activation": "relu"},
+        {"attention_activation": "linear_attention"},
+    ],
+    ids=lambda switches: next(iter(switches.values())),
+)
+def test_what_is_left_of_exclusive_attention_in_bfloat16(switches, part, how):
+    """A norm follows, and the first token sees only its own value, nearly all of which is taken out."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = NLQForCausalLM(NLQConfig(**sizes, norm_position="sandwich", exclusive_attention=part, **switches)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("alpha"):
+            torch.nn.init.constant_(parameter, 4.0)
+    model.set_attn_implementation("eager" if how == "eager" else "nlq")
+    tokens = random_tokens(2, 30)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            model = model if how == "autocast" else model.bfloat16()
+            cache = DynamicCache(config=model.config)
+            chunks = tokens.split([1, 29], dim=1)
+            logits = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
+        expected = model.double()(tokens).logits
+    assert (logits - expected).abs().max() < 0.1 * expected.std()
+
+
 def test_cache_without_a_configuration(make_model):
     """What a forget gate keeps lies beside the keys, so every cache of keys and values has a place for it."""
     model, tokens = make_model(**PART_SWITCHES["all_parts"]), random_tokens(2, 7)
@@ -376,10 +408,27 @@ class TestCaches:
         """Also numbers above 65504, the largest of float16."""
         states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
         parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
-        columns = to_columns(states, dtype)
+        columns = to_columns([state.requires_grad_() for state in states], dtype)
         assert columns.dtype == dtype and columns.shape[-1] == column_count(parts, dtype)
         for state, back in zip(states, from_columns(columns, parts).values()):
             torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
+            (gradient,) = torch.autograd.grad(back, state, torch.full_like(back, 2.0**15), retain_graph=True)
+            assert (gradient == 2.0**15).all()
+
+    @pytest.mark.parametrize("calls", [0, 1, 3], ids=["no_cache", "one_call", "three_calls"])
+    @pytest.mark.parametrize("name", ["forget_gate_learned", "forget_gate_of_sigmoid", "selective", "forget_gate_and_window"])
+    def test_gradients_of_a_scaled_loss_in_float16(self, make_model, name, calls):
+        """The scale is that which torch's `GradScaler` begins with."""
+        models = [make_model(dtype, **PART_SWITCHES[name]).half().to(dtype) for dtype in (torch.float16, torch.float64)]
+        tokens, gradients = random_tokens(2, 12), []
+        for model, scale in zip(models, (2.0**16, 1.0)):
+            cache = DynamicCache(config=model.config) if calls else None
+            chunks = tokens.chunk(max(calls, 1), dim=1)
+            logits = torch.cat([model(chunk, past_key_values=cache, use_cache=calls > 0).logits for chunk in chunks], dim=1)
+            (torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens.flatten()) * scale).backward()
+            gradients.append([parameter.grad.double() / scale for parameter in model.parameters()])
+        for actual, expected in zip(*gradients):
+            assert (actual - expected).norm() < 0.01 * expected.norm() + 1e-6
 
     def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
         with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
