@@ -1,10 +1,13 @@
 """The arguments of `forward`: the names that Transformers gives to the cache, and the arguments that a model may ignore."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import fields
 
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 
 
 # Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
@@ -20,6 +23,23 @@ IGNORED_ARGUMENTS = {
 }
 # By `masking_nlq.read_sequences`, and by Transformers' `capture_outputs`, which takes lists of layers too
 _READ_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "output_attentions", "output_hidden_states"}
+
+
+def accept_old_names(forward: Callable) -> Callable:
+    """Decorates a `forward`, which then takes the cache by its old names with Transformers' warning, where they are old."""
+    if CACHE_NAME != "cache":
+        return forward
+    old, renaming = ("past_key_values", "cache_params"), forward
+    for name in old:
+        renaming = deprecate_kwarg(name, "5.40.0", new_name="cache")(renaming)
+
+    @functools.wraps(forward)
+    def accepting(self, *args, **kwargs):
+        given = {name: value for name, value in kwargs.items() if value is not None or name not in ("cache", *old)}
+        # Given two names, Transformers' decorator would ignore one of them
+        return (forward if "cache" in given else renaming)(self, *args, **given)
+
+    return accepting
 
 
 def choose_cache(

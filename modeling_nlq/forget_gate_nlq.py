@@ -1,5 +1,7 @@
 """The forget gate: earlier keys lose score token by token (Forgetting Transformer, arXiv 2503.02130)."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -9,6 +11,17 @@ from .parallel_nlq import own_heads
 
 # Their weights fall to 0 as a score falls, so a key with a low score is forgotten
 _FORGETTING = ("softmax", "sigmoid", "softplus", "relu", "relu_squared", "sparsemax", "entmax15")
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _has_float64(device: torch.device) -> bool:
+    """Tells whether a device can sum in float64, by trying: Apple's GPUs cannot, nor can some of Intel's."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 class ForgetGate(AttentionPart):
@@ -69,8 +82,8 @@ class ForgetGate(AttentionPart):
         return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
-        # In float64, because only differences of these sums count. Apple's GPUs have none
-        dtype = torch.float32 if state.device.type == "mps" else torch.float64
+        # In float64, because only differences of these sums count
+        dtype = torch.float64 if _has_float64(state.device) else torch.float32
         total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
         return ScoreBias(total[..., call.places.query_index], total)
 

@@ -10,10 +10,14 @@ from torch.autograd import forward_ad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
-from .operations_nlq import Operation
+from .operations_nlq import OnceDifferentiable, Operation
 
 
 SLICE_ELEMENTS = 2**18  # 1 MiB of float32
+_NO_SECOND_DERIVATIVE = (
+    "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
+    "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
+)
 
 
 def loss_in_slices(
@@ -47,27 +51,6 @@ def loss_in_slices(
 
 
 loss_and_gradient = Operation("loss", loss_in_slices)
-
-
-class _Once(torch.autograd.Function):
-    """Hands on a gradient, and raises where it is differentiated, as part of the graph of `anchor`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gradient: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> None:
-        raise RuntimeError(
-            "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
-            "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
-        )
 
 
 class _Loss(torch.autograd.Function):
@@ -111,7 +94,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None, None]:
         result, anchor = ctx.saved_tensors
         # A new tensor also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
-        return result * _Once.apply(gradient, anchor), None, None, None, None, None
+        return result * OnceDifferentiable.apply(gradient, anchor, _NO_SECOND_DERIVATIVE), None, None, None, None, None
 
 
 def causal_lm_loss(

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .adapters_nlq import NLQAdaptersMixin, register_default_targets
-from .arguments_nlq import CACHE_NAME, check_arguments, choose_cache
+from .arguments_nlq import CACHE_NAME, accept_old_names, check_arguments, choose_cache
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
 from .attention_projections_nlq import NLQAttentionProjections
@@ -526,6 +526,7 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @accept_old_names
     @capture_outputs
     def forward(
         self,
@@ -548,7 +549,7 @@ class NLQModel(NLQPreTrainedModel):
             cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In continuous
                 batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
-            use_cache: whether to make a cache if none is given; by default `config.use_cache`.
+            use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training mode.
             cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
                 or beside them.
 
@@ -572,7 +573,8 @@ class NLQModel(NLQPreTrainedModel):
         sequences = read_sequences(
             inputs_embeds, attention_mask, position_ids, cache, use_cache, layer_idx=first_layer_idx, **kwargs
         )
-        wants_cache = self.config.use_cache if use_cache is None else use_cache
+        # diff with Llama: not while training. Whoever computes a layer again in backward would update the cache again
+        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=self.config)
 
@@ -664,6 +666,7 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
         # prints it too
         return NLQForCausalLM.__name__
 
+    @accept_old_names
     @can_return_tuple
     def forward(
         self,

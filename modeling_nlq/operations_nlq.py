@@ -68,3 +68,21 @@ class Operation:
 
     def __call__(self, *inputs):
         return self.choose(*inputs).function(*inputs)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Hands on a gradient, and raises a `RuntimeError` where it is differentiated, as part of the graph of `anchor`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: torch.Tensor, anchor: torch.Tensor, message: str) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.message = inputs[2]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        raise RuntimeError(ctx.message)

@@ -14,6 +14,7 @@ from torch import nn
 
 from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility, read_mask
+from .operations_nlq import OnceDifferentiable
 
 
 def operator_namespace(files: Iterable[Path]) -> str:
@@ -26,6 +27,7 @@ def operator_namespace(files: Iterable[Path]) -> str:
 
 
 NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
+_NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set attn_implementation='eager', which has one"
 
 
 class DifferentiableAttention:
@@ -63,7 +65,11 @@ class DifferentiableAttention:
             @staticmethod
             def backward(ctx, gradient, *_):
                 saved = ctx.saved_tensors
-                gradients = backward(gradient, *saved, *ctx.options)
+                with torch.no_grad():
+                    gradients = backward(gradient, *saved, *ctx.options)
+                if torch.is_grad_enabled():  # `create_graph=True`
+                    anchor = sum(one[:0].sum() for one in saved[:states] if one is not None)
+                    gradients = [OnceDifferentiable.apply(one, anchor, _NO_SECOND_DERIVATIVE) for one in gradients]
                 # An operator cannot return None for a bias that there is not
                 given = (None if one is None else other for one, other in zip(saved[:states], gradients))
                 return (*given, *[None] * 10)

@@ -175,7 +175,7 @@ def _cached(make_cache: Callable) -> Callable[[NLQForCausalLM, int], Iterator[tu
         expected = model(tokens, use_cache=False).logits
         for sizes in _chunks(length):
             cache = make_cache(model.config, length)
-            logits = [model(chunk, past_key_values=cache, use_cache=True).logits for chunk in tokens.split(sizes, dim=1)]
+            logits = [model(chunk, cache=cache, use_cache=True).logits for chunk in tokens.split(sizes, dim=1)]
             yield f"{length} tokens in chunks of {', '.join(map(str, sizes))}", _difference(torch.cat(logits, dim=1), expected)
 
     return differences
@@ -190,9 +190,9 @@ def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float
     tokens = _tokens(1, length)
     expected, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
     cache.activate_past_recording()  # as assisted decoding does
-    model(torch.cat([tokens[:, :2], tokens[:, :1]], dim=1), past_key_values=cache, use_cache=True)
+    model(torch.cat([tokens[:, :2], tokens[:, :1]], dim=1), cache=cache, use_cache=True)
     cache.crop(-1)
-    logits = model(tokens[:, 2:], past_key_values=cache, use_cache=True).logits
+    logits = model(tokens[:, 2:], cache=cache, use_cache=True).logits
     yield f"{length} tokens, after a third one was taken back from the cache", _difference(logits, expected[:, 2:])
 
 

@@ -39,6 +39,7 @@ def test_both_names_at_once(make_model):
     model = make_model()
     one, two = (DynamicCache(config=model.config) for _ in range(2))
     assert model(TOKENS, cache=one, past_key_values=one)[CACHE_NAME] is one
+    assert model(TOKENS, cache=None, past_key_values=two)[CACHE_NAME] is two
     for module in (model, model.model):
         with pytest.raises(ValueError, match=r"cache and past_key_values are two names for one argument"):
             module(TOKENS, cache=one, past_key_values=two)

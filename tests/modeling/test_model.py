@@ -164,21 +164,6 @@ def test_compiles_with_inductor(tokens):
     assert torch.allclose(torch.compile(model, fullgraph=True)(tokens).logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", RICH)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing(activation, reentrant, tokens):
-    model = make(activation, **RICH[activation]).train()
-    model(tokens, labels=tokens).loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    outputs = model(tokens, labels=tokens)
-    assert outputs.past_key_values is None
-    outputs.loss.backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, expected[name], atol=1e-6), name
-
-
 def test_outputs(tokens):
     model = make("sigmoid")
     outputs = model(tokens, output_attentions=True, output_hidden_states=True)

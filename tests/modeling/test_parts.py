@@ -1,6 +1,7 @@
 """What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import check
 from support.grids import slow_except
-from support.model_cases import PART_SWITCHES, random_tokens
+from support.model_cases import PART_SWITCHES, parametrize_switches, random_tokens
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, forget_gate_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
+from modeling_nlq.arguments_nlq import CACHE_NAME
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.attention_parts_nlq import (
     AttentionPart,
@@ -25,6 +29,7 @@ from modeling_nlq.attention_parts_nlq import (
 )
 from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.masking_nlq import Places
+from modeling_nlq.modeling_nlq import NLQDecoderLayer
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
 from modeling_nlq.selective_attention_nlq import SelectiveAttention
 from modeling_nlq.tiled_nlq import tiled_attention_forward
@@ -104,21 +109,75 @@ class TestScoreBias:
             check([function(module, query, key, value, visible, 0.3, score_bias=bias)[0]], [expected], 2e-6)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["value_residual_learned", "all_parts", "differential_v1", "more_parts"])
-def test_gradient_checkpointing(make_model, name, reentrant):
-    """Values of the first layer reach all others, and so do their gradients."""
-    switches = {**PART_SWITCHES[name], "num_hidden_layers": 3}
-    gradients, tokens = [], random_tokens(2, 6)
-    for checkpointed in (False, True):
+class WithoutFloat64(torch.overrides.TorchFunctionMode):
+    """What a device without float64 does."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if torch.float64 in (kwargs or {}).values():
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return function(*args, **(kwargs or {}))
+
+
+def test_forget_gate_on_a_device_without_float64(make_model):
+    model, tokens = make_model(torch.float32, **PART_SWITCHES["forget_gate_learned"]), random_tokens(2, 6)
+    expected = model(tokens).logits
+    forget_gate_nlq._has_float64.cache_clear()
+    with WithoutFloat64():
+        logits = model(tokens).logits
+    forget_gate_nlq._has_float64.cache_clear()
+    torch.testing.assert_close(logits, expected)
+
+
+def checkpoint_by_pytorch(model):
+    """What frameworks do that wrap a model's layers themselves."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, NLQDecoderLayer))
+
+
+def checkpoint_selectively(model):
+    """As TRL 1.16 does for `gradient_checkpointing_kwargs={"selective": True}`: the outputs of SDPA are kept."""
+    kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def policy(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator is kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+def checkpoint_reentrant(model):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+CHECKPOINTINGS = (
+    checkpoint_by_pytorch,
+    checkpoint_selectively,
+    checkpoint_reentrant,
+    lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+)
+
+
+@parametrize_switches(
+    {
+        **PART_SWITCHES,
+        **{f"{name}_everywhere": {"attention_activation": name} for name in ATTENTION_ACTIVATIONS},
+        "window": {"sliding_window": 3},
+        "hybrid": {"num_hidden_layers": 3, "per_layer_config": {1: {"attention_activation": "linear_attention"}}},
+    }
+)
+def test_gradient_checkpointing(make_model, switches):
+    """A layer that is computed again finds no cache that has grown. Values of the first layer reach all others."""
+    tokens, gradients = random_tokens(2, 6), []
+    for enable in (None, *CHECKPOINTINGS):
         model = make_model(torch.float64, implementation="nlq", **switches).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-    for key, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-9, atol=1e-9, msg=key)
+        if enable is not None:
+            enable(model)
+        outputs = model(tokens, labels=tokens)
+        assert outputs.get(CACHE_NAME) is None
+        outputs.loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", slow_except(("forget_gate_of_sigmoid", "all_parts"), ("forget_gate_of_sigmoid",)))
