@@ -1,17 +1,19 @@
 """`nlq train`: one training run, in this process or on a cluster. The engines for many runs are in `comparison/`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from .explorer.of_runs import explore_runs
-from .files import PAGE_FILE, RECIPE_FILE, is_taken
+from .files import PAGE_FILE
 from .run.lease import alone_at
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
+from .run.run_folder import RunFolder
 from .run.shared_files import share_data, share_model
 from .run.trainer import train_recipe
-from .storage import check_writable, open_folder
+from .storage import check_writable, is_address, open_folder
 from .text import bar_options
 
 
@@ -53,12 +55,16 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
         raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
     if given and engine == "local":
         raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    metrics = train_on_ray(resolved, **given) if engine == "ray" else train_recipe(resolved)
-    folder = open_folder(resolved.training_arguments.output_dir)
+    place = resolved.training_arguments.output_dir
     is_first = resolved.training_arguments.process_index == 0
-    if is_first and resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
-        name = folder.resolve().name if isinstance(folder, Path) else folder.name
-        explore_runs(resolved.recipe, {name: folder}, "validation", folder)
+    # On Ray, the process that trains holds the folder
+    is_owner = engine == "local" and is_first and not is_address(place)
+    with RunFolder(Path(place)).held() if is_owner else nullcontext():
+        metrics = train_on_ray(resolved, **given) if engine == "ray" else train_recipe(resolved)
+        folder = open_folder(place)
+        if is_first and resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+            name = folder.resolve().name if isinstance(folder, Path) else folder.name
+            explore_runs(resolved.recipe, {name: folder}, "validation", folder)
     return metrics
 
 
@@ -106,8 +112,7 @@ def train_on_ray(
     check_recipe(resolved)
     ray_jobs.share_batch(resolved.given, workers)
     folder = open_folder(arguments.output_dir)
-    if not isinstance(folder, Path) and is_taken(folder) and not (folder / RECIPE_FILE).is_file():
-        raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
+    RunFolder(folder).made_from()
     folder = folder.absolute() if isinstance(folder, Path) else folder
     beside = {name: folder.with_name(f"{folder.name}.{name}") for name in ("data", "model", "at-work.json")}
     check_writable(beside["data"])

@@ -35,6 +35,8 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
+# While a process writes into a folder: its lock, and who it is
+LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 
 # Files of a saved model, as patterns
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -108,10 +110,10 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder that holds more than what an interrupted `written_whole` left there."""
+    """Tells whether a path is a file, or a folder that holds more than its lock and what `written_whole` left when cut off."""
     if not path.is_dir():
         return path.exists()
-    return any(content.suffix != _UNFINISHED for content in path.iterdir())
+    return any(content.suffix != _UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
 
 
 def has_little_space(folder: Path) -> bool:

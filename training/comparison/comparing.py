@@ -15,15 +15,13 @@ from ..files import (
     COMPARISON_FILE,
     RESULTS_FILE,
     differences,
-    is_taken,
     read_json,
-    read_yaml,
     write_text,
-    write_yaml,
     written_whole,
 )
 from ..models import config_differences, weights_fingerprint
 from ..run.recipe import public_recipe
+from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..storage import open_folder, remove_folder
 from .downstream import read_scores, score_runs
 from .explored import explore_best
@@ -171,6 +169,7 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
+            _claim_folder(folder, comparison)  # at an address, another comparison may have come at the same moment
             check_same_models(folder / MODELS_FILE, scales)
             for name, scale, finished in in_turn(comparison, folder):
                 data, fingerprint = engine.prepare_data(scale, folder)
@@ -195,26 +194,25 @@ def _claim_folder(folder: Path, comparison: Comparison | Ladder) -> None:
     Raises:
         ValueError: if the folder holds another comparison or something else.
     """
-    file = folder / COMPARISON_FILE
-    if not file.is_file():
-        if is_taken(folder):
-            raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
-        write_yaml(file, comparison.given)
-        return
-    before = read_yaml(file)
-    if isinstance(before.get("recipe"), dict):
-        before["recipe"] = public_recipe(before["recipe"])
-    if changes := differences(before, comparison.given):
-        added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
-        if added is not None and comparison.given.get("stop"):
-            raise ValueError(f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its looks")
-        if added is None:
-            raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
-        if (folder / RESULTS_FILE).is_file():
-            known = _added_seeds(folder)
-            added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
-            write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
-        write_yaml(file, comparison.given)
+    place = RunFolder(folder, COMPARISON_FILE)
+    with place.held(CLAIM_PATIENCE):
+        before = place.made_from()
+        if isinstance((before or {}).get("recipe"), dict):
+            before["recipe"] = public_recipe(before["recipe"])
+        changes = before and differences(before, comparison.given)
+        if changes:
+            added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
+            if added is not None and comparison.given.get("stop"):
+                before = f"{folder} was planned with other seeds ({changes})"
+                raise ValueError(f"{before}, and stop: early needs the plan of its looks")
+            if added is None:
+                place.refuse(changes)
+            if (folder / RESULTS_FILE).is_file():
+                known = _added_seeds(folder)
+                added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
+                write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
+        if before is None or changes:
+            place.write(comparison.given)
 
 
 def _without_seeds(given: dict[str, Any]) -> dict[str, Any]:

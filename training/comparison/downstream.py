@@ -4,17 +4,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Collection
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ..files import TASKS_FILE, read_json, write_text
+from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
-from ..storage import local_copy, lock_file
+from ..storage import local_copy
 from ..text import bar_options
 from .plan import Comparison
 from .results import FinishedRuns, run_folder
@@ -32,7 +31,7 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
     runs = [run for run in runs if not finished.metrics(run)["diverged"]]
     for run in tqdm(runs, unit="run", desc=f"{comparison.name}, tasks", **bar_options()):
         path = run_folder(folder, run)
-        with FileLock(lock_file(path)) if isinstance(path, Path) else nullcontext():  # an address has one driver
+        with RunFolder(path).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
                 with local_copy(path) as model:
                     results = evaluate_tasks(model, comparison.tasks)

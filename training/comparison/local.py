@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ..run.data import prepare_data
 from ..run.mirror import log_file
-from ..run.unattended import Order, RunFailed, RunIsLocked, train_unattended
-from ..storage import lock_file
+from ..run.run_folder import FolderIsLocked, RunFolder
+from ..run.unattended import Order, RunFailed, train_unattended
 from ..text import bar_options
 from .plan import Comparison, Run
 from .results import FinishedRuns, next_runs, run_folder
@@ -99,7 +99,7 @@ class LocalEngine:
     def _make_run(self, context, comparison: Comparison, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
         path = run_folder(folder, run)
-        if _is_locked(path):
+        if RunFolder(path).is_held():
             return False
         order = Order(
             name=run.name,
@@ -149,15 +149,6 @@ def _stop_server() -> None:
         server._stop()  # waits for its end
 
 
-def _is_locked(path: Path) -> bool:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(lock_file(path), timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
 @contextmanager
 def environment_of_one_run() -> Iterator[None]:
     """Sets the environment that the processes of runs inherit: one device, and no variables of a launcher."""
@@ -190,5 +181,5 @@ def _make_order(order: Order, sender) -> None:
     try:
         train_unattended(order, report)
         sender.send(None)
-    except (RunIsLocked, RunFailed) as error:
+    except (FolderIsLocked, RunFailed) as error:
         sender.send(error)

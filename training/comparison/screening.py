@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..files import COMPARISON_FILE, RESULTS_FILE, differences, is_taken, read_yaml, write_text, write_yaml
+from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
 from ..parameters import Size
+from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..traces import without_folders
 from .factors import ALPHA, RATE, Design, analyse_effects, merged_change, runs_one_at_a_time
 from .plan import Comparison, Variant
@@ -128,18 +129,6 @@ def check_factors(
     return {name: variant.size for name, variant in built.items()}
 
 
-def claim_folder(folder: Path, screening: Screening) -> None:
-    """Writes the screening into a new folder, or checks that it is the one there; raises `ValueError` otherwise."""
-    file = folder / COMPARISON_FILE
-    if file.is_file():
-        if changes := differences(read_yaml(file), screening.given):
-            raise ValueError(f"{folder} holds another comparison ({changes}); choose another --output_dir")
-    elif is_taken(folder):
-        raise ValueError(f"{folder} exists and holds no comparison; choose another --output_dir")
-    else:
-        write_yaml(file, screening.given)
-
-
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
     """Makes the runs of the design, and those that confirm what survives, and writes `results.json`.
 
@@ -154,7 +143,9 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         screening's runs), `effects` (see `analyse_effects`; `None` if a run diverged), `diverged` (the rows that did), and
         `confirmation`, the results of the comparison of `best` with `off`; `None` if no factor survived.
     """
-    claim_folder(folder, screening)
+    place = RunFolder(folder, COMPARISON_FILE)
+    with place.held(CLAIM_PATIENCE):
+        place.claim(screening.given)
     found = run(screening.runs, folder / SCREENING)
     names = list(screening.runs.variants)
     losses = [[run["test_loss"] for run in found["models"][name]["runs"]] for name in names]

@@ -35,6 +35,7 @@ from ..files import (
 from ..models import read_conversion
 from ..parameters import shapes_of, size_of
 from ..run.data import check_vocabulary
+from ..run.run_folder import RunFolder
 from ..run.trained_on import read_trained_on
 from ..text import first_line, one_line
 from .families import FAMILIES
@@ -171,7 +172,15 @@ def convert(
     if to != "nlq" and switches:
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
+    with RunFolder(target, plan=None).held():
+        _check_target(source, target, overwrite)  # another process may have written there since
+        return _convert(source, target, to, switches, tokenizer, allow_lossy)
 
+
+def _convert(
+    source: str, target: Path, to: str, switches: dict[str, Any], tokenizer: str | None, allow_lossy: bool
+) -> Conversion:
+    """Converts as `convert` does, into a target that is this process's own."""
     checkpoint, gguf, not_read, plan = find_checkpoint(source), None, [], None
     if checkpoint is not None:
         old = load_checkpoint(checkpoint)

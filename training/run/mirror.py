@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from ..files import METRICS_FILE, RECIPE_FILE, STATE_FILE
+from ..files import LOCK_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
 from ..storage import copy_file, files_below, remove_folder
+from .run_folder import RunFolder
 
 
 # The names of a run's checkpoints begin so, and those of its log and of its progress end so
@@ -45,7 +46,7 @@ class Mirror(TrainerCallback):
 
     def fetch(self) -> None:
         """Takes the recipe and the complete checkpoints, or the metrics of a run that is finished."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        RunFolder(self.folder).clear()
         names = files_below(self.address)
         complete = {name.partition("/")[0] for name in names if name.startswith(CHECKPOINT) and name.endswith(f"/{STATE_FILE}")}
         for name in names:
@@ -74,14 +75,14 @@ class Mirror(TrainerCallback):
 
     def send_results(self) -> None:
         """Sends what a finished run has written, the metrics last."""
-        names = [name for name in files_below(self.folder) if not name.startswith(CHECKPOINT)]
+        names = [name for name in files_below(self.folder) if not name.startswith((CHECKPOINT, LOCK_FILE))]
         for name in sorted(names, key=lambda name: name == METRICS_FILE):
             copy_file(self.folder / name, self.address / name)
         self._remove_old_checkpoints()
 
     def remove_local(self) -> None:
-        """Removes the folder and the logs of this machine."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Removes what the folder holds, and the logs of this machine."""
+        RunFolder(self.folder).clear()
         for log in self.folder.parent.glob(f"*{LOG}"):
             log.unlink(missing_ok=True)
 

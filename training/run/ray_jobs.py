@@ -23,7 +23,8 @@ from ..files import METRICS_FILE, read_json, read_section
 from ..storage import open_folder, scratch_folder
 from ..text import first_line, one_line
 from .mirror import log_file
-from .unattended import Order, RunFailed, RunIsLocked, progress_file, train_unattended
+from .run_folder import FolderIsLocked
+from .unattended import Order, RunFailed, progress_file, train_unattended
 
 
 try:
@@ -358,7 +359,7 @@ def _make_run(order: Order, resources: Resources, board) -> dict[str, Any] | _Fa
         return _train_with_workers(order, resources, board)
     try:
         return _train_here(order, resources.gpus, board)
-    except (RunFailed, RunIsLocked) as error:
+    except (RunFailed, FolderIsLocked) as error:
         return _failure(error)
 
 
@@ -368,9 +369,9 @@ def _train_here(order: Order, gpus: float, board) -> dict[str, Any]:
     return train_unattended(order, lambda progress: board.write.remote(order.name, progress))
 
 
-def _failure(error: RunFailed | RunIsLocked) -> _Failure:
-    if isinstance(error, RunIsLocked):
-        return _Failure("another process holds its lock", is_lost=True)
+def _failure(error: RunFailed | FolderIsLocked) -> _Failure:
+    if isinstance(error, FolderIsLocked):
+        return _Failure(str(error), is_lost=True)
     return _Failure(str(error), is_lost=False)
 
 
@@ -406,7 +407,7 @@ def _first_failure(failures: dict[int, Exception]) -> _Failure:
     """The failure that caused the others: if a worker dies, those that wait for it fail too."""
     errors = list(failures.values())
     # A run that fails raises nothing else; the rest is Ray's
-    if lost := [error for error in errors if not isinstance(error, RunFailed | RunIsLocked)]:
+    if lost := [error for error in errors if not isinstance(error, RunFailed | FolderIsLocked)]:
         return _Failure(_reason(lost[0]), is_lost=True)
     if own := [error for error in errors if not any(text in str(error) for text in _LOST_CONNECTION)]:
         return _failure(own[0])

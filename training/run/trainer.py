@@ -36,15 +36,11 @@ from ..files import (
     CONVERSION_FILE,
     METRICS_FILE,
     PLOT_FILE,
-    RECIPE_FILE,
     STATE_FILE,
     differences,
     full_disk_named,
-    is_taken,
     read_json,
-    read_yaml,
     write_text,
-    write_yaml,
     written_whole,
 )
 from ..models import initialize_by_name, is_saved_model
@@ -72,6 +68,7 @@ from .recipe import (
     unused_rows,
 )
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
+from .run_folder import RunFolder
 from .stability import StabilityCallback
 from .trained_on import record_run
 
@@ -113,7 +110,7 @@ def train_recipe(
     is_main_process = arguments.process_index == 0
     check_recipe(resolved)
     with arguments.main_process_first(local=False):
-        _claim_run_folder(folder, resolved.given, arguments.world_size, is_main_process)
+        _claim(RunFolder(folder), resolved.given, arguments.world_size, is_main_process)
     if (folder / METRICS_FILE).is_file():
         logger.warning(f"{folder} is finished: nothing to do")
         return read_json(folder / METRICS_FILE)
@@ -135,33 +132,28 @@ def train_recipe(
     return metrics
 
 
-def _claim_run_folder(folder: Path, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
+def _claim(folder: RunFolder, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
     """Makes the run folder, or checks that it holds this very run.
 
     Raises:
         ValueError: if it holds another run or something else; nothing in it is touched.
     """
-    recipe_file = folder / RECIPE_FILE
-    has_begun = any(True for pattern in (METRICS_FILE, "checkpoint-*", "*.safetensors") for _ in folder.glob(pattern))
-    if recipe_file.is_file() and not has_begun:
-        # An attempt that failed before it saved any weights: nothing is lost by beginning anew
+    before, path = folder.made_from(), folder.path
+    has_begun = any(True for pattern in (METRICS_FILE, "checkpoint-*", "*.safetensors") for _ in path.glob(pattern))
+    if not has_begun:  # or an attempt failed before it saved any weights: nothing is lost by beginning anew
         if is_main_process:
-            (folder / "tokenizer.json").unlink(missing_ok=True)
-            write_yaml(recipe_file, given)
-    elif recipe_file.is_file():
-        before = public_recipe(read_yaml(recipe_file))
-        if (folder / METRICS_FILE).is_file():
-            made_by = read_json(folder / METRICS_FILE).get("processes", 1)
-            has_same_batch = _global_batch_size(before, made_by) == _global_batch_size(given, processes)
-        else:
-            has_same_batch = any(folder.glob("checkpoint-*"))  # which the checkpoint tells
-        free = _SHARES_OF_A_BATCH if has_same_batch else ()
-        if changes := differences(*(_without(recipe, free) for recipe in (before, given))):
-            raise ValueError(f"{folder} holds a run of another recipe ({changes}); choose another --output_dir")
-    elif is_taken(folder):
-        raise ValueError(f"{folder} exists and is no run of `nlq train`; choose another --output_dir")
-    elif is_main_process:
-        write_yaml(recipe_file, given)
+            (path / "tokenizer.json").unlink(missing_ok=True)
+            folder.write(given)
+        return
+    before = public_recipe(before)
+    if (path / METRICS_FILE).is_file():
+        made_by = read_json(path / METRICS_FILE).get("processes", 1)
+        has_same_batch = _global_batch_size(before, made_by) == _global_batch_size(given, processes)
+    else:
+        has_same_batch = any(path.glob("checkpoint-*"))  # which the checkpoint tells
+    free = _SHARES_OF_A_BATCH if has_same_batch else ()
+    if changes := differences(*(_without(recipe, free) for recipe in (before, given))):
+        folder.refuse(changes)
 
 
 def _global_batch_size(given: dict[str, Any], processes: int) -> int:
@@ -309,7 +301,7 @@ def _train(run: _Run) -> None:
     state_dict_type = None if plugin is None else plugin.state_dict_type.name
     resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, state_dict_type)
     if trainer.is_world_process_zero():  # its shares of a batch may be others than those of an earlier part of the run
-        write_yaml(Path(arguments.output_dir) / RECIPE_FILE, run.resolved.given)
+        RunFolder(Path(arguments.output_dir)).write(run.resolved.given)
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return

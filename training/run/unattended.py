@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from transformers import TrainerCallback
 
 import modeling_nlq
 
-from ..files import has_little_space, write_text
-from ..storage import copy_file, is_address, lock_file, open_folder, scratch_folder
+from ..files import RECIPE_FILE, has_little_space, write_text
+from ..storage import copy_file, is_address, open_folder, scratch_folder
 from ..text import one_line
 from .mirror import CHECKPOINT, LOG, PROGRESS, Mirror, log_file, wait_for_all
 from .recipe import ResolvedRecipe, resolve_recipe
+from .run_folder import FolderIsLocked, RunFolder
 from .shared_files import local_data, local_model
 from .trainer import train_recipe
 
@@ -62,10 +62,6 @@ class Order:
     patience: float = 0.0
     keeps_checkpoints: bool = False
     version: str = modeling_nlq.__version__
-
-
-class RunIsLocked(Exception):
-    """Another process makes this run."""
 
 
 class RunFailed(Exception):
@@ -155,7 +151,7 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
         The metrics of the run, as `train_recipe` does.
 
     Raises:
-        RunIsLocked: if another process makes this run.
+        FolderIsLocked: if another process makes this run.
         RunFailed: if it failed. The log has the traceback.
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
@@ -165,8 +161,9 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
         _check_node(order)
         place = open_folder(order.folder)
         mirror = Mirror(folder, place) if is_address(order.folder) else None
-        # At an address, each machine locks its own copy
-        with _locked(folder, order.patience) if (is_first if mirror is None else is_first_here) else contextlib.nullcontext():
+        # At an address, each machine locks its own copy, whatever an attempt that was killed has left there
+        is_owner, plan = (is_first, RECIPE_FILE) if mirror is None else (is_first_here, None)
+        with RunFolder(folder, plan).held(order.patience) if is_owner else contextlib.nullcontext():
             log = log_file(folder) if is_first else folder.with_name(f"{folder.name}.rank-{os.environ['RANK']}{LOG}")
             if mirror is not None and is_first:
                 mirror.fetch_log()
@@ -178,7 +175,7 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
             finally:
                 if mirror is not None and is_first_here:
                     mirror.remove_local()
-    except RunIsLocked:
+    except FolderIsLocked:
         raise
     except Exception as error:
         reason = "failed, because the disk is full" if folder.parent.is_dir() and has_little_space(folder.parent) else "failed"
@@ -197,20 +194,6 @@ def _check_node(order: Order) -> None:
             f"{socket.gethostname()} has version {modeling_nlq.__version__} of modeling-nlq, and the runs were started with "
             f"{order.version}: install the same version everywhere"
         )
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, patience: float) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(lock_file(folder))
-    try:
-        lock.acquire(timeout=patience)
-    except Timeout:
-        raise RunIsLocked from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _redirect_output(log: Path) -> None:

@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from support.runs import has_loaded, press_control_c, without_times
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.comparison.comparing import check_same_models, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.files import read_yaml
+from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
+from modeling_nlq.training.run.run_folder import RunFolder
 from nlq import main
 
 
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def run_files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.suffix != ".lock"}
+    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.name != LOCK_FILE}
 
 
 class TestFinished:
@@ -156,7 +156,7 @@ class TestInterruption:
             signal.signal(signal.SIGINT, before)
         lines = capsys.readouterr().err.splitlines()
         assert lines[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
-        with FileLock(next(folder.glob("runs/base/*.lock")), timeout=0):
+        with RunFolder(next(folder.glob("runs/base/*/"))).held():
             pass  # the run has ended
 
     @pytest.mark.slow
@@ -177,14 +177,18 @@ class TestInterruption:
     def test_run_that_another_process_makes(self, two_models, copy_without_last):
         file, expected, _ = two_models
         folder, moved = copy_without_last
-        lock = FileLock(folder / "runs" / "squared" / "rate-0.01-seed-1.lock", thread_local=False)
-        lock.acquire()
+        path, is_held = folder / "runs" / "squared" / "rate-0.01-seed-1", threading.Event()
 
-        def finish():
-            moved.rename(folder / "runs" / "squared" / "rate-0.01-seed-1")
-            lock.release()
+        def make():
+            with RunFolder(path).held():
+                is_held.set()
+                time.sleep(3.0)
+                (moved / LOCK_FILE).unlink()
+                for file in sorted(moved.iterdir(), key=lambda file: file.name == METRICS_FILE):
+                    file.rename(path / file.name)
 
-        threading.Timer(3.0, finish).start()
+        threading.Thread(target=make).start()
+        is_held.wait()
         before = metrics_files(folder)
         assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
         assert before.items() <= metrics_files(folder).items()

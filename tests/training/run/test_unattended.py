@@ -6,16 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from support.runs import PowerCut, logged_losses
 from transformers import TrainerCallback
 
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.mirror import Mirror
 from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
 from modeling_nlq.training.run.shared_files import local_data, share_data, share_model
 from modeling_nlq.training.run.trainer import train_recipe
-from modeling_nlq.training.run.unattended import Order, Progress, RunFailed, RunIsLocked, train_unattended
+from modeling_nlq.training.run.unattended import Order, Progress, RunFailed, train_unattended
 from modeling_nlq.training.storage import copy_files, files_below, open_folder, scratch_folder
 
 
@@ -24,7 +24,7 @@ def make(order: Order, sender) -> None:
     try:
         train_unattended(order, reports.append)
         sender.send(reports)
-    except (RunFailed, RunIsLocked) as error:
+    except (RunFailed, FolderIsLocked) as error:
         sender.send(error)
 
 
@@ -68,9 +68,8 @@ class TestFolder:
         assert reports[0]["state"] == "running" and [reports[-1][name] for name in ("step", "steps")] == [8, 8]
 
     def test_run_that_another_process_makes(self, order):
-        Path(order.folder).parent.mkdir()
-        with FileLock(f"{order.folder}.lock"):
-            assert isinstance(in_a_process(order), RunIsLocked)
+        with RunFolder(Path(order.folder)).held():
+            assert isinstance(in_a_process(order), FolderIsLocked)
         assert not Path(order.folder).exists()
 
     def test_run_that_fails(self, order):

@@ -1,0 +1,142 @@
+"""A folder of results: who writes there, and what it was made from."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from filelock import FileLock, Timeout
+
+from ..files import (
+    COMPARISON_FILE,
+    HOLDER_FILE,
+    LOCK_FILE,
+    RECIPE_FILE,
+    differences,
+    is_taken,
+    read_yaml,
+    write_text,
+    write_yaml,
+)
+
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+# Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
+CLAIM_PATIENCE = 10.0
+
+# By the file that says what a folder was made from: what a folder without it lacks, and what one with another holds
+_KINDS = {
+    RECIPE_FILE: ("is no run of `nlq train`", "a run of another recipe"),
+    COMPARISON_FILE: ("holds no comparison", "another comparison"),
+}
+
+
+class FolderIsLocked(ValueError):
+    """Another process writes into the folder; the message names it."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, of a comparison or of a conversion.
+
+    Attributes:
+        path: the folder, or its address.
+        plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other folder.
+    """
+
+    path: "Path | UPath"
+    plan: str | None = RECIPE_FILE
+
+    @contextmanager
+    def held(self, patience: float = 0.0) -> Iterator[None]:
+        """Lets no other process hold the folder as long as a `with` block lasts. Addresses have no locks (see `alone_at`).
+
+        The operating system frees the lock of a process that died. The lock's file stays, because a process that removed it
+        could take it from one that has just opened it; only a new folder in which nothing was written is removed.
+
+        Args:
+            patience: seconds to wait for another process; -1 waits for ever.
+
+        Raises:
+            FolderIsLocked: if another process holds it.
+            ValueError: if it holds something else (see `made_from`), and then nothing is written there.
+        """
+        if not isinstance(self.path, Path):
+            yield
+            return
+        if self.plan is not None:
+            self.made_from()
+        lock, holder, is_new = FileLock(self.path / LOCK_FILE), self.path / HOLDER_FILE, not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=patience)
+        except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
+            where = f"{self.path} is in use by {self._holder()}"
+            raise FolderIsLocked(f"{where}; wait for its end, or choose another folder") from None
+        try:
+            began = datetime.now().astimezone().isoformat(" ", "seconds")
+            write_text(holder, json.dumps({"process": os.getpid(), "host": socket.gethostname(), "began": began}) + "\n")
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
+            if is_new and not is_taken(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+            lock.release()
+
+    def is_held(self) -> bool:
+        """Tells whether a process holds the folder."""
+        lock = FileLock(self.path / LOCK_FILE)
+        try:
+            if (self.path / LOCK_FILE).is_file():
+                lock.acquire(timeout=0)
+                lock.release()
+        except Timeout:
+            return True
+        return False
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads((self.path / HOLDER_FILE).read_text(encoding="utf-8"))
+            return f"process {holder['process']} on {holder['host']}, which began at {holder['began']}"
+        except (OSError, ValueError):  # it has just come, or just ended
+            return "another process"
+
+    def made_from(self) -> dict[str, Any] | None:
+        """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
+        if (self.path / self.plan).is_file():
+            return read_yaml(self.path / self.plan)
+        if is_taken(self.path):
+            raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
+        return None
+
+    def claim(self, given: dict[str, Any]) -> None:
+        """Writes what the folder is made from, or checks that it is what is there; raises `ValueError` otherwise."""
+        before = self.made_from()
+        if before is None:
+            self.write(given)
+        elif changes := differences(before, given):
+            self.refuse(changes)
+
+    def write(self, given: dict[str, Any]) -> None:
+        """Writes what the folder is made from."""
+        write_yaml(self.path / self.plan, given)
+
+    def refuse(self, changes: str) -> NoReturn:
+        """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
+        raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir")
+
+    def clear(self) -> None:
+        """Removes all that the folder holds, but for its lock."""
+        for path in self.path.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in (LOCK_FILE, HOLDER_FILE):
+                path.unlink(missing_ok=True)
