@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 
+_LONGEST_MESSAGE = 2000  # characters
+
+
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     """Lines of a table with columns of equal width.
 
@@ -48,10 +51,16 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
+    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong.
+
+    The middle of a long message is left out: it quotes a value, which a file may make as long as it likes.
+    """
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[: _LONGEST_MESSAGE // 2]} [...] {text[-_LONGEST_MESSAGE // 2 :]}"
+    return " ".join(text.split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
 from huggingface_hub import get_token
 from safetensors import safe_open
+
+from .files import parse_yaml
 
 
 # Fields and files that hold tokens of a vocabulary, as every field does whose name ends in `_token`
@@ -181,7 +182,7 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
         except ValueError as error:
             raise ValueError(f"{name} is damaged: {error}") from error
     elif suffix == ".yaml":
-        yield from _fields(yaml.safe_load(text))
+        yield from _fields(parse_yaml(text))
     else:
         yield None, text, False
 
