@@ -25,6 +25,7 @@ def train(
     cpus_per_worker: int | None = None,
     gpus_per_worker: float | None = None,
     max_retries: int | None = None,
+    trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
@@ -33,6 +34,7 @@ def train(
         recipe: name of a shipped recipe, or a YAML file.
         engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
         workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
+        trust_parts: run the parts whose code the recipe itself holds.
         overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
             `switches`, a mapping of model switches.
 
@@ -45,7 +47,7 @@ def train(
         ChildProcessError: if the run failed on the engine `ray`.
     """
     options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    return train_with(engine, load_recipe(recipe, overrides), max_retries=max_retries, **options)
+    return train_with(engine, load_recipe(recipe, overrides, trust_parts), max_retries=max_retries, **options)
 
 
 def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,8 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 # Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _UNFINISHED = ".unfinished"
+# What a YAML file may hold: bytes, values (those of an alias count each time), and mappings and lists inside of each other
+YAML_LIMITS = {"bytes": 2**20, "values": 20_000, "levels": 50}
 _LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
 
 
@@ -137,14 +140,35 @@ def full_disk_named(folder: Path) -> Iterator[None]:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number and refuses a key that is given twice.
+    """Reads `2e-5` as a number, and refuses a key that is given twice and what exceeds `YAML_LIMITS`.
 
-    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
+    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently. Nine lines
+    of aliases stand for a billion values, which take no memory before a message shows them.
     """
 
+    def __init__(self, stream):
+        super().__init__(stream)
+        self._values, self._level = 0, 0
+        self._sizes: dict[int, int] = {}  # by node, how many values it stands for
+
+    def compose_node(self, parent, index):
+        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._values, self.peek_event().start_mark
+        self._level += 1
+        if self._level > YAML_LIMITS["levels"]:
+            raise yaml.composer.ComposerError(None, None, f"more than {YAML_LIMITS['levels']} levels", mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it stands for", mark)
+        self._values += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._values - before)
+        if self._values > YAML_LIMITS["values"]:
+            raise yaml.composer.ComposerError(None, None, f"more than {YAML_LIMITS['values']:,} values", mark)
+        return node
+
     def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE)
+        if twice := sorted(key for key, count in keys.items() if count > 1):
             raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -153,10 +177,25 @@ class _YamlDumper(yaml.SafeDumper):
     """Puts quotes around texts that `YamlLoader` would read as numbers."""
 
 
+_MERGE = "tag:yaml.org,2002:merge"
 for _kind in (YamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
+
+
+def parse_yaml(text: str) -> Any:
+    """Reads YAML, from a file or a command line; all YAML is read here.
+
+    Raises:
+        yaml.YAMLError: if it is no YAML, or exceeds `YAML_LIMITS`.
+    """
+    if len(text.encode()) > YAML_LIMITS["bytes"]:
+        raise yaml.YAMLError(f"more than {YAML_LIMITS['bytes']:,} bytes of YAML")
+    try:
+        return yaml.load(text, Loader=YamlLoader)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:  # of PyYAML's own, as for `2001-99-99`
+        raise yaml.YAMLError(f"no YAML: {error}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -166,7 +205,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ValueError: if the file cannot be read or holds anything else.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
+        with path.open("rb") as file:
+            content = parse_yaml(file.read(YAML_LIMITS["bytes"] + 1).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -193,7 +233,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

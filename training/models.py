@@ -1,6 +1,8 @@
 """Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,24 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
 from .parameters import listed
-from .text import first_line, one_line
+from .text import check_number, first_line, one_line
 
 
+# What the files of a model may ask for: more would be built or searched for minutes, without a word
+MOST_LAYERS = 1000
+MOST_BEAMS = 64
+MOST_CONFIG_BYTES = 2**22
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Fields of a configuration that do not change the function of a model
 _FREE_FIELDS = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 
@@ -41,13 +50,16 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     """
     path = name if is_saved_model(name) else str(find("models", name))
     try:
-        values, _ = PreTrainedConfig.get_config_dict(path)
+        values = read_config(path)
     except OSError as error:
         is_elsewhere = is_saved_model(name) and not Path(name).is_dir()
         where = " is not a local folder and cannot be loaded from the Hub" if is_elsewhere else ""
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     if "model_type" not in values:
         raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: model_type={values['model_type']!r} is no type of model that Transformers knows")
+    check_layers({**values, **(switches or {})}, f"model {name!r}")
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
@@ -164,11 +176,72 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     return conversion["added"]
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a saved causal language model and its tokenizer.
+def read_config(name: str) -> dict[str, Any]:
+    """Reads the fields of a configuration, as `load_config` names it, and checks their size before anything is made of them.
 
     Raises:
-        ValueError: if there is no such model, or it is no language model, such as a classifier.
+        OSError: if there is none.
+        ValueError: for a file of more than `MOST_CONFIG_BYTES`, or more than `MOST_LAYERS` layers.
+    """
+    file = Path(name, CONFIG_NAME) if Path(name).is_dir() else Path(name)
+    if file.is_file() and file.stat().st_size > MOST_CONFIG_BYTES:
+        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, and at most {MOST_CONFIG_BYTES:,} are read")
+    values, _ = PreTrainedConfig.get_config_dict(name)
+    check_layers(values, f"model {name!r}")
+    return values
+
+
+def load_parts_beside(name: str) -> None:
+    """Runs the files of attention parts that a saved model brings: those that its `parts_nlq.py` imports.
+
+    Raises:
+        ValueError: as `load_attention_parts` does.
+    """
+    if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
+        for module in filter(str.isidentifier, get_relative_imports(path)):
+            load_attention_parts(cached_file(name, f"{module}.py"))
+
+
+def check_layers(values: dict[str, Any], source: str) -> None:
+    """Raises `ValueError` if a configuration, as a mapping, names more than `MOST_LAYERS` layers."""
+    layers = [values[name] for name in _LAYERS if isinstance(values.get(name), int)]
+    overrides = values.get("per_layer_config")
+    if isinstance(overrides, dict):
+        layers.append(len(overrides))
+    if max(layers, default=0) > MOST_LAYERS:
+        raise ValueError(f"{source}: its configuration names {max(layers):,} layers, and at most {MOST_LAYERS:,} are built")
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads a saved tokenizer; raises `ValueError` where it would run code that is not trusted."""
+    with _refused_code_named(name):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _refused_code_named(name: str) -> Iterator[None]:
+    """Replaces Transformers' message for code that it was told not to run; left to itself, it would ask on the terminal."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name!r} brings code of its own, which was not run; read it, and if you trust it, `nlq generate`, `evaluate` and "
+            "`explore` run it with --trust-remote-code"
+        ) from None
+
+
+def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a saved causal language model and its tokenizer.
+
+    Args:
+        name: folder or Hub name.
+        trust_remote_code: run the code that lies beside the model, if it is of a type that Transformers does not know.
+
+    Raises:
+        ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is not
+            trusted.
     """
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"model {name!r} is an adapter; name the model that it was merged into")
@@ -179,8 +252,12 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        read_config(name)
+        with _refused_code_named(name):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, output_loading_info=True, trust_remote_code=trust_remote_code
+            )
+        tokenizer = load_tokenizer(name, trust_remote_code)
     except OSError as error:
         if Path(name).is_dir():
             raise
@@ -189,4 +266,6 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
+    for field in ("num_beams", "num_return_sequences"):
+        check_number(f"model {name!r}: {field}", getattr(model.generation_config, field, None), 1, MOST_BEAMS)
     return model, tokenizer

@@ -58,6 +58,9 @@ def without_html(markdown: str) -> str:
     return keep.sub(lambda found: "&lt;" if found[0] == "<" else found[0], markdown)
 
 
+_LONGEST_MESSAGE = 2000  # characters
+
+
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     """Lines of a table with columns of equal width.
 
@@ -100,10 +103,16 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
+    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong.
+
+    The middle of a long message is left out: it quotes a value, which a file may make as long as it likes.
+    """
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    text = str(error)
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[: _LONGEST_MESSAGE // 2]} [...] {text[-_LONGEST_MESSAGE // 2 :]}"
+    return printable(" ".join(text.split())) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-import yaml
 from huggingface_hub import get_token
 from safetensors import safe_open
+
+from .files import parse_yaml
 
 
 # Fields and files that hold tokens of a vocabulary, as every field does whose name ends in `_token`
@@ -185,7 +186,7 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
         except ValueError as error:
             raise ValueError(f"{name} is damaged: {error}") from error
     elif suffix == ".yaml":
-        yield from _fields(yaml.safe_load(text))
+        yield from _fields(parse_yaml(text))
     elif suffix == ".html":  # a page of `nlq explore`, which has packed numbers, and a text token by token
         yield None, html.unescape(re.sub(r'"[A-Za-z0-9+/=]{200,}"', '""', text)), False
         if found := re.search(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL):

@@ -90,6 +90,7 @@ def compare(
     gpus_per_run: float | None = None,
     workers_per_run: int | None = None,
     max_retries: int | None = None,
+    trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
@@ -103,6 +104,7 @@ def compare(
         engine: `local`, one run after another on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
         gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayEngine`.
+        trust_parts: run the parts whose code the file itself holds.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Returns:
@@ -116,7 +118,7 @@ def compare(
     options = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run}
     options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
     made = make_engine(engine, **options)
-    loaded = load_comparison(comparison, overrides)
+    loaded = load_comparison(comparison, overrides, trust_parts)
     return run_and_report(loaded, open_folder(output_dir or default_folder(loaded.name)), made)
 
 

@@ -15,7 +15,7 @@ from transformers import TrainingArguments, get_scheduler
 from ...configuration import find, names
 from ..files import check_keys, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
-from ..run.recipe import check_recipe, override_words, resolve_recipe, without_private
+from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
 from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..text import LONGEST_NAME, check_name, one_line
@@ -56,12 +56,14 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 @without_gpu_advice()
-def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Comparison | Ladder | Screening:
+def load_comparison(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+) -> Comparison | Ladder | Screening:
     """Reads a comparison, applies overrides, and checks that every run of it can be made.
 
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
-        overrides: changed fields of the recipe that all models share, as in `load_recipe`.
+        overrides, trust_parts: of the recipe that all models share, as in `load_recipe`.
 
     Returns:
         A `Ladder` if the file has `scales`, a `Screening` if it has `factors`.
@@ -91,6 +93,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     if not isinstance(shared, dict):
         recipe_source = str(find("recipes", str(shared)))
         shared = read_yaml(Path(recipe_source))
+    check_trusted(shared, overrides, recipe_source, trust_parts)
     shared = _merged({"test_fraction": 0.02, "record_stability": True, **shared}, given, str(path), recipe_source)
     resolved = {name: value for name, value in given.items() if name not in ("training", "switches")}
     resolved["name"] = own_name = _own_name(path, given)

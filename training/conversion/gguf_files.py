@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
+from ..models import check_layers
 from ..text import one_line
 
 
@@ -124,6 +125,7 @@ def read_gguf(path: Path) -> GGUF:
     needed = {name for name, place in read.items() if place is not None} - {"vocab_size"}
     if missing := sorted(needed - said.keys() - set(_OPTIONAL.get(architecture, ()))):
         raise ValueError(f"{path} lacks {', '.join(prefix + name for name in missing)}")
+    check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
     not_read = [

@@ -56,6 +56,7 @@ def explore(
     file: str | Path | None = None,
     output: str | Path | None = PAGE_FILE,
     max_tokens: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Exploration:
     """Shows what the attention of one model does with a text, or of two models side by side, as a page.
 
@@ -67,6 +68,7 @@ def explore(
         output: the HTML file to write; `None` writes none.
         max_tokens: the page shows the first tokens of the text, and documents are read in pieces of this length; by default
             512, or as many as the models have positions for.
+        trust_remote_code: as in `load_model`.
 
     Raises:
         ValueError: for a model that cannot be loaded or has no attention to show, different tokenizers, a text without
@@ -80,7 +82,7 @@ def explore(
     if output is not None:
         _check_output(output := Path(output).resolve())
     source = Text(text, [text]) if text is not None else read_text(Path(file))
-    models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None])
+    models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
     done = explore_text(models, tokenizer, source, max_tokens)
     if output is not None:
         write_text(output, done.page)
@@ -108,13 +110,13 @@ class Subject:
     description: str
 
 
-def load_subjects(names: Sequence[str]) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
+def load_subjects(names: Sequence[str], trust_remote_code: bool = False) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
     """Loads models by the names that a page gives them, and their tokenizer.
 
     Raises:
         ValueError: for a model that cannot be loaded, and for different tokenizers.
     """
-    models, tokenizers = zip(*(load_model(name) for name in names))
+    models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if len(names) > 1 and _identity(tokenizers[0]) != _identity(tokenizers[1]):
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
     return dict(zip(_labels(names), map(prepare, models))), tokenizers[0]

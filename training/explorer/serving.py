@@ -12,7 +12,13 @@ from .exploring import Text, explore_text, load_subjects, read_text
 _FRAME = '<iframe sandbox="allow-scripts" title="page" style="width:100%;height:90vh;border:0" srcdoc="{}"></iframe>'
 
 
-def make_app(model: str, other: str | None = None, text: str = "", max_tokens: int | None = None):
+def make_app(
+    model: str,
+    other: str | None = None,
+    text: str = "",
+    max_tokens: int | None = None,
+    trust_remote_code: bool = False,
+):
     """Loads the models, and makes Gradio's app of them.
 
     Raises:
@@ -25,7 +31,7 @@ def make_app(model: str, other: str | None = None, text: str = "", max_tokens: i
     except ImportError as error:
         raise ImportError('--serve needs Gradio: pip install "modeling-nlq[explore]"') from error
     check_number("max_tokens", max_tokens, 2)
-    models, tokenizer = load_subjects([name for name in (model, other) if name is not None])
+    models, tokenizer = load_subjects([name for name in (model, other) if name is not None], trust_remote_code)
 
     def show(text: str) -> str:
         try:
@@ -52,6 +58,7 @@ def serve(
     max_tokens: int | None = None,
     host: str | None = None,
     port: int | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Serves the page until it is interrupted.
 
@@ -59,6 +66,7 @@ def serve(
         model, other, text, file, max_tokens: as in `explore`; the text, or that of the file, is in the field at first.
         host: the address to listen at; by default this machine alone.
         port: by default the first free one from 7860.
+        trust_remote_code: as in `load_model`.
 
     Raises:
         ImportError, ValueError: as `make_app` does.
@@ -66,4 +74,6 @@ def serve(
     """
     check_number("port", port, 1, 65535)
     text = text if file is None else read_text(Path(file)).shown
-    make_app(model, other, text or "", max_tokens).launch(server_name=host or "127.0.0.1", server_port=port, share=False)
+    make_app(model, other, text or "", max_tokens, trust_remote_code).launch(
+        server_name=host or "127.0.0.1", server_port=port, share=False
+    )

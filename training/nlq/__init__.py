@@ -17,6 +17,7 @@ _WIDTH = 100
 ENGINES = ("local", "ray")
 # These commands go on where they were interrupted
 _RESUMABLE = ("train", "compare")
+_TRUST_IN_FILE = "run the attention parts whose code the file itself holds, as the record of a run does"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         kind="recipes",
     )
     command.add_argument("recipe", help="name of a shipped recipe, or a YAML file")
+    _add_trust_parts(command, _TRUST_IN_FILE)
     command.add_argument(
         "--engine", choices=ENGINES, default="local", help="local: this process; ray: workers on the cluster that Ray finds"
     )
@@ -57,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         kind="comparisons",
     )
     command.add_argument("comparison", help="name of a shipped comparison, or a YAML file")
+    _add_trust_parts(command, _TRUST_IN_FILE)
     command.add_argument(
         "--output_dir",
         default=None,
@@ -108,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens; 0: among all")
     command.add_argument("--seed", type=int, default=0)
     _add_parts(command)
+    _add_trust(command)
     command.set_defaults(run=_generate, module="run.generation")
 
     command = _add_listing_parser(
@@ -137,6 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
     tasks.add_argument("--limit", type=float, help="evaluate this many items of each task, or below 1 this share")
     tasks.add_argument("--output", metavar="FILE", help="write lm_eval's results there, as JSON")
     _add_parts(command)
+    _add_trust(command)
     command.set_defaults(run=_evaluate, module="run.evaluation")
 
     command = commands.add_parser(
@@ -159,6 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--host", help="with --serve: the address to listen at; by default 127.0.0.1, this machine alone")
     command.add_argument("--port", type=int, help="with --serve; by default the first free one from 7860")
     _add_parts(command)
+    _add_trust(command)
     command.set_defaults(run=_explore, module="explorer.exploring")
 
     command = commands.add_parser("params", help="count parameters and FLOPs per token of models", allow_abbrev=False)
@@ -240,6 +246,20 @@ def _add_parts(command: argparse.ArgumentParser) -> None:
         metavar="FILE.py",
         help="run these files, which define parts of the model",
     )
+    _add_trust_parts(command, "run the files of attention parts that lie beside the model")
+
+
+def _add_trust_parts(command: argparse.ArgumentParser, help: str) -> None:
+    command.add_argument("--trust-parts", "--trust_parts", action="store_true", help=help)
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code",
+        "--trust_remote_code",
+        action="store_true",
+        help="run the code that lies beside a model of a type that Transformers does not know",
+    )
 
 
 def _add_max_retries(command: argparse.ArgumentParser) -> None:
@@ -283,7 +303,7 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
     from modeling_nlq.training.storage import open_folder
 
-    resolved = load_recipe(arguments.recipe, read_overrides(words))
+    resolved = load_recipe(arguments.recipe, read_overrides(words), arguments.trust_parts)
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
     metrics = train_with(arguments.engine, resolved, **{name: getattr(arguments, name) for name in options})
     if resolved.training_arguments.process_index == 0:
@@ -312,7 +332,7 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.screening import Screening
     from modeling_nlq.training.comparison.screening_report import describe_screening
 
-    comparison = load_comparison(arguments.comparison, read_overrides(words))
+    comparison = load_comparison(arguments.comparison, read_overrides(words), arguments.trust_parts)
     folder = open_folder(arguments.output_dir or default_folder(comparison.name))
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
@@ -370,7 +390,7 @@ def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
 def _generate(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.run.generation import generate_text
 
-    options = ("max_new_tokens", "temperature", "top_k", "seed")
+    options = ("max_new_tokens", "temperature", "top_k", "seed", "trust_remote_code")
     print(generate_text(arguments.model, arguments.prompt, **{name: getattr(arguments, name) for name in options}))
 
 
@@ -391,6 +411,7 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
         {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
         for options in (_TEXT_OPTIONS, _TASK_OPTIONS)
     )
+    common = {name: getattr(arguments, name) for name in ("batch_size", "trust_remote_code")}
     if arguments.tasks is None and of_tasks:
         raise ValueError(f"--{next(iter(of_tasks))} needs --tasks")
     if arguments.tasks is not None and of_text:
@@ -398,14 +419,14 @@ def _evaluate(arguments: argparse.Namespace, _: list[str]) -> None:
     if arguments.tasks is None:
         from modeling_nlq.training.run.evaluation import evaluate
 
-        metrics = evaluate(arguments.model, **of_text, batch_size=arguments.batch_size)
+        metrics = evaluate(arguments.model, **of_text, **common)
         print(f"{arguments.model}: {_describe(metrics, 'perplexity')}")  # of text that may not be held out, if it is a file
         return
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align
 
     output = of_tasks.pop("output", None)
-    results = evaluate_tasks(arguments.model, arguments.tasks, **of_tasks, batch_size=arguments.batch_size)
+    results = evaluate_tasks(arguments.model, arguments.tasks, **of_tasks, **common)
     print("\n".join(align(tabulate_tasks(results))))
     if output is not None:
         write_task_results(results, output)
@@ -417,7 +438,7 @@ def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
             raise ValueError("--output and --serve exclude each other: a served page is not written")
         from modeling_nlq.training.explorer.serving import serve
 
-        given = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens", "host", "port")}
+        given = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens", "host", "port", "trust_remote_code")}
         serve(arguments.model, arguments.other, **given)
         return
     for name in ("host", "port"):
@@ -428,7 +449,7 @@ def _explore(arguments: argparse.Namespace, _: list[str]) -> None:
     from modeling_nlq.training.files import PAGE_FILE
 
     output = PAGE_FILE if arguments.output is None else arguments.output
-    options = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens")}
+    options = {name: getattr(arguments, name) for name in ("text", "file", "max_tokens", "trust_remote_code")}
     done = explore(arguments.model, arguments.other, output=output, **options)
     for model in done.models:
         print(f"{model.name}: {model.description}")
@@ -521,6 +542,8 @@ def _check(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; an error that a user can cause ends in one line on stderr and exit status 1."""
+    if not os.environ.get("NLQ_TRACEBACK"):
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic has a hundred lines otherwise
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
     if rest and parsed.command not in _RESUMABLE:
@@ -542,6 +565,12 @@ def main(arguments: list[str] | None = None) -> int:
 
             for file in parsed.parts:
                 load_attention_parts(file)
+        if getattr(parsed, "trust_parts", False) and parsed.command not in _RESUMABLE:
+            from modeling_nlq.training.models import is_saved_model, load_parts_beside
+
+            given = [getattr(parsed, name, None) for name in ("model", "other", "source", "folder")]
+            for name in filter(is_saved_model, filter(None, [*given, *getattr(parsed, "models", ())])):
+                load_parts_beside(name)
         with contextlib.redirect_stdout(output):
             return parsed.run(parsed, rest) or 0
     except (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError) as error:
@@ -561,6 +590,11 @@ def main(arguments: list[str] | None = None) -> int:
             bar.close()
         print(f"nlq: interrupted{hint}", file=sys.stderr)
         return 130
+    except BaseException as error:  # a panic of a tokenizer's Rust, such as at a regular expression, is no `Exception`
+        if type(error).__name__ != "PanicException":
+            raise
+        print(f"nlq: error: the tokenizer cannot read this text: {one_line(error)}", file=sys.stderr)
+        return 1
 
 
 def start() -> int:

@@ -13,9 +13,10 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..files import read_json, write_text, written_whole
+from ..models import load_tokenizer
 from ..text import first_line, root_cause
 from .documents import check_text, load_documents
 from .recipe import Recipe
@@ -42,7 +43,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
         texts = (check_text(row[recipe.text_column], recipe) for row in sample)
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer)
+        tokenizer = load_tokenizer(recipe.tokenizer)
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}") from error
     if tokenizer.eos_token_id is None:
@@ -240,10 +241,10 @@ def prepare_data(
         seed: the seed of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
-        return AutoTokenizer.from_pretrained(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
+        return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
     documents = load_documents(recipe)
     if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+        tokenizer = load_tokenizer(str(tokenizer_folder))
     else:
         tokenizer = make_tokenizer(recipe, documents)
         tokenizer.model_max_length = recipe.block_size

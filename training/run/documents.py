@@ -43,6 +43,8 @@ from .recipe import Recipe
 
 logger = logging.get_logger(__name__)
 
+# Of a document: a tokenizer takes some hundred bytes of memory for each
+MOST_CHARACTERS = 5_000_000
 # Suffixes of files with text that only `datasets` reads, and not together with `DATA_FORMATS`
 _OTHER_FORMATS = (".arrow", ".csv", ".ndjson", ".tsv")
 
@@ -375,11 +377,16 @@ def _hash_file(path: Path, name: str) -> str:
 
 
 def check_text(value, recipe: Recipe) -> str:
-    """Returns a value of the text column; raises `ValueError`, which says where it is, if it is no text."""
+    """Returns a value of the text column; raises `ValueError`, which says where it is, if it is no text, or too long a one."""
     if not isinstance(value, str):
         raise ValueError(
             f"dataset {recipe.dataset!r}{_place_without_text(recipe)}: column {recipe.text_column!r} must hold text, not "
             f"{reprlib.repr(value)}"
+        )
+    if len(value) > MOST_CHARACTERS:
+        raise ValueError(
+            f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with {value[:40]!r}), and at "
+            f"most {MOST_CHARACTERS:,} are read as one; cut it into several"
         )
     return value
 

@@ -10,7 +10,7 @@ from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from ..files import data_format
+from ..files import BUILT_IN_CORPORA, data_format
 from ..models import limits_length, load_model
 from ..text import check_number
 from .data import BlockCollator, make_blocks
@@ -92,6 +92,7 @@ def evaluate(
     block_size: int | None = None,
     packing: Literal["stream", "documents"] | None = None,
     batch_size: int = 8,
+    trust_remote_code: bool = False,
 ) -> dict[str, float]:
     """Evaluates a saved model on text that it was not trained on.
 
@@ -102,7 +103,7 @@ def evaluate(
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
         dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
-            which only held-out documents are taken, also of a file; `python-stdlib` if nothing is known.
+            which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if nothing is known.
         dataset_config: the configuration of a Hub dataset.
         text_column: the dataset's column of text; by default "text".
         validation_fraction: as in a recipe; else 0.02.
@@ -110,6 +111,7 @@ def evaluate(
         block_size: the size of a block in tokens; by default that of the run, else the model's context.
         packing: as in a recipe; by default that of the run, else "stream".
         batch_size: blocks per device.
+        trust_remote_code: as in `load_model`.
 
     Returns:
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed.
@@ -120,7 +122,7 @@ def evaluate(
     check_number("batch_size", batch_size, 1)
     check_number("block_size", block_size, 2)
     name = str(model)
-    loaded, tokenizer = load_model(name)
+    loaded, tokenizer = load_model(name, trust_remote_code)
     context = loaded.config.max_position_embeddings
     if limits_length(loaded.config) and (block_size or 0) > context:
         raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
@@ -150,15 +152,18 @@ def evaluate(
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
         defaults |= {name: trained_on[-1][name] for name in ("block_size", "packing")}
+    if own and None not in (before := own[-1]["fingerprint"], now := local_fingerprint(recipe_of(own[-1]))) and before != now:
+        logger.warning(f"{given['dataset']} has changed since model {name!r} was trained on it")
     if overlapping := [record for record in own if is_split_otherwise(record, given["dataset"])]:
         logger.warning(
             f"model {name!r} was trained on {overlapping[-1]['dataset']}, which shares files with {given['dataset']} and is "
-            "split otherwise: it may have seen what is evaluated; without --dataset, only held-out text is"
+            "split otherwise: it may have seen what is evaluated; evaluate its held-out text by "
+            f"--dataset {overlapping[-1]['dataset']}"
         )
     elif own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "
-            "without --dataset, only what was held out is"
+            f"with --validation_fraction {held_out:g}, only what was held out is"
         )
     if own and is_whole:
         defaults["text_column"] = own[-1]["text_column"]
@@ -171,14 +176,25 @@ def evaluate(
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
-    """The dataset that a model was trained on last, or the default of recipes. Warns if it has changed since."""
+    """The dataset that a model was trained on last, or the default of recipes.
+
+    Raises:
+        ValueError: for a file or folder of this machine. Whoever made the model named it, perhaps elsewhere: only its reader
+            knows whether it may be read.
+    """
     if not trained_on:
         return Recipe.dataset
-    dataset, before = trained_on[-1]["dataset"], trained_on[-1]["fingerprint"]
-    if not Path(dataset).exists() and (Path(dataset).is_absolute() or data_format(dataset) is not None):
+    dataset = trained_on[-1]["dataset"]
+    if dataset in BUILT_IN_CORPORA:
+        return dataset
+    if Path(dataset).exists():
+        share = f" --validation_fraction {trained_on[-1]['validation_fraction']:g}" if Path(dataset).is_file() else ""
+        raise ValueError(
+            f"the records beside model {model!r} name the local {dataset}, which was not read; if it is what the model was "
+            f"trained on, evaluate what was held out by --dataset {dataset}{share}"
+        )
+    if Path(dataset).is_absolute() or data_format(dataset) is not None:
         raise ValueError(f"model {model!r} was trained on {dataset}, which is not here; name a dataset by --dataset")
-    if None not in (before, now := local_fingerprint(recipe_of(trained_on[-1]))) and before != now:
-        logger.warning(f"{dataset} has changed since model {model!r} was trained on it")
     return dataset
 
 

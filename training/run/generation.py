@@ -10,7 +10,13 @@ from ..text import check_number
 
 
 def generate_text(
-    model: str, prompt: str, max_new_tokens: int | None = None, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    model: str,
+    prompt: str,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> str:
     """Continues a text with a saved model.
 
@@ -21,6 +27,7 @@ def generate_text(
         temperature: 0 takes the likeliest token each time.
         top_k: sample among the k likeliest tokens; 0: among all.
         seed: the seed of the sampling.
+        trust_remote_code: as in `load_model`.
 
     Returns:
         The prompt and its continuation.
@@ -31,7 +38,7 @@ def generate_text(
     check_number("max_new_tokens", max_new_tokens, 1)
     for option, value in (("temperature", temperature), ("top_k", top_k), ("seed", seed)):
         check_number(option, value, 0)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, trust_remote_code)
     kernelize(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval())
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text

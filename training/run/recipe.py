@@ -20,7 +20,7 @@ from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
-from ..files import YamlLoader, check_keys, read_section, read_yaml
+from ..files import check_keys, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import is_address, open_folder
@@ -177,7 +177,7 @@ class Recipe:
         for name, what in _MAPPINGS.items():
             if isinstance(getattr(self, name), str):  # of a command line
                 with contextlib.suppress(yaml.YAMLError):
-                    setattr(self, name, yaml.load(getattr(self, name), Loader=YamlLoader))
+                    setattr(self, name, parse_yaml(getattr(self, name)))
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if self.parametrization not in ("standard", "completep"):
@@ -295,7 +295,7 @@ def read_switches(texts: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set {text!r} must have the form switch=value")
         if name in switches:
             raise ValueError(f"--set {name} is given twice")
-        switches[name] = None if value == "None" else yaml.load(value, Loader=YamlLoader)
+        switches[name] = None if value == "None" else parse_yaml(value)
     return switches
 
 
@@ -315,21 +315,38 @@ def _word(value: Any) -> str:
     return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
 
 
-def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None) -> ResolvedRecipe:
+def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ResolvedRecipe:
     """Reads a recipe and applies overrides.
 
     Args:
         source: the name of a shipped recipe or a YAML file.
         overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a mapping.
+        trust_parts: run the parts whose code the file itself holds.
 
     Raises:
-        ValueError: for an unknown recipe, field or value.
+        ValueError: for an unknown recipe, field or value, and code in the file that is not trusted.
     """
     path = find("recipes", str(source))
     content = read_yaml(path)
     if "output_dir" not in {*read_section(content.get("training"), f"{path}: training"), *(overrides or {})}:
         check_name(f"{path}: set output_dir, or rename the file: recipe", path.stem)
+    check_trusted(content, overrides or {}, str(path), trust_parts)
     return resolve_recipe(content, overrides, str(path))
+
+
+def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
+    """Raises `ValueError` if a recipe that was read from YAML holds the code of parts, as the record of a run does.
+
+    Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps from
+    elsewhere. The processes that this program starts do not get their recipes as YAML (see `Order` in `unattended`).
+    """
+    parts = content.get("parts")
+    if isinstance(parts, Mapping) and not trust_parts and "parts" not in overrides:
+        files = ", ".join(map(str, parts))
+        raise ValueError(
+            f"{source} holds code, which was not run: the attention parts in {files}; read it, and if you trust it add "
+            "--trust-parts, or --parts with files of your own"
+        )
 
 
 def resolve_recipe(

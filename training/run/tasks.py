@@ -33,6 +33,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     limit: float | None = None,
     batch_size: int = 8,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Evaluates a saved model on tasks of lm_eval.
 
@@ -42,6 +43,7 @@ def evaluate_tasks(
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
         batch_size: texts per forward pass.
+        trust_remote_code: as in `load_model`.
 
     Returns:
         lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of choices, or
@@ -64,7 +66,7 @@ def evaluate_tasks(
     ):
         if is_wrong:
             raise ValueError(f"{name}={value} must be {allowed}")
-    loaded, tokenizer = load_model(str(model))
+    loaded, tokenizer = load_model(str(model), trust_remote_code)
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     with _without_warnings():
         manager, specs, single = _load_tasks(tasks, str(model))

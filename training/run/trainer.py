@@ -238,6 +238,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         dtype=torch.float32,
         attn_implementation=recipe.attn_implementation,
         output_loading_info=True,
+        trust_remote_code=False,
     )
     if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
         raise ValueError(
