@@ -17,7 +17,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
@@ -725,6 +725,70 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
 
 class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
     accepts_loss_kwargs = False
+
+    @accept_old_names
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in `NLQModel`.
+            labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
+
+        Returns:
+            The loss, if labels are given, and logits `(batch, labels)` of the last token of each row that is not padding: by
+            `attention_mask`, or without a mask of tokens by `config.pad_token_id`.
+
+        Raises:
+            ValueError: for several rows with neither.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=choose_cache(cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
+        is_token = self._find_tokens(input_ids, attention_mask, logits)
+        last_token = (torch.arange(logits.shape[1], device=logits.device) * is_token).argmax(dim=-1)
+        pooled_logits = logits[torch.arange(len(logits), device=logits.device), last_token]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=pooled_logits,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _find_tokens(
+        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns `(batch, query)`, which of the new tokens are not padding, from `logits` `(batch, query, labels)`."""
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            return attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
+        pad_token_id = self.config.pad_token_id
+        if pad_token_id is None and len(logits) > 1:
+            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
+        if pad_token_id is None or input_ids is None:
+            return torch.ones_like(logits[..., 0], dtype=torch.bool)
+        return (input_ids != pad_token_id).to(logits.device)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):

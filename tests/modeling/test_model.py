@@ -443,6 +443,32 @@ def test_gradient_accumulation_equals_a_larger_batch(model_class, tmp_path):
     assert torch.allclose(*results, atol=1e-6)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("last", [0, 7], ids=["end-of-text-is-padding", "other-token"])
+def test_classifier_reads_the_last_token(side, last):
+    model = NLQForSequenceClassification(NLQConfig(**TINY, pad_token_id=0, num_labels=3)).eval()
+    rows = [torch.tensor([4, 0, 5, last]), torch.tensor([3, 9, last]), torch.tensor([last])]
+    tokens, mask = (
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+        for rows in (rows, [torch.ones_like(row) for row in rows])
+    )
+    expected = torch.stack([model.score(model.model(row[None]).last_hidden_state)[0, -1] for row in rows])
+    embeddings = model.get_input_embeddings()(tokens)
+    calls = [{"input_ids": tokens, "attention_mask": mask}, {"inputs_embeds": embeddings, "attention_mask": mask}]
+    if last:
+        labels = torch.tensor([0, 2, 1])
+        loss = model(**calls[0], labels=labels).loss
+        torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, labels))
+    model.config.pad_token_id = None  # the mask says enough
+    for call in calls:
+        torch.testing.assert_close(model(**call).logits, expected)
+    with pytest.raises(ValueError, match="pad_token_id=None: with several rows, give an attention_mask"):
+        model(tokens)
+    model.config.pad_token_id = 0
+    if last and side == "right":  # without a mask, padding on the left is seen
+        torch.testing.assert_close(model(tokens).logits, expected)
+
+
 def test_flex_attention_refuses_a_static_cache(tokens):
     model = make(attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="'flex_attention' takes no static cache"):
