@@ -81,7 +81,7 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     if not has_factors and (extra := [name for name in ("fold", "confirm") if name in given]):
         raise ValueError(f"{path}: {extra[0]} needs factors")
     for name in ("recipe",) if has_factors else ("recipe", "baseline"):
-        if not given.get(name):
+        if given.get(name) in (None, "", {}):
             raise ValueError(f"{path}: the field {name!r} is missing")
     if has_factors:
         _check_factor_fields(path, given)
@@ -426,6 +426,8 @@ def _check_scales(path: Path, scales: Mapping[str, Comparison]) -> None:
 
 
 def _check_models(path: Path, models: Mapping[str, Any], baseline: Any) -> None:
+    if isinstance(baseline, bool):
+        _check_names(f"{path}: baseline", [baseline])
     if not isinstance(baseline, str) or baseline not in models:
         raise ValueError(
             f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"
@@ -439,7 +441,7 @@ def _check_names(source: str, given: Iterable[Any]) -> None:
     """Raises `ValueError` for a name that cannot be that of a folder, or two that would share one."""
     for name in given:
         if not isinstance(name, str):
-            raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes")
+            raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes, as YAML reads off as False")
         if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII):
             raise ValueError(
                 f"{source} {name!r}: a name must be made of letters, digits, spaces and _ + = . , - (it names a folder)"
