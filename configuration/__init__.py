@@ -38,7 +38,10 @@ def suggestion(name: str, known: Iterable[str], is_short: bool = False) -> str:
     """
     known = sorted(known)
     choices = ", ".join(known)
-    if near := did_you_mean(name, known).strip():
+    # Other programs' short names: lr is learning_rate, and batch_size one of several
+    longer = [one for one in known if one.endswith(f"_{name}") or "".join(word[:1] for word in one.split("_")) == name]
+    near = f"did you mean {' or '.join(map(repr, longer))}?" if 0 < len(longer) <= 3 else did_you_mean(name, known).strip()
+    if near:
         return f"{near} There are {choices}" if is_short else near
     return f"there are {choices}"
 

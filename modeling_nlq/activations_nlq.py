@@ -4,6 +4,7 @@ Scores are `s = attention_scaling * q . k`. The weights are `phi(s) / Z` on the 
 normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"length"`), or 1 (`"none"`).
 """
 
+import contextlib
 import difflib
 import functools
 import sys
@@ -350,6 +351,11 @@ def _check_function(row: AttentionActivation) -> None:
     generator = torch.Generator().manual_seed(0)
     # Unsorted, and away from round numbers, where functions have their kinks
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
+    if _has_parameters(row.function, scores):
+        raise ValueError(
+            f"function of {row.name!r} must have no parameters of its own: nothing would train them; write an AttentionPart, "
+            "which may have some"
+        )
     try:
         weights = row.function(given := scores.clone())
         if weights.shape != scores.shape:
@@ -362,8 +368,6 @@ def _check_function(row: AttentionActivation) -> None:
         raise ValueError(f"function of {row.name!r} {asked}, also in float64: {error}") from error
     if not torch.equal(given, scores):
         raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
-    if weights.requires_grad:
-        raise ValueError(f"function of {row.name!r} must have no parameters of its own: nothing would train them")
     _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
     for tensor, what in ((weights, "function"), (slope, "the derivative of the function")):
         if not tensor.isfinite().all():
@@ -382,6 +386,15 @@ def _check_function(row: AttentionActivation) -> None:
             raise ValueError(f"derivative of {row.name!r} fails on a tensor of scores: {error}") from error
         if not agrees:
             raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
+
+
+def _has_parameters(function: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor) -> bool:
+    """Tells whether a result depends on parameters, which may be in float32 and then refuse the scores' float64."""
+    for dtype in (scores.dtype, torch.float32):
+        with contextlib.suppress(Exception):
+            if function(scores.to(dtype, copy=True)).requires_grad:
+                return True
+    return False
 
 
 def is_registered(name: str) -> bool:

@@ -49,6 +49,8 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         ValueError: if there is no such configuration or no such field, or a value is not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
+    if Path(path).suffix in (".yaml", ".yml"):
+        raise ValueError(f"model {name!r} is a YAML file, as recipes are; give the model that it names, or a config.json")
     try:
         values = read_config(path)
     except OSError as error:

@@ -18,7 +18,7 @@ def check_name(source: str, name: Any) -> None:
         name: the name of a comparison, a scale, a model, a factor or a recipe.
     """
     if not isinstance(name, str):
-        raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes")
+        raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes, as YAML reads off as False")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
         shown = name if len(name) <= LONGEST_NAME else f"{name[:20]}..."
         raise ValueError(

@@ -50,7 +50,7 @@ class TestCommandLine:
         "arguments, parts",
         [
             (["train", "domo"], ["'domo'", "'demo'"]),
-            (["train", "demo", "--learning_rat", "1"], ["'--learning_rat'", "'--learning_rate'"]),
+            (["train", "demo", "--learning_rat", "1"], ["'learning_rat'", "'learning_rate'"]),
             (["train", "demo", "--learning_rate", "fast"], ["learning_rate", "'fast'"]),
             (["train", "demo", "--max_steps", "0"], ["max_steps=0", "num_train_epochs"]),
             (["train", "demo", "--prediction_loss_only", "true"], ["prediction_loss_only=True"]),
@@ -60,6 +60,9 @@ class TestCommandLine:
             ),
             (["train", "demo", "--max_validation_documents", "0"], ["max_validation_documents=0 must be at least 1"]),
             (["train", "demo", "--streaming", "true", "--save_strategy", "epoch"], ["no epochs; set save_strategy to steps"]),
+            (["train", "demo", "--lr", "1e-3"], ["unknown field 'lr'; did you mean 'learning_rate' or"]),
+            (["train", "demo", "--report_to", "clearml"], ["report_to=clearml", "to be installed", "report_to: none"]),
+            (["params", "unknown.yaml"], ["'unknown.yaml' is a YAML file", "config.json"]),
             (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
             (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
             (["train", "demo", "--set", "colour=blue"], ["'colour'"]),

@@ -81,7 +81,7 @@ def load_comparison(
     if not has_factors and (extra := [name for name in ("fold", "confirm") if name in given]):
         raise ValueError(f"{path}: {extra[0]} needs factors")
     for name in ("recipe",) if has_factors else ("recipe", "baseline"):
-        if not given.get(name):
+        if given.get(name) in (None, "", {}):
             raise ValueError(f"{path}: the field {name!r} is missing")
     if has_factors:
         _check_factor_fields(path, given)
@@ -432,6 +432,8 @@ def _check_scales(path: Path, scales: Mapping[str, Comparison]) -> None:
 
 
 def _check_models(path: Path, models: Mapping[str, Any], baseline: Any) -> None:
+    if isinstance(baseline, bool):
+        _check_names(f"{path}: baseline", [baseline])
     if not isinstance(baseline, str) or baseline not in models:
         raise ValueError(
             f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"

@@ -320,7 +320,7 @@ class BlockCollator:
     restart: bool = False
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        blocks = [torch.as_tensor(np.asarray(row["input_ids"]), dtype=torch.int64) for row in rows]
+        blocks = [torch.tensor(np.asarray(row["input_ids"]), dtype=torch.int64) for row in rows]
         # At the right, where no other token sees them
         input_ids = pad_sequence(blocks, batch_first=True, padding_value=self.end_of_text)
         batch = {"input_ids": input_ids, "labels": pad_sequence(blocks, batch_first=True, padding_value=-100)}

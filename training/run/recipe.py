@@ -15,6 +15,7 @@ import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
@@ -273,8 +274,8 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     parser.set_defaults(**dict.fromkeys(fields, None))
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        options = {f"--{name}" for name in fields | {"set"}}
-        check_keys("command line", [word.split("=")[0] for word in unknown if word.startswith("--")], options)
+        given = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
+        check_keys("command line", given, fields | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if arguments.set:
@@ -491,6 +492,11 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
             f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use another "
             "activation"
         )
+    try:
+        for tracker in get_reporting_integration_callbacks(arguments.report_to):
+            tracker()
+    except (ImportError, RuntimeError, ValueError) as error:
+        conflicts.append(f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none")
     if arguments.push_to_hub:
         conflicts.append("push_to_hub would upload more than the model; share the finished run by `nlq publish`")
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):

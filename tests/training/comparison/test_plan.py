@@ -136,6 +136,7 @@ class TestBadInput:
         "fields, message",
         [
             ({"baseline": None}, "the field 'baseline' is missing"),
+            ({"baseline": False}, "baseline False: a name must be a text; put it in quotes"),
             ({"baseline": ["base"]}, r"baseline=\['base'\] must be one of"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
