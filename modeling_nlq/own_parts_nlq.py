@@ -47,8 +47,8 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
-    if not isinstance(part.name, str) or not part.name.isidentifier():
-        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
+    if not isinstance(part.name, str) or not part.name.isidentifier() or len(part.name) > 200:
+        raise ValueError(f"{part.__name__}.name={str(part.name)[:200]!r} must be a Python identifier of at most 200 characters")
     if part.forward is not AttentionPart.forward:
         raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
     code = code_of(part)

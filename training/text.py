@@ -52,10 +52,9 @@ class PrintableOutput:
 
 
 def without_html(markdown: str) -> str:
-    """Markdown in which no `<` begins HTML, as that of a name could, which may be a stranger's; code shows it as it is."""
-    code = r"^```\w*\n.*?^```$|(?<![\\`])`[^`|\n]+`(?!`)"
-    keep = re.compile(code + r"|<(?=[A-Za-z/!?])", re.DOTALL | re.MULTILINE)
-    return keep.sub(lambda found: "&lt;" if found[0] == "<" else found[0], markdown)
+    """Markdown in which no `<` begins HTML, as that of a name could, which may be a stranger's; blocks of code stay."""
+    pattern = re.compile(r"^```\w+\n.*?^ {0,3}```|<(?=[A-Za-z/!?])", re.DOTALL | re.MULTILINE)
+    return pattern.sub(lambda found: "&lt;" if found[0] == "<" else found[0], markdown)
 
 
 _LONGEST_MESSAGE = 2000  # characters

@@ -126,6 +126,8 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
         ValueError: naming the file and the line or field, but not the token itself.
     """
     texts = [(name, *found) for name, content in contents.items() for found in _texts(name, content)]
+    # In UTF-16 without a mark, a zero byte stands between two letters
+    texts += [(name, where, text.replace("\0", ""), kind) for name, where, text, kind in texts if "\0" in text]
     token = get_token()
     for name, where, text, _ in texts:
         found = _TOKEN.search(text)
@@ -177,7 +179,7 @@ def _texts(name: str, content: Path | bytes) -> Iterator[tuple[str | None, str, 
         return
     data = content.read_bytes() if isinstance(content, Path) else content
     is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    text = data.decode("utf-16" if is_utf_16 else "utf-8", errors="replace").replace("\0", "")  # UTF-16 without a mark
+    text = data.decode("utf-16" if is_utf_16 else "utf-8", errors="replace")
     if name in _VOCABULARY_FILES:
         yield None, text, True
     elif suffix == ".json":

@@ -26,6 +26,20 @@ def test_help_imports_no_libraries():
     assert done.stdout == "set()\n"
 
 
+def test_names_steer_no_terminal(tmp_path, monkeypatch, capsys):
+    """What a stranger's file or folder is named is shown, and is not obeyed; a file gets it as it is."""
+    config = tmp_path / "\x1b]0;title\x07\x1b[2J\x9b1m\u202eb.json"
+    config.write_text(json.dumps({"model_type": "nlq", "vocab_size": 9, "hidden_size": 4, "num_attention_heads": 1}))
+    shown = str(config).encode("unicode_escape").decode()
+    assert main(["params", str(config)]) == 0 and str(config) in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["params", str(config)]) == 0
+    assert shown in (out := capsys.readouterr().out) and not {*out} & {"\x1b", "\x9b", "\u202e"}
+    config.write_text("{")
+    assert main(["params", str(config)]) == 1
+    assert not {*(err := capsys.readouterr().err)} & {"\x1b", "\x9b", "\u202e"} and "\\x1b[2J" in err
+
+
 class TestCommandLine:
     def test_params(self, capsys):
         assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0

@@ -4,8 +4,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_relative_import_files
 
+from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.files import (
+    code_files,
     differences,
     is_taken,
     model_files,
@@ -101,6 +104,11 @@ def test_damaged_json_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ValueError, match=r"a\.json is damaged"):
         read_json(tmp_path / "a.json")
+
+
+def test_code_is_what_the_loader_of_transformers_takes(run):
+    entries = (run[0] / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values())
+    assert code_files(run[0]) == {Path(path) for entry in entries for path in (entry, *get_relative_import_files(entry))}
 
 
 def test_files_of_a_saved_model(run):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from support.markdown import html_in
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
 from modeling_nlq.training.comparison.ladder import gather_ladder
@@ -369,7 +370,10 @@ def test_names_break_neither_table_nor_figure(results, tmp_path):
     named = copy.deepcopy(results)
     named["name"] = r"a|b $\frac$"  # no formula
     named["comparison"]["recipe"]["dataset"] = "a|b\nc.txt"
+    named["command"] = "nlq ` <img src=x> `"
+    named["versions"]["torch"] = "<script>alert(1)</script>"
     write_report(named, tmp_path)
+    assert html_in((tmp_path / "results.md").read_text()) == html_in(verdicts(named)) == []
     assert sorted(path.stem for path in (tmp_path / "figures").iterdir()) == FIGURES
     assert r"| corpus | a\|b c.txt |" in (tmp_path / "results.md").read_text().splitlines()
     assert r"a|b $\frac$" in Page((tmp_path / "report.html").read_text()).text

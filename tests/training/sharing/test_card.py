@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import yaml
+from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
@@ -38,6 +39,17 @@ for repo in arguments:
 def test_parts_are_named_with_their_source():
     config = load_config("tiny-forget-gate")
     assert "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config)))) and "2503.02130" in text
+
+
+@pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c", "<!-- `", "x`|<?y`"])
+def test_names_are_no_html(name):
+    config = load_config("tiny-linear")
+    results = {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0, "base_model": name, "dataset_fingerprint": name}
+    given = {"dataset": name, "tokenizer": name}
+    card = render(name, config, measure(config), given=given, metrics=results, comparison=f"| {name} |")
+    assert html_in(card.text) == []
+    assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, flags=re.DOTALL)[1]) == given
+    assert html_in("a <img src=x>") == ["<img src=x>"]
 
 
 class TestCard:

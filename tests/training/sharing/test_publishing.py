@@ -1,6 +1,8 @@
 """`nlq publish` against the Hub on loopback: what arrives there, what loads elsewhere, and what is refused."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -303,6 +305,33 @@ def stop_before_the_end(folder: Path) -> None:
         (folder / name).unlink()
 
 
+def set_weights(change):
+    """A damage: the weights of the last norm as `change` makes them."""
+
+    def damage(folder: Path) -> None:
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] = change(weights["model.norm.weight"])
+        safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def move_weights_out(folder: Path) -> None:
+    NLQForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="70KB")
+    (folder / "model.safetensors").unlink()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = index["weight_map"]["model.norm.weight"]
+    (folder / name).rename(folder.parent / name)
+    names = {key: f"../{name}" if value == name else value for key, value in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": names}))
+
+
+def name_in_a_docstring(folder: Path) -> None:
+    (folder / "notes.py").write_text("mine")
+    code = (folder / "modeling_nlq.py").read_text()
+    (folder / "modeling_nlq.py").write_text(f'"""As in\nfrom .notes import x\n"""\n{code}')
+
+
 # The client reads HF_HUB_OFFLINE when it is imported
 OFFLINE = """
 from huggingface_hub import constants
@@ -359,6 +388,12 @@ class TestBadInput:
             (lambda folder: (folder / "config.json").write_text("{"), ("config.json",)),
             (lambda folder: (folder / "metrics.json").write_text("{"), ("metrics.json", "damaged")),
             (lambda folder: (folder / "recipe.yaml").write_text("["), ("recipe.yaml",)),
+            (set_weights(torch.Tensor.long), ("model.norm.weight has the type I64",)),
+            (set_weights(torch.Tensor.bool), ("model.norm.weight has the type BOOL",)),
+            (set_weights(lambda weight: weight.to(torch.complex64)), ("model.norm.weight has the type C64",)),
+            (set_weights(lambda weight: weight * math.nan), ("model.norm.weight holds NaN",)),
+            (move_weights_out, ("leads out of",)),
+            (name_in_a_docstring, ("modeling_nlq.py", "`from .notes import`", "reword the line")),
         ],
         ids=[
             "no config",
@@ -381,6 +416,12 @@ class TestBadInput:
             "config",
             "metrics",
             "recipe",
+            "integers",
+            "booleans",
+            "complex",
+            "NaN",
+            "shard elsewhere",
+            "docstring",
         ],
     )
     def test_folder(self, damage, words, copy_run, refuses):
@@ -388,6 +429,36 @@ class TestBadInput:
         damage(folder)
         refuses(folder, "anna/bad", words=words)
         refuses(folder, "anna/bad", "--dry-run", words=words)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "additional_chat_templates",
+            "chat_template.jinja",
+            "config.json",
+            "explore.html",
+            "loss.png",
+            "merges.txt",
+            "modeling_nlq.py",
+            "vocab.txt",
+        ],
+    )
+    def test_link_that_leaves_the_folder(self, name, copy_run, tmp_path, refuses):
+        """Nothing is listed as if it went up. A link within the folder is a file like others."""
+        folder, private = copy_run(), tmp_path / "private"
+        private.mkdir()
+        (private / "a.jinja").write_text("mine")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(private / ("a.jinja" if "." in name else ""))
+        options = ("--space",) if name == "explore.html" else ()
+        for dry in ((), ("--dry-run",)):
+            refuses(folder, "anna/links", *options, *dry, words=(f"{name} leads out of {folder}",))
+
+    def test_link_that_leaves_the_comparison(self, run, comparison, tmp_path, refuses):
+        compared = shutil.copytree(comparison[0], tmp_path / "compared")
+        (compared / "figures" / "mine.png").symlink_to(tmp_path / "private")
+        (tmp_path / "private").write_text("mine")
+        refuses(run[0], "anna/links", "--comparison", compared, words=("mine.png leads out of",))
 
     def test_folder_that_is_none(self, tmp_path, refuses):
         refuses(tmp_path / "nowhere", "anna/bad", words=("nowhere",))

@@ -15,6 +15,7 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN, change_json, write_
 
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.explorer.page import write_page
 from modeling_nlq.training.run import trainer as trainer_module
 from modeling_nlq.training.traces import check_for_traces
 from nlq import main
@@ -30,6 +31,7 @@ FAKES = {
     "google": "a key of Google",
     "slack": "a token of Slack",
     "wandb": "a key of Weights & Biases",
+    "password": "a password in an address",
     "key": "a private key",
 }
 
@@ -51,6 +53,7 @@ def fake_tokens() -> dict[str, list[str]]:
         "google": ["AIza" + letters(35), "GOCSPX-" + letters(28)],
         "slack": ["xoxb-" + "123456789012-123456789012-" + letters(24), "xapp-" + "1-A012-345-" + letters(40, "0a1b")],
         "wandb": ["wandb_api_key=" + letters(40, "0a1b2c"), "wandb_v1_" + letters(60)],
+        "password": [f"{kind}://anna:" + letters(12) + "@example.org/a.jsonl" for kind in ("https", "s3", "postgresql+x")],
         "key": [key.format("", ""), key.format("RSA ", ""), key.format("OPENSSH ", ""), key.format("PGP ", " BLOCK")],
     }
 
@@ -190,9 +193,7 @@ class TestNothingLeaks:
         assert there == {**given, "dataset": "corpus.jsonl", "model": "model.json"}
         assert "- corpus.jsonl" not in files["README.md"].decode(), "which is no dataset of the Hub"
 
-    @pytest.mark.parametrize(
-        "name", ["card.md", "chat_template.jinja", "modeling_nlq.py", "special_tokens_map.json", "tokenizer.json"]
-    )
+    @pytest.mark.parametrize("name", ["card.md", "chat_template.jinja", "modeling_nlq.py", "tokenizer.json"])
     @pytest.mark.parametrize("secret", ["folder", "link", "home", "elsewhere", "address", "token", "login"])
     def test_what_somebody_wrote_into_a_file(self, secret, name, copy_run, tmp_path, tmp_path_factory, refuses):
         """Files that are uploaded as they are must not tell more than their author thought."""
@@ -258,7 +259,8 @@ class TestNothingLeaks:
             "link": "https://example.org:80/data/private?x=/data/private",
             "ratio": "1/2 and/or ~50/50, 3 / 4 tokens /s",
         }
-        settings = ("config.json", "generation_config.json", "tokenizer_config.json", "metrics.json")
+        settings = ("config.json", "generation_config.json", "tokenizer_config.json", "metrics.json", "special_tokens_map.json")
+        (folder / "special_tokens_map.json").write_text("{}")
         for name in settings:
             change_json(folder / name, origin=given | same)
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
@@ -351,6 +353,23 @@ class TestNothingLeaks:
                 with pytest.raises(ValueError, match=rf"field at\.{name}: holds what looks like {FAKES[service]}"):
                     check_for_traces(tmp_path, {"metrics.json": json.dumps({"at": {name: value}}).encode()})
 
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+    def test_other_encodings(self, encoding, tmp_path):
+        for text, words in ((fake_tokens()["github"][0], "a token of GitHub"), (str(tmp_path), "a path of this machine")):
+            with pytest.raises(ValueError, match=words):
+                check_for_traces(tmp_path, {"chat_template.jinja": f"first\n{text}".encode(encoding)})
+
+    @pytest.mark.parametrize("place", ["text", "title"])
+    def test_page_of_a_space(self, place, tmp_path, refuses, nlq):
+        """A page has its text token by token, and packed numbers, which are no text."""
+        page, secrets = tmp_path / "page.html", {"token": fake_tokens()["github"][0], "a path": str(tmp_path / "x")}
+        for word, secret in secrets.items():
+            title, tokens = ("t", re.findall(r".{1,3}", f"a {secret} b")) if place == "text" else (f"of {secret}", ["a"])
+            page.write_text(write_page(title, ["note"], tokens, []))
+            refuses(page, "anna/page", "--space", "--dry-run", words=(word, "index.html" if place == "text" else "README.md"))
+        page.write_text(write_page("t", ["note"], ["/", "h", "ome", "/", "nobody/x"], []))
+        assert nlq("publish", page, "anna/page", "--space", "--dry-run").status == 0
+
     def test_what_is_no_token(self, tmp_path):
         digits = "0123456789abcdef"
         texts = [
@@ -360,6 +379,7 @@ class TestNothingLeaks:
             "run_id: 01234567-89ab-cdef-0123-456789abcdef",
             f"disk-{digits * 2} task-specific-parameters-of-a-model sk-learn hf_hub_download hf_transfer ghp_ AKIA sk-proj-",
             "-----BEGIN PRIVATE KEY-----\n...\n-----END PRIVATE KEY-----",
+            "https://example.org:80/@anna https://anna@example.org https://{user}:{password}@example.org s3://bucket/a:b@c",
             "secret_access_key=YOUR_KEY wandb_api_key=... pad_token: <|endoftext|>",
         ]
         check_for_traces(tmp_path, {"card.md": "\n".join(texts).encode(), "notes.json": json.dumps(texts).encode()})
