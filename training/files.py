@@ -27,6 +27,7 @@ from .storage import copy_files, inside
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
 CARD_FILE = "README.md"
+CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"
 METRICS_FILE = "metrics.json"
 PAGE_FILE = "explore.html"

@@ -1,17 +1,25 @@
-"""Checkpoints: which of them are complete, and whether a run may go on from one."""
+"""Checkpoints: which of them are complete and as they were written, and whether a run may go on from one."""
 
+import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import xxhash
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..files import STATE_FILE, differences
+from ..files import CHECKSUMS_FILE, STATE_FILE, differences, read_json, write_text
 from ..models import config_differences
+from ..storage import files_below
+from .mirror import CHECKPOINT, wait_for_all
 from .record import RunRecord, best_checkpoint
 
 
@@ -49,14 +57,52 @@ def is_complete_checkpoint(folder: Path) -> bool:
     )
 
 
+class ChecksumCallback(TrainerCallback):
+    """Writes the hashes of all files of a checkpoint beside them, as soon as all processes have written it."""
+
+    def on_save(self, args, state, control, **kwargs):
+        wait_for_all()
+        if args.process_index == 0:
+            folder = Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}"
+            write_text(folder / CHECKSUMS_FILE, json.dumps({name: _checksum(folder / name) for name in files_below(folder)}))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Says in words what is wrong with a checkpoint; `None` if it is complete and as it was written.
+
+    A checkpoint of a version that wrote no hashes is judged by `is_complete_checkpoint` alone.
+    """
+    if not is_complete_checkpoint(checkpoint):
+        return "is incomplete or damaged"
+    file = checkpoint / CHECKSUMS_FILE
+    try:
+        checksums = read_json(file) if file.is_file() else {}
+    except ValueError as error:
+        return f"is damaged ({error})"
+    for name, before in checksums.items():
+        if name != CHECKSUMS_FILE and (not (checkpoint / name).is_file() or _checksum(checkpoint / name) != before):
+            return f"is damaged ({name} is not as it was written)"
+    return None
+
+
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
-    """Finds the newest complete checkpoint of a run, and warns of newer incomplete ones."""
+    """Finds the newest checkpoint of a run without a fault, and warns of newer ones, which it leaves alone."""
     folders = [path for path in run_folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        if is_complete_checkpoint(folder):
+        if (fault := fault_of(folder)) is None:
             return folder
-        logger.warning(f"{folder} is incomplete or damaged: passing over it")
+        logger.warning(f"{folder} {fault}: passing over it")
     return None
+
+
+def _on_main_process(function: Callable[[Path], Any], path: Path) -> Any:
+    """What a function of a path returns on the main process, for all processes: reading a large checkpoint takes long."""
+    return broadcast_object_list([function(path) if PartialState().is_main_process else None])[0]
 
 
 def checkpoint_to_resume(
@@ -74,15 +120,15 @@ def checkpoint_to_resume(
         state_dict_type: how FSDP stores weights in this run; `None` without FSDP.
 
     Raises:
-        ValueError: if the checkpoint is not complete, belongs to another model or to other data, or is stored in another way.
+        ValueError: if the checkpoint has a fault, belongs to another model or to other data, or is stored in another way.
     """
     is_asked_for = arguments.resume_from_checkpoint is not None
     if is_asked_for:
         checkpoint = Path(arguments.resume_from_checkpoint)
-        if not is_complete_checkpoint(checkpoint):
-            raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} is no complete checkpoint")
+        if (fault := _on_main_process(fault_of, checkpoint)) is not None:
+            raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {fault}; choose another checkpoint")
     else:
-        checkpoint = last_complete_checkpoint(Path(arguments.output_dir))
+        checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
     if checkpoint is None:
         return None
     _check_same_model(checkpoint, config)
@@ -90,7 +136,7 @@ def checkpoint_to_resume(
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
     _check_same_conditions(checkpoint, state, record, is_asked_for)
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
-    if best is not None and not is_complete_checkpoint(Path(best)):
+    if best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
     logger.warning(f"Going on from {checkpoint}")
     record.restore(state)

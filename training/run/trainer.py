@@ -47,7 +47,7 @@ from ..models import initialize_by_name, is_saved_model
 from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
-from .checkpoints import checkpoint_to_resume
+from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import (
     BlockCollator,
     Blocks,
@@ -284,6 +284,7 @@ def _make_trainer(
         compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
         preprocess_logits_for_metrics=token_losses,
     )
+    trainer.add_callback(ChecksumCallback)
     if recipe.record_stability:
         probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
         trainer.add_callback(

@@ -1,6 +1,7 @@
 """How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
 from modeling_nlq.training import train
-from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.checkpoints import fault_of, is_complete_checkpoint, last_complete_checkpoint
 from nlq import main
 
 
@@ -77,6 +78,7 @@ class TestCheckpoints:
         config = json.loads((folder / "checkpoint-8" / "config.json").read_text())
         for checkpoint in folder.glob("checkpoint-*"):
             (checkpoint / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
+            (checkpoint / "checksums.json").unlink()
         with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
             train(recipe_file, output_dir=folder)
 
@@ -91,6 +93,30 @@ class TestCheckpoints:
         if damage != "missing":
             (folder / name).write_bytes(content[: len(content) // 2] if damage == "half" else b"")
         assert not is_complete_checkpoint(folder)
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "checksums.json"])
+    def test_run_goes_on_from_before_a_damaged_checkpoint(self, name, run, recipe_file, tmp_path, caplog):
+        """A tail of zeros leaves the header of the weights whole, and garbage the list of an archive's files."""
+        interrupt(recipe_file, output_dir=tmp_path / "run")
+        path = tmp_path / "run" / "checkpoint-4" / name
+        content = path.read_bytes()
+        third = len(content) // 3
+        tail = bytes(third) if name == "model.safetensors" else content[-third:]
+        path.write_bytes(content[: len(content) - 2 * third] + bytes(third) + tail)
+        assert name == "checksums.json" or is_complete_checkpoint(path.parent), "the damage is plain to see"
+        with pytest.raises(ValueError, match=f"checkpoint-4' is damaged .*{name}"):
+            train(recipe_file, output_dir=tmp_path / "run", resume_from_checkpoint=str(path.parent))
+        train(recipe_file, output_dir=tmp_path / "run")
+        assert re.search(rf"checkpoint-4 is damaged \(.*{name}.*\): passing over it", caplog.text)
+        assert (tmp_path / "run" / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
+        assert fault_of(path.parent) is None, "it was written again"
+
+    def test_checkpoint_without_hashes(self, run, tmp_path):
+        folder = tmp_path / "checkpoint-8"
+        shutil.copytree(run[0] / "checkpoint-8", folder)
+        assert fault_of(folder) is None
+        (folder / "checksums.json").unlink()
+        assert fault_of(folder) is None
 
     def test_checkpoints_are_complete_models(self, run):
         folder = run[0] / "checkpoint-4"
@@ -190,6 +216,7 @@ class TestConditions:
         state = json.loads(path.read_text())
         del state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
         path.write_text(json.dumps(state))
+        path.with_name("checksums.json").unlink()
         assert main(["train", str(recipe_file), *arguments]) == 1
         assert "does not say with which dataset and global batch size it was made" in capsys.readouterr().err
 
