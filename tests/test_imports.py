@@ -73,7 +73,8 @@ TRAINING_ROWS = (
     ("run",),
     ("card",),
     ("models", "observing"),
-    ("checking", "files", "parameters", "traces"),
+    ("checking", "parameters", "traces"),
+    ("files",),
     ("storage",),
     ("text",),
 )
