@@ -44,11 +44,16 @@ def test_metric_equals_a_direct_computation():
     assert result["token_accuracy"] == pytest.approx(sum(hits) / len(hits))
 
 
-@pytest.mark.parametrize("is_named", [False, True], ids=["by default", "by name"])
-def test_evaluate_repeats_the_runs_own_result(is_named, run, corpus, tmp_path, monkeypatch, capsys):
+def test_evaluate_repeats_the_runs_own_result(run, corpus, tmp_path, monkeypatch, capsys):
+    """Only with the options that it names: a stranger's folder may name any file of this machine."""
     monkeypatch.chdir(tmp_path)
-    options = ["--dataset", str(corpus), "--validation_fraction", "0.1"] if is_named else []
-    assert main(["evaluate", str(run[0]), *options]) == 0
+    monkeypatch.setattr(evaluation, "load_documents", None)
+    assert main(["evaluate", str(run[0])]) == 1
+    options = f"--dataset {corpus.resolve()} --validation_fraction 0.1"
+    assert f"name the local {corpus.resolve()}, which was not read" in (error := capsys.readouterr().err)
+    assert error.endswith(f"{options}\n")
+    monkeypatch.undo()
+    assert main(["evaluate", str(run[0]), *options.split()]) == 0
     assert f"perplexity {run[1]['eval_perplexity']:.2f}" in capsys.readouterr().out
 
 
@@ -144,7 +149,7 @@ class TestOwnDataset:
         for options in ({}, {"validation_fraction": 0.1}):
             evaluation.evaluate(own, dataset=evaluated, **options)
         assert len(messages) == 2 and all(f"shares files with {evaluated} and is split otherwise" in text for text in messages)
-        evaluation.evaluate(own)
+        evaluation.evaluate(own, dataset=trained, validation_fraction=0.1)
         assert len(messages) == 2
 
     def test_another_dataset_without_its_configuration(self, own, tmp_path):
@@ -172,9 +177,9 @@ class TestOwnDataset:
     def test_dataset_that_is_gone_or_changed(self, folders, caplog):
         logging.enable_propagation()
         try:
-            assert evaluation.evaluate("run").dataset == str(folders / "fold") and not caplog.text
+            assert evaluation.evaluate("run", dataset="fold").validation_fraction == 0.003 and not caplog.text
             write_documents(Path("fold", "more.jsonl"), ["more"])
-            assert evaluation.evaluate("converted").validation_fraction == 0.003
+            assert evaluation.evaluate("converted", dataset="fold").validation_fraction == 0.003
         finally:
             logging.disable_propagation()
         assert "fold has changed since model 'converted' was trained on it" in caplog.text
@@ -189,7 +194,7 @@ class TestOwnDataset:
             assert evaluation.evaluate(run[0], dataset=corpus) == (8, True)
         finally:
             logging.disable_propagation()
-        assert "but for a share of 0.1, and all of it is evaluated; without --dataset, only what was held out is" in caplog.text
+        assert "but for a share of 0.1, and all of it is evaluated; with --validation_fraction 0.1, only what" in caplog.text
 
     def test_later_runs_keep_the_record(self, run, recipe_file, corpus, tmp_path):
         saved = {

@@ -8,6 +8,7 @@ from support.own_parts import DISTANCE
 
 from modeling_nlq import activations_nlq, own_parts_nlq
 from modeling_nlq.training import train
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
 from nlq import main
 
@@ -42,10 +43,36 @@ def test_a_run(recipe, new_process, tmp_path, capsys):
     new_process()
     assert main(["generate", str(run), "import ", "--max_new_tokens", "3"]) == 1
     assert "--parts FILE.py" in capsys.readouterr().err
-    assert main(["generate", str(run), "import ", "--max_new_tokens", "3", "--parts", str(run / "my_idea.py")]) == 0
+    for trust in (["--parts", str(run / "my_idea.py")], ["--trust-parts"]):
+        new_process()
+        assert main(["generate", str(run), "import ", "--max_new_tokens", "3", *trust]) == 0
     (tmp_path / "my_idea.py").write_text(DISTANCE.replace("-5.0", "-6.0"))
     with pytest.raises(ValueError, match=r"holds a run of another recipe \(parts.my_idea.py: a file with the hash"):
         train(recipe, output_dir=run)
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_code_in_yaml_is_not_run(command, recipe, new_process, tmp_path, capsys):
+    """A recipe with a part is published with its code, and must not run where it is downloaded."""
+    content = load_recipe(recipe).given
+    assert isinstance(content["parts"], dict)
+    content["parts"] = {"my_idea.py": f"open({str(tmp_path / 'planted')!r}, 'w').close()\n{DISTANCE}"}
+    if command == "compare":
+        models = {"baseline": "a", "models": {"a": None, "b": None}, "learning_rates": [1e-3], "seeds": [1, 2]}
+        content = {"recipe": content, **models}
+    file = tmp_path / "downloaded.yaml"
+    file.write_text(yaml.safe_dump(content))
+    new_process()
+    options = ["--output_dir", str(tmp_path / "run")] + ["--dry-run"] * (command == "compare")
+    assert main([command, str(file), *options]) == 1
+    assert "holds code, which was not run: the attention parts in my_idea.py" in capsys.readouterr().err
+    assert not (tmp_path / "planted").exists()
+    # The user's word, either way
+    reader = load_comparison if command == "compare" else load_recipe
+    reader(file, {"parts": [str(tmp_path / "my_idea.py")]})
+    assert not (tmp_path / "planted").exists()
+    reader(file, trust_parts=True)
+    assert (tmp_path / "planted").exists()
 
 
 def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
