@@ -7,6 +7,7 @@ normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"
 import contextlib
 import difflib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -99,6 +100,15 @@ def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
     return total < zero_limit(total.dtype)
 
 
+def exp_(scores: torch.Tensor) -> torch.Tensor:
+    """Computes `exp` in place, and 0 below `zero_limit`.
+
+    PyTorch's own, which is MKL's, takes 5 to 30 times as long where the result is 0 or a denormal number.
+    """
+    limit = zero_limit(scores.dtype)
+    return nn.functional.threshold_(scores.clamp_(min=math.log(limit) - 1.0).exp_(), limit, 0.0)
+
+
 def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
     """`relu(e^s - 1) / sum |e^s - 1|`. The largest score above 0 is taken out of the exponents; a sum of 0 gives weights 0."""
     scores = hide(scores, visible, 0.0)  # |e^0 - 1| = 0: hidden keys count nothing
@@ -114,7 +124,9 @@ def _stick_breaking(scores: torch.Tensor, visible: torch.Tensor | None = None) -
     log_rest = hide(nn.functional.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
     # The sum over later keys, without the key itself: taking its term out again could cancel all digits
     later = nn.functional.pad(log_rest, (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)[..., 1:]
-    return hide(torch.exp(nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later), visible, 0.0)
+    log_weights = nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later
+    # As in `exp_`, denormal numbers take long
+    return hide(torch.exp(log_weights.clamp(min=math.log(zero_limit(scores.dtype)))), visible, 0.0)
 
 
 def hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:

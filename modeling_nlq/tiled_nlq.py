@@ -20,6 +20,7 @@ Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, a
 
 import bisect
 import functools
+import math
 import operator
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 from transformers.utils.import_utils import is_tracing
 
-from .activations_nlq import counts_as_zero, get_attention_activation
+from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
 from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility
@@ -188,39 +189,44 @@ class _TiledCall:
 
     def scores(self, i: int, j: int) -> torch.Tensor:
         """Returns the scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
-        scores = self._scores_without_bias(i, j)
-        if self.query_bias is None and self.log_normalizer is None:
-            return scores
+        rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
-        by_head = scores.view(*self.shape, end - start, key_end - key_start)
+        bias = None if self.log_count is None else -self.log_count[..., start:end, None]
         if self.query_bias is not None:
             # Both sums count from the tile's first query, so that numbers that matter are small
-            first = self.query_bias[..., start : start + 1]
-            rows, columns = self.query_bias[..., start:end] - first, self.key_bias[..., key_start:key_end] - first
-            by_head.add_(self._by_head(rows.to(scores.dtype))[..., None])
-            by_head.sub_(self._by_head(columns.to(scores.dtype))[..., None, :])
-        if self.log_normalizer is not None:
-            by_head.sub_(self._by_head(self.log_normalizer[..., start:end])[..., None])
-        return scores
-
-    def _scores_without_bias(self, i: int, j: int) -> torch.Tensor:
-        rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
-        start, end = self.query_tiles[i]
-        has_bias = self.log_count is not None
+            biases = (self.query_bias[..., start:end], self.key_bias[..., key_start:key_end])
+            by_query, by_key = (
+                self._by_head((one - self.query_bias[..., start : start + 1]).to(self.sum_dtype)) for one in biases
+            )
+            if self.log_normalizer is not None:
+                by_query = by_query - self._by_head(self.log_normalizer[..., start:end])
+            bias = (by_query[..., None] if bias is None else bias + by_query[..., None]) - by_key[..., None, :]
+        shape = (*self.shape, end - start, key_end - key_start)
         if self.dtype == self.sum_dtype:
             # The product adds the bias and scales, which saves two passes over the scores
-            scores = rows.new_empty(*rows.shape[:2], keys.shape[2])
-            if has_bias:
-                scores.view(*self.shape, end - start, scores.shape[-1]).copy_(-self.log_count[..., start:end, None])
-            return scores.baddbmm_(rows, keys, beta=float(has_bias), alpha=self.scaling)
-        scores = torch.bmm(rows, keys).to(self.sum_dtype).mul_(self.scaling)
-        if has_bias:
-            scores.view(*self.shape, end - start, scores.shape[-1]).sub_(self.log_count[..., start:end, None])
+            scores = rows.new_empty(shape) if bias is None else bias.expand(shape).contiguous()
+            scores = scores.flatten(0, 1).flatten(1, 2)
+            scores.baddbmm_(rows, keys, beta=float(bias is not None), alpha=self.scaling)
+        else:
+            scores = torch.bmm(rows, keys).to(self.sum_dtype).mul_(self.scaling)
+            if bias is not None:
+                scores.view(shape).add_(bias)
+        if self.query_bias is not None and self.activation.name in ("sigmoid", "softplus"):
+            nn.functional.threshold_(scores, math.log(zero_limit(scores.dtype)), -torch.inf)  # denormal weights are slow
         return scores
 
     def weights(self, i: int, j: int) -> torch.Tensor:
         """Returns `P` of a pair."""
+        if self.activation.name == "softmax":
+            return exp_(self.hide(i, j, self.scores(i, j), value=-torch.inf)[0])
         return self.hide(i, j, self.activation.function(self.scores(i, j)))[0]
+
+    def weights_and_gradient(self, i: int, j: int, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Returns `P` and `dS` of a pair, given `dP`."""
+        if self.activation.name == "softmax":
+            weights = self.weights(i, j)
+            return [weights, weights * gradient]
+        return self.hide(i, j, *self.activation.weights_and_gradient(self.scores(i, j), gradient))
 
     def weights_gradient(self, rows: torch.Tensor, j: int, factors: torch.Tensor | None) -> torch.Tensor:
         """Returns `G V^T` of a pair, 0 where dropout drops the weight."""
@@ -330,7 +336,7 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
     for j in call.masks.key_tiles_of(i):
         scores = call.hide(i, j, call.scores(i, j), value=-torch.inf)[0]
         before, largest = largest, torch.maximum(largest, scores.amax(dim=-1))
-        weights, factor = torch.exp(scores - largest[..., None]), torch.exp(before - largest)
+        weights, factor = exp_(scores - largest[..., None]), torch.exp(before - largest)
         total = total * factor + weights.sum(dim=-1)
         if (factors := call.dropout_factors(i, j)) is not None:
             weights = weights * factors
@@ -383,13 +389,13 @@ def _tiled_attention_backward(
                 weights_gradient = call.weights_gradient(rows, j, factors)
                 if delta is not None:
                     weights_gradient -= call.rows(delta, i)
-                weights, scores_gradient = call.activation.weights_and_gradient(call.scores(i, j), weights_gradient)
-                weights, scores_gradient = call.hide(i, j, weights, scores_gradient)
+                weights, scores_gradient = call.weights_and_gradient(i, j, weights_gradient)
                 if factors is not None:
                     weights = weights * factors
                 if query_bias is not None:
                     by_head = scores_gradient.view(*call.shape, end - start, key_end - key_start)
-                    bias_gradients[0][..., start:end] += by_head.sum(dim=-1).flatten(1, 2)
+                    if activation != "softmax":  # where these sums are 0
+                        bias_gradients[0][..., start:end] += by_head.sum(dim=-1).flatten(1, 2)
                     bias_gradients[1][..., key_start:key_end] -= by_head.sum(dim=-2).flatten(1, 2)
                 call.add_product(value_sum, weights.transpose(1, 2), rows)
                 call.add_product(key_sum, scores_gradient.transpose(1, 2), call.rows(call.query, i))

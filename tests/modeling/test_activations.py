@@ -14,8 +14,10 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, activations_nlq
 from modeling_nlq.activations_nlq import (
     ATTENTION_ACTIVATIONS,
     LIBRARY_ACTIVATIONS,
+    exp_,
     get_attention_activation,
     register_attention_activation,
+    zero_limit,
 )
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.tiled_nlq import tiled_attention_forward
@@ -294,3 +296,11 @@ print(NLQForCausalLM.from_pretrained({str(tmp_path)!r}).model.layers[1].self_att
         with pytest.raises(ValueError, match=message):
             register_attention_activation("mine", function)
         assert not registry
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_exp_makes_no_denormal_numbers(dtype):
+    scores = torch.cat([torch.linspace(-1000.0, 5.0, 2000, dtype=dtype), torch.tensor([-torch.inf, torch.nan], dtype=dtype)])
+    expected = scores.exp()
+    expected = expected.where(~(expected < zero_limit(dtype)), 0.0)
+    torch.testing.assert_close(exp_(scores), expected, rtol=0, atol=0, equal_nan=True)
