@@ -97,7 +97,7 @@ class AttentionPart(nn.Module):
 
     A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
     nothing. The hooks run in this order: `change_input`, the projections, `change_projections`, rotary positions,
-    `token_state`, the cache, `change_attended`, `score_bias`, the scores, `change_scores`, the attention weights, `reweigh`
+    `token_state`, the cache, `score_bias`, `change_attended`, the scores, `change_scores`, the attention weights, `reweigh`
     (`change_weights` if they are returned), `change_output`, the output projection; and in the MLP after the attention,
     `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory; with `reweigh`,
     the weights of some queries at a time. The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a
@@ -292,7 +292,7 @@ class AttentionPart(nn.Module):
 
 
 # Hooks of scores and weights, which linear attention has not
-WEIGHT_HOOKS = ("token_state", "change_attended", "score_bias", "change_scores", "reweigh", "change_weights")
+WEIGHT_HOOKS = ("token_state", "score_bias", "change_attended", "change_scores", "reweigh", "change_weights")
 MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
 HOOKS = ("change_input", "change_projections", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 

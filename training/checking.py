@@ -4,34 +4,45 @@ The models are small and random. Each invariant goes from the shortest cases to 
 smallest.
 """
 
+import copy
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, rows_nlq
+from modeling_nlq.attention_parts_nlq import HOOKS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
 
 from .text import one_line
 
 
-VOCABULARY, LONGEST = 13, 7
+# Short texts, with all of their cuts, and one that is longer than what a part may take in blocks or have in a table
+VOCABULARY, SHORT, LONG = 13, 7, 130
+LENGTHS = (*range(1, SHORT + 1), LONG)
 # In float64, where nothing but a wrong number is left to differ; rotary angles are float32 everywhere
 TOLERANCE = 1e-6
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-_SIZES |= {"intermediate_size": 24, "max_position_embeddings": 32}
-# What may meet a part: kinds of weights, shared keys, a window. A part may refuse some of them
+_SIZES |= {"intermediate_size": 24, "max_position_embeddings": 160}
+# What may meet a part: kinds of weights, shared keys, other widths, a window. A part may refuse some of them
 _SURROUNDINGS = {
     "softmax": {},
     "shared keys and rotary positions": {"num_key_value_heads": 2, "query_projection": "linear", "position_embedding": "rope"},
     "a window of 3 tokens": {"sliding_window": 3},
-    "sigmoid": {"attention_activation": "sigmoid"},
+    "sigmoid, wide heads and a gated MLP": {
+        "attention_activation": "sigmoid",
+        "query_projection": "linear",
+        "head_dim": 6,
+        "mlp_type": "gated",
+    },
     "relu, normalised by the length": {"attention_activation": "relu"},
     "linear attention": {"attention_activation": "linear_attention"},
 }
@@ -99,7 +110,7 @@ def _try(
     invariant: str, differences: Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]], models: dict[str, NLQForCausalLM]
 ) -> Finding:
     largest = 0.0
-    for length in range(1, LONGEST + 1):
+    for length in LENGTHS:
         for name, model in models.items():
             model.set_attn_implementation("eager")
             try:
@@ -108,9 +119,18 @@ def _try(
                         return Finding(invariant, difference, f"{case}, with {name}")
                     largest = max(largest, difference)
             except Exception as error:
-                case = f"{length} token{'s' * (length > 1)}, with {name}: {type(error).__name__}: {one_line(error)}"
+                case = f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
                 return Finding(invariant, float("nan"), case)
     return Finding(invariant, largest)
+
+
+def _count(length: int) -> str:
+    return f"{length} token{'s' * (length > 1)}"
+
+
+def _cuts(length: int) -> Sequence[int]:
+    """Returns where a text is cut in two: everywhere; a long one at a border of blocks, inside of one, and near the end."""
+    return range(1, length) if length <= SHORT else (64, 100, length - 1)
 
 
 def _tokens(rows: int, length: int) -> torch.Tensor:
@@ -121,11 +141,36 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).detach().abs().max()) if one.numel() else 0.0
 
 
+def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
+    """Returns the logits, and the gradients of all parameters; `None` if nothing depends on one."""
+    logits = model(tokens, use_cache=False, **kwargs).logits
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
+
+
+def _largest(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> float:
+    """Returns the largest difference of two results of `_with_gradients`."""
+    pairs = [pair for pair in zip(ones, others) if pair != (None, None)]
+    return max(float("inf") if None in pair else _difference(*pair) for pair in pairs)
+
+
+def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    tokens = _tokens(1, length)
+    other = copy.deepcopy(model) if length == 1 else model  # a model whose first text is another one
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False).logits.clone()
+    yield f"{_count(length)}, with gradients and without", _difference(model(tokens, use_cache=False).logits, expected)
+    with torch.no_grad():
+        other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
+        logits = other(tokens, use_cache=False).logits
+    yield f"{_count(length)}, before and after another text", _difference(logits, expected)
+
+
 @torch.no_grad()
 def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
     before = model(tokens, use_cache=False).logits[0]
-    for changed in range(1, length):
+    for changed in _cuts(length):
         other = tokens.clone()
         other[0, changed:] = (other[0, changed:] + 1) % VOCABULARY
         after = model(other, use_cache=False).logits[0]
@@ -147,13 +192,33 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         mask = torch.ones_like(padded)
         mask[:, place : place + 2] = 0
         logits = model(padded, attention_mask=mask, use_cache=False).logits[mask.bool()]
-        yield f"{length} tokens with 2 of padding {word} them", _difference(logits, alone)
+        yield f"{_count(length)} with 2 of padding {word} them", _difference(logits, alone)
+
+
+def _two_texts(length: int, is_before: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a batch of a text of half the length, padded before or after it, and of a whole one; and its mask."""
+    tokens, mask = _tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[0, : length // 2] = 0
+    return tokens, mask if is_before else mask.flip(1)
+
+
+@torch.no_grad()
+def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    for is_before in (True, False):
+        tokens, mask = _two_texts(length, is_before)
+        logits = model(tokens, attention_mask=mask, use_cache=False).logits
+        for row in (0, 1):
+            is_token = mask[row].bool()
+            alone = model(tokens[row, is_token][None], use_cache=False).logits[0]
+            case = f"text {row + 1} of a batch of {mask[0].sum()} and {_count(length)}"
+            case += f", with padding {'before' if is_before else 'after'} the first" * (length > 1)
+            yield case, _difference(logits[row, is_token], alone)
 
 
 @torch.no_grad()
 def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    for first in range(1, length):
+    for first in _cuts(length):
         parts = tokens.split([first, length - first], dim=1)
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
         packed = model(tokens, position_ids=positions, use_cache=False).logits
@@ -162,23 +227,48 @@ def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 
 
 def _chunks(length: int) -> Iterator[list[int]]:
-    for cut in range(1, length):
+    for cut in _cuts(length):
         yield [cut, length - cut]
-    if length > 2:
+    if 2 < length <= SHORT:
         yield [1] * length
 
 
-def _cached(make_cache: Callable) -> Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]:
+def _cached(make_cache: Callable, is_padded: bool = False) -> Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]:
     @torch.no_grad()
     def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-        tokens = _tokens(2, length)
-        expected = model(tokens, use_cache=False).logits
+        tokens, mask = _two_texts(length, is_before=True)
+        is_token = mask.bool() if is_padded else torch.ones_like(mask).bool()
+        expected = model(tokens, attention_mask=mask if is_padded else None, use_cache=False).logits
         for sizes in _chunks(length):
-            cache = make_cache(model.config, length)
-            logits = [model(chunk, cache=cache, use_cache=True).logits for chunk in tokens.split(sizes, dim=1)]
-            yield f"{length} tokens in chunks of {', '.join(map(str, sizes))}", _difference(torch.cat(logits, dim=1), expected)
+            cache, logits = make_cache(model.config, length), []
+            for end, chunk in zip(itertools.accumulate(sizes), tokens.split(sizes, dim=1)):
+                seen = mask[:, :end] if is_padded else None
+                logits.append(model(chunk, attention_mask=seen, cache=cache, use_cache=True).logits)
+            case = f"{length} tokens in chunks of {', '.join(map(str, sizes))}"
+            case += f", {length // 2} of them padding before the first text" * is_padded
+            yield case, _difference(torch.cat(logits, dim=1)[is_token], expected[is_token])
 
     return differences
+
+
+@torch.no_grad()
+def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    if length == 1:
+        return
+    tokens, cut = _tokens(2, length), length // 2
+    expected = model(tokens, use_cache=False).logits
+    one, other, both = (DynamicCache(config=model.config) for _ in range(3))
+    for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], one), (tokens[1:], other)):
+        model(rows, cache=cache, use_cache=True)
+    logits = model(tokens[:1, cut:], past_key_values=one, use_cache=True).logits
+    yield (
+        f"{cut} and {length - cut} tokens, between which another text has its own cache",
+        _difference(logits[0], expected[0, cut:]),
+    )
+    both.reorder_cache(torch.tensor([1, 0]))  # as beam search does
+    logits = model(tokens.flip(0)[:, cut:], past_key_values=both, use_cache=True).logits
+    case = f"2 texts of {length} tokens that change places in the cache after {_count(cut)}"
+    yield case, _difference(logits, expected.flip(0)[:, cut:])
 
 
 @torch.no_grad()
@@ -200,34 +290,123 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     if model.model.layers[0].self_attn.activation.kind == "linear":
         return
     tokens = _tokens(2, length)
-    parameters = list(model.parameters())
-
-    def outputs() -> list[torch.Tensor]:
-        logits = model(tokens, use_cache=False).logits
-        return [logits, *torch.autograd.grad(logits.square().mean(), parameters, materialize_grads=True)]
-
-    expected = outputs()
+    expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
         if not all(ATTENTION_BACKENDS[name].can_compute(needs_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
-        with patch.object(rows_nlq, "ROWS", 2):  # blocks that short texts have too
-            difference = max(map(_difference, outputs(), expected))
+        with patch.object(rows_nlq, "ROWS", 2 if length <= SHORT else rows_nlq.ROWS):  # blocks that short texts have too
+            difference = _largest(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
-        yield f"{length} tokens on {name}, gradients included", difference
+        yield f"{_count(length)} on {name}, gradients included", difference
 
 
-@torch.no_grad()
 def _finite(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens, mask = _tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[1] = 0
-    logits = model(tokens, attention_mask=mask, use_cache=False).logits
-    yield f"a row of {length} tokens of padding alone", 0.0 if logits.isfinite().all() else float("nan")
+    logits, *gradients = _with_gradients(model, tokens, attention_mask=mask)
+    yield f"a row of {_count(length)} of padding alone", 0.0 if logits.isfinite().all() else float("nan")
+    is_finite = all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
+    yield f"the gradients of a row of {_count(length)} of padding alone", 0.0 if is_finite else float("nan")
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout, of modules and of functions, returns its input."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[0] if "dropout" in getattr(function, "__name__", "") else function(*args, **(kwargs or {}))
+
+
+def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    state = copy.deepcopy(model.state_dict())
+
+    def in_training(tokens: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
+        with torch.random.fork_rng(devices=[]), _WithoutDropout():
+            torch.manual_seed(seed)
+            results = _with_gradients(model.train(), tokens)
+        model.eval().load_state_dict(state)  # a part may count what it sees
+        return results
+
+    tokens = _tokens(2, length)
+    results = in_training(tokens, 0)
+    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
+        yield f"2 texts of {_count(length)}, gradients included", _largest(results, _with_gradients(model, tokens))
+        return
+    for cut in _cuts(length):  # a part that draws random numbers of its own computes something else, and sees no more
+        other = (tokens + 1) % VOCABULARY
+        other[0, :cut] = tokens[0, :cut]
+        case = f"2 texts of {length} tokens, of which the second and the first from number {cut + 1} on change"
+        yield case, _difference(results[0][0, :cut], in_training(other, 0)[0][0, :cut])
+
+
+def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    if length != SHORT:
+        return
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, gradient in zip(names, _with_gradients(model, _tokens(2, length))[1:]):
+        if ".parts." in name and gradient is None:
+            yield f"{name} has no gradient", float("nan")
+
+
+@torch.no_grad()
+def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    changes = []
+
+    def watch(part: AttentionPart, hook: str) -> Callable:
+        function = getattr(part, hook)
+
+        def watched(call, *given):
+            tensors = [tensor for tensor in (call.hidden_states, call.values, *given) if torch.is_tensor(tensor)]
+            versions = [tensor._version for tensor in tensors]
+            result = function(call, *given)
+            if versions != [tensor._version for tensor in tensors]:
+                changes.append(hook)
+            return result
+
+        return watched
+
+    with ExitStack() as stack:
+        for layer in model.model.layers:
+            for part, hook in itertools.product(layer.self_attn.parts.values(), HOOKS):
+                if part.has_hook(hook):
+                    stack.enter_context(patch.object(part, hook, watch(part, hook)))
+        model(_tokens(2, length), use_cache=False)
+    for hook in changes[:1]:
+        yield f"{_count(length)}: {hook} changes a tensor in place", float("nan")
+
+
+@torch.no_grad()
+def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    if length < SHORT:
+        return
+    fresh = NLQForCausalLM(model.config).eval()  # without what `double` has converted
+    for name in ("float32", "autocast", "bfloat16"):
+        fresh = fresh.bfloat16() if name == "bfloat16" else fresh
+        try:
+            with torch.autocast("cpu", enabled=name == "autocast"):
+                logits = fresh(_tokens(2, length), use_cache=False).logits
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {one_line(error)}") from error
+        yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else float("nan")
+
+
+@torch.no_grad()
+def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    if length != SHORT:
+        return
+    case = f"{length} tokens on meta"
+    try:
+        NLQForCausalLM(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
+    except (NotImplementedError, RuntimeError) as error:
+        if "device" not in str(error):  # a part may read numbers, which meta has not
+            return
+        raise
+    yield case, 0.0
 
 
 @torch.no_grad()
 def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length != LONGEST:
+    if length != SHORT:
         return
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -238,14 +417,23 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 
 # The invariants in the order in which they are tried: what is called causal, padded, packed and cached
 INVARIANTS: dict[str, Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]] = {
+    "a repeated call gives the same": _repeated,
     "no token sees the future": _causality,
     "a padded text equals the text alone": _padding,
+    "texts of a batch equal each text alone": _batch,
     "packed documents equal separate ones": _documents,
     "cached decoding equals the full pass": _cached(lambda config, length: DynamicCache(config=config)),
     "a static cache equals the full pass": _cached(lambda config, length: StaticCache(config=config, max_cache_len=length + 3)),
+    "a padded batch can be cached": _cached(lambda config, length: DynamicCache(config=config), is_padded=True),
+    "each cache has what belongs to its texts": _several_caches,
     "tokens can be taken back from the cache": _taken_back,
     "a row of padding alone stays finite": _finite,
     "every backend equals eager": _backends,
+    "training equals evaluation": _training,
+    "every parameter has a gradient": _used,
+    "no hook changes its inputs in place": _unchanged,
+    "float32, bfloat16 and autocast run": _dtypes,
+    "a model can be on another device": _devices,
     "saving and loading changes nothing": _saved,
 }
 

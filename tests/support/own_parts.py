@@ -1,4 +1,7 @@
-"""Attention parts of a user's own: one that is right, and the usual faults."""
+"""Attention parts of a user's own: some that are right, and the usual faults."""
+
+import textwrap
+
 
 DISTANCE = '''
 """Scores fall with the distance, by a trained slope for each head (ALiBi, arXiv 2108.12409, has fixed slopes)."""
@@ -34,6 +37,7 @@ _COUNTS_PADDING = DISTANCE.replace("is_token = call.places.is_valid\n        if 
 
 _HEAD = """
 import torch
+from torch import nn
 
 from modeling_nlq import AttentionPart, ScoreBias
 
@@ -72,6 +76,77 @@ _SEES_THE_FUTURE = (
         return heads - heads.mean(dim=1, keepdim=True)
 """
 )
+
+
+def _idea(body: str, hook: str = "change_output(self, call, heads)", **init: str) -> str:
+    """Returns a file whose part has one hook, and attributes that `__init__` sets."""
+    lines = [f"self.{name} = {value}" for name, value in init.items()]
+    lines = [
+        "def __init__(self, config, layer_idx):",
+        "    super().__init__(config, layer_idx)",
+        *(f"    {line}" for line in lines),
+    ]
+    text = "\n".join([*lines, "", f"def {hook}:", textwrap.indent(textwrap.dedent(body).strip(), "    ")])
+    return f"{_HEAD}\n{textwrap.indent(text, '    ')}\n"
+
+
+_PROJECTIONS = "change_projections(self, call, query, key, value)"
+_GAIN = "nn.Parameter(torch.ones(1))"
+# A place among a text's tokens, which is right with padding or a cache, and not with both
+_PADDING_OF_THIS_CALL = (
+    _idea(
+        """
+    if call.places.steps is not None:
+        place = call.places.steps
+    else:
+        place = call.places.query_index.expand(len(query), -1)
+    if call.places.is_valid is not None:
+        place = place - (~call.places.is_valid).cumsum(dim=1)
+    return query * (place.clamp(min=0) + 2).to(query.dtype).log()[..., None, None], key, value
+    """,
+        _PROJECTIONS,
+    )
+    + """
+    @classmethod
+    def check(cls, config):
+        if config.sliding_window:
+            raise ValueError("a window has no such places")
+"""
+)
+# A sum over the text's tokens that the OWNER, and no column of the cache, keeps from call to call
+_OWN_CACHE = _idea(
+    """
+    own = value.mean(dim=(2, 3)).sigmoid()
+    if call.places.is_valid is not None:
+        own = own * call.places.is_valid
+    total = own.cumsum(dim=1)
+    if call.places.steps is not None:
+        first = torch.arange(own.shape[1], device=own.device) - call.places.steps
+        total = total - (total - own).gather(1, first.expand_as(own))
+    if call.cache is not None:
+        if call.places.query_index[0] > 0:
+            total = total + OWNER.last[self.layer_idx]
+        OWNER.last = {**getattr(OWNER, "last", {}), self.layer_idx: total[:, -1:]}
+    return query * (1 + total)[..., None, None], key, value
+    """,
+    _PROJECTIONS,
+).replace("    needs_places = True", "    needs_places = True\n    can_go_back = False")
+
+_REPEATED, _FUTURE, _BATCH = (
+    "a repeated call gives the same",
+    "no token sees the future",
+    "texts of a batch equal each text alone",
+)
+_CACHES, _TRAINING, _DTYPES = (
+    "each cache has what belongs to its texts",
+    "training equals evaluation",
+    "float32, bfloat16 and autocast run",
+)
+_PLACE, _USED, _SAVED = (
+    "no hook changes its inputs in place",
+    "every parameter has a gradient",
+    "saving and loading changes nothing",
+)
 # By name: the file, the invariant that fails, and the smallest case
 FAULTS = {
     "counts_padding": (_COUNTS_PADDING, "a padded text equals the text alone", "2 tokens with 2 of padding between them"),
@@ -79,4 +154,122 @@ FAULTS = {
     "forgets_chunks": (_FORGETS_CHUNKS, "cached decoding equals the full pass", "2 tokens in chunks of 1, 1"),
     "length_of_the_cache": (_LENGTH_OF_CACHE, "a static cache equals the full pass", "2 tokens in chunks of 1, 1"),
     "sees_the_future": (_SEES_THE_FUTURE, "no token sees the future", "2 tokens, of which those from number 2 on change"),
+    "draws_in_evaluation": (
+        _idea("return nn.functional.dropout(heads, 0.1)"),
+        _REPEATED,
+        "1 token, with gradients and without",
+    ),
+    "counts_calls": (_idea("self.calls += 1\nreturn heads * self.calls", calls="0"), _REPEATED, "1 token, with gradients"),
+    "other_without_gradients": (_idea("return heads * (1 + torch.is_grad_enabled())"), _REPEATED, "1 token, with gradients"),
+    "keeps_a_tensor_of_its_first_call": (
+        _idea("self.kept = self.kept or [heads.new_ones(1)]\nreturn heads * self.kept[0] * self.gain", kept="None", gain=_GAIN),
+        _REPEATED,
+        "1 token, with softmax: RuntimeError: Inference tensors",
+    ),
+    "keeps_its_first_text": (
+        _idea("self.kept = self.kept or [heads[:, :1].detach()]\nreturn heads - self.kept[0]", kept="None"),
+        _REPEATED,
+        "1 token, before and after another text",
+    ),
+    "table_of_64": (
+        _idea("return heads * self.table[call.places.visible_count[:, 0] - 1, None]", table="nn.Parameter(torch.ones(64, 1))"),
+        _REPEATED,
+        "130 tokens, with softmax: IndexError",
+    ),
+    "other_width_of_heads": (
+        _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))"),
+        _REPEATED,
+        "1 token, with sigmoid, wide heads and a gated MLP: RuntimeError",
+    ),
+    "plain_mlp_only": (
+        _idea("return (2 * inner,)", "change_mlp_inner(self, call, inner)"),
+        _REPEATED,
+        "1 token, with sigmoid, wide heads and a gated MLP: TypeError",
+    ),
+    "block_of_64_sees_itself": (
+        _idea("late = heads[:, 64:]\nreturn torch.cat([heads[:, :64], late + late.mean(dim=1, keepdim=True)], dim=1)"),
+        _FUTURE,
+        "130 tokens, of which those from number 101 on change",
+    ),
+    "counts_of_row_0": (
+        _idea("return heads / (1 + call.places.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
+        _BATCH,
+        "text 2 of a batch of 1 and 2 tokens, with padding before the first",
+    ),
+    "mean_of_the_batch": (
+        _idea("return heads - 0.1 * heads.mean(dim=0)"),
+        _BATCH,
+        "text 1 of a batch of 1 and 1 token, with softmax",
+    ),
+    "padding_of_this_call": (
+        _PADDING_OF_THIS_CALL,
+        "a padded batch can be cached",
+        "2 tokens in chunks of 1, 1, 1 of them padding",
+    ),
+    "cache_in_the_part": (_OWN_CACHE.replace("OWNER", "self"), _CACHES, "1 and 1 tokens, between which another text"),
+    "cache_that_knows_no_beams": (_OWN_CACHE.replace("OWNER", "call.cache"), _CACHES, "2 texts of 2 tokens that change places"),
+    "gradient_of_padding": (
+        _idea("norm = heads.square().sum(dim=-1, keepdim=True).sqrt()\nreturn torch.where(norm > 0, heads / norm, heads)"),
+        "a row of padding alone stays finite",
+        "the gradients of a row of 1 token",
+    ),
+    "batch_norm": (
+        _idea("return self.norm(heads.flatten(0, 2)).view_as(heads)", norm="nn.BatchNorm1d(config.head_dim)"),
+        _TRAINING,
+        "2 texts of 1 token, gradients included",
+    ),
+    "cheats_in_training": (
+        _idea("return heads.roll(1, dims=1) if self.training else heads"),
+        _TRAINING,
+        "2 texts of 2 tokens, gradients included",
+    ),
+    "cheats_behind_noise": (
+        _idea("return heads.roll(1, dims=1) + torch.randn_like(heads) if self.training else heads"),
+        _TRAINING,
+        "2 texts of 2 tokens, of which the second and the first from number 2 on change",
+    ),
+    "other_gradient_in_training": (_idea("return heads.detach() if self.training else heads"), _TRAINING, "2 texts of 1 token"),
+    "reads_a_number": (
+        _idea("return heads * self.gain.item()", gain=_GAIN),
+        _USED,
+        "layers.0.self_attn.parts.idea.gain has no gradient",
+    ),
+    "input_in_place": (
+        _idea("return hidden_states.mul_(0.5)", "change_input(self, call, hidden_states)"),
+        _PLACE,
+        "1 token: change_input changes a tensor in place",
+    ),
+    "float64": (_idea("return heads.double()"), _DTYPES, "7 tokens, with softmax: RuntimeError: float32: "),
+    "float32": (
+        _idea("return heads * self.gain.to(torch.promote_types(heads.dtype, torch.float32))", gain=_GAIN),
+        _DTYPES,
+        "bfloat16: ",
+    ),
+    "no_device": (
+        _idea("return heads * torch.arange(1, 5).to(heads.dtype)[:, None]"),
+        "a model can be on another device",
+        "7 tokens, with softmax: RuntimeError: Tensor on device cpu",
+    ),
+    "buffer_that_is_not_saved": (
+        _idea("return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"),
+        _SAVED,
+        "7 tokens, after saving and loading",
+    ),
+}
+# Parts that are right, though something of them looks like a fault
+RIGHT = {
+    "dropout": _idea(
+        """
+        heads = torch.dropout(self.dropout(heads), 0.5, self.training)
+        return nn.functional.dropout(heads, training=self.training)
+        """,
+        dropout="nn.Dropout(0.5)",
+    ),
+    "noise": _idea("return heads + torch.randn_like(heads) if self.training else heads"),
+    "straight_through": _idea("return heads + (heads.sign() - heads).detach()"),
+    "keeps_a_loss": _idea("self.loss = heads.square().mean()\nreturn heads"),
+    "frozen": _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(()), requires_grad=False)"),
+    "some_layers": _idea("return heads * self.gain if self.layer_idx else heads", gain=f"{_GAIN} if layer_idx else None"),
+    "reads_no_parameter": _idea("return 2 * heads if heads.isnan().any() else heads"),
+    "no_scores": _idea("return torch.zeros_like(scores)", "change_scores(self, call, scores, visible)"),
 }

@@ -3,10 +3,19 @@
 import textwrap
 
 import pytest
-from support.own_parts import DISTANCE, FAULTS
+from support.own_parts import DISTANCE, FAULTS, RIGHT
 from support.paths import REPOSITORY
 
+from modeling_nlq.training import checking
 from modeling_nlq.training.checking import INVARIANTS, describe
+
+
+@pytest.fixture
+def two_surroundings(monkeypatch):
+    """Fewer models and lengths, for time."""
+    names = ("softmax", "sigmoid, wide heads and a gated MLP")
+    monkeypatch.setattr(checking, "LENGTHS", (1, 2, 3, checking.SHORT, checking.LONG))
+    monkeypatch.setattr(checking, "_SURROUNDINGS", {name: checking._SURROUNDINGS[name] for name in names})
 
 
 def write(folder, text, name="my_idea.py"):
@@ -23,8 +32,14 @@ def test_a_right_part_passes(tmp_path):
     assert all("holds" in line for line in lines[1:])
 
 
+@pytest.mark.parametrize("part", RIGHT)
+def test_a_part_that_looks_like_a_fault_passes(tmp_path, two_surroundings, part):
+    lines, holds = describe(write(tmp_path, RIGHT[part]))
+    assert holds, lines
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named(tmp_path, fault):
+def test_a_fault_is_named(tmp_path, two_surroundings, fault):
     text, invariant, case = FAULTS[fault]
     lines, holds = describe(write(tmp_path, text))
     assert not holds
