@@ -75,7 +75,7 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
             no activation.
     """
     path = Path(source)
-    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
+    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq") or len(path.stem) > 200:
         raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
     if text is None:
         try:
