@@ -230,12 +230,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file.
 
     Raises:
-        ValueError: if it is no JSON, naming the file.
+        ValueError: if it is no JSON or holds no fields, naming the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it must hold fields and values, not {type(content).__name__}")
+    return content
 
 
 def check_keys(source: str, keys, known) -> None:

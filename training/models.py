@@ -4,9 +4,11 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -216,22 +218,34 @@ def check_layers(values: dict[str, Any], source: str) -> None:
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads a saved tokenizer; raises `ValueError` where it would run code that is not trusted."""
-    with _refused_code_named(name):
+    with source_named(name, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
-def _refused_code_named(name: str) -> Iterator[None]:
-    """Replaces Transformers' message for code that it was told not to run; left to itself, it would ask on the terminal."""
+def source_named(name: str, what: str = "") -> Iterator[None]:
+    """Names a model or tokenizer in the errors of the libraries that read its files.
+
+    It replaces Transformers' message for code that it was told not to run (left to itself, it would ask on the terminal), and
+    PyTorch's for a pickle that would run some, which advises to run it.
+    """
     try:
         yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
+    except UnpicklingError:
         raise ValueError(
-            f"{name!r} brings code of its own, which was not run; read it, and if you trust it, `nlq generate`, `evaluate` and "
-            "`explore` run it with --trust-remote-code"
+            f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code; they were not read"
         ) from None
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name!r} brings code of its own, which was not run; read it, and if you trust it, `nlq generate`, `evaluate` "
+                "and `explore` run it with --trust-remote-code"
+            ) from None
+        # `tokenizers` raises no type of its own
+        if name in str(error) or not (isinstance(error, ValueError | KeyError | SafetensorError) or type(error) is Exception):
+            raise
+        reason = "no " * isinstance(error, KeyError) + one_line(error)
+        raise ValueError(f"{what}{name!r} cannot be read: {reason}") from error
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -255,7 +269,7 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
     try:
         read_config(name)
-        with _refused_code_named(name):
+        with source_named(name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name, output_loading_info=True, trust_remote_code=trust_remote_code
             )

@@ -100,8 +100,9 @@ def test_yaml_that_cannot_be_used(text, message, tmp_path):
         read_yaml(tmp_path / "a.yaml")
 
 
-def test_damaged_json_is_named(tmp_path):
-    (tmp_path / "a.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[1]", "null"])
+def test_damaged_json_is_named(text, tmp_path):
+    (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"a\.json is damaged"):
         read_json(tmp_path / "a.json")
 

@@ -125,6 +125,10 @@ def read_gguf(path: Path) -> GGUF:
     needed = {name for name, place in read.items() if place is not None} - {"vocab_size"}
     if missing := sorted(needed - said.keys() - set(_OPTIONAL.get(architecture, ()))):
         raise ValueError(f"{path} lacks {', '.join(prefix + name for name in missing)}")
+    for name in sorted(needed & said.keys()):
+        value = said[name]
+        if not isinstance(value, list) and not (isinstance(value, int | float) and value > 0):
+            raise ValueError(f"{path}: {prefix}{name}={value!r} must be a positive number")
     check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated

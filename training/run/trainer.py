@@ -43,7 +43,7 @@ from ..files import (
     write_text,
     written_whole,
 )
-from ..models import initialize_by_name, is_saved_model
+from ..models import initialize_by_name, is_saved_model, source_named
 from ..parameters import Size, measure, size_of
 from ..storage import is_address
 from ..traces import without_folders
@@ -232,14 +232,15 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
         return _name_loss(model)
-    model, found = AutoModelForCausalLM.from_pretrained(
-        recipe.model,
-        config=config,
-        dtype=torch.float32,
-        attn_implementation=recipe.attn_implementation,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
+    with source_named(recipe.model):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            recipe.model,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=recipe.attn_implementation,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
     if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
         raise ValueError(
             f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "

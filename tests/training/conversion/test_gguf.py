@@ -245,6 +245,11 @@ class TestRefused:
         file = llama(without=("attention.layer_norm_rms_epsilon",))
         assert f"{file} lacks llama.attention.layer_norm_rms_epsilon" in fails(file)
 
+    @pytest.mark.parametrize("value", [0, "two"])
+    def test_field_that_is_no_positive_number(self, value, llama, fails):
+        file = llama(fields={"llama.attention.head_count": value})
+        assert f"{file}: llama.attention.head_count={value!r} must be a positive number" in fails(file)
+
     def test_name_in_capitals(self, llama, fails, tmp_path):
         file = llama().rename(tmp_path / "model.GGUF")
         assert f"{file} must end in .gguf" in fails(file)

@@ -1,7 +1,11 @@
 """`nlq generate`."""
 
 import json
+import shutil
+from pathlib import Path
 
+import pytest
+import torch
 from support.corpora import write_documents
 from tokenizers import processors
 from transformers import AutoTokenizer
@@ -34,6 +38,33 @@ def test_prompt_has_no_special_tokens(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(NLQForCausalLM, "generate", keep)
     assert main(["generate", str(tmp_path), "import json", "--max_new_tokens", "3"]) == 0
     assert prompts == [tokenizer("import json", add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b'{"version": "1.0"', "the tokenizer of '{}' cannot be read"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "none"}}', "the tokenizer of '{}' cannot be read"),
+        ("model.safetensors", b"half", "'{}' cannot be read"),
+        ("pytorch_model.bin", None, "'{}': the weights are damaged, or ask for more than tensors, which could run code"),
+    ],
+)
+def test_damaged_files_are_named(name, content, message, run, recipe_file, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(run[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    if content is None:
+        (folder / "model.safetensors").unlink()
+        torch.save({"weights": Path("/")}, folder / name)  # PyTorch does not know its type
+    else:
+        (folder / name).write_bytes(content)
+    commands = [["generate", str(folder), "import"]]
+    if not name.startswith("tokenizer"):
+        commands.append(["train", str(recipe_file), "--model", str(folder), "--tokenizer", str(run[0])])
+        commands[1] += ["--output_dir", str(tmp_path / "run")]
+    for command in commands:
+        assert main(command) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"nlq: error: {message.format(folder)}") and "weights_only" not in error
 
 
 def test_classifier_is_no_language_model(run, corpus, tmp_path, capsys):
