@@ -41,7 +41,12 @@ def forking():
     """A function that runs a command, given as a list of arguments, and returns its `Outcome`."""
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "NLQ_CPP": "0"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, __file__], env={**os.environ, **environment}, **pipes) as server:
+    with (
+        tempfile.TemporaryDirectory() as modules,  # code that Transformers copies
+        subprocess.Popen(
+            [sys.executable, __file__], env={**os.environ, **environment, "HF_MODULES_CACHE": modules}, **pipes
+        ) as server,
+    ):
 
         def run(arguments: list[str]) -> Outcome:
             server.stdin.write(json.dumps(arguments) + "\n")

@@ -1,5 +1,6 @@
 """Files from elsewhere that are damaged, or made to cost gigabytes: an error in one line, at once, or the same result."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -107,3 +108,113 @@ def test_whole(kind, whole, command):
     """Else the damaged ones would be refused for another reason."""
     outcome = command([argument.format((whole / KINDS[kind][0]).parent) for argument in KINDS[kind][1]])
     assert outcome.status == 0, outcome.printed
+
+
+def change_json(file: Path, **fields) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def with_layers(folder: Path) -> None:
+    change_json(folder / "config.json", num_hidden_layers=10**5)
+
+
+def with_yaml(text: str):
+    return lambda folder: (folder / "recipe.yaml").write_text(text)
+
+
+def aliases(field: str) -> str:
+    """A billion values in a few hundred bytes."""
+    value = "&x0 [lol]"
+    for level in range(1, 10):
+        value = f"&x{level} [{value}{f', *x{level - 1}' * 9}]"
+    return f"model: tiny-linear\n{field}: {value}\n"
+
+
+def with_regex(folder: Path) -> None:
+    normalizer = {"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}
+    change_json(folder / "tokenizer.json", normalizer=normalizer)
+
+
+TRAIN = KINDS["yaml"][1]
+TOO_MANY, LAYERS = "more than 20,000 values", "names 100,000 layers, and at most 1,000 are built"
+# By name: the folder, its change, the command, and what the error says
+EXPENSIVE = {
+    "switches": ("yaml", with_yaml(aliases("switches")), TRAIN, TOO_MANY),
+    "text_column": ("yaml", with_yaml(aliases("text_column")), TRAIN, TOO_MANY),
+    "lora": ("yaml", with_yaml(aliases("lora")), TRAIN, TOO_MANY),
+    "alias_in_itself": ("yaml", with_yaml("lora: &x [*x]"), TRAIN, "an alias stands inside of what it stands for"),
+    "levels": ("yaml", with_yaml("lora: " + "[" * 10**5), TRAIN, "more than 50 levels"),
+    "long_yaml": ("yaml", with_yaml(f"lora: [{'1, ' * 10**6}]"), TRAIN, "more than 1,048,576 bytes of YAML"),
+    "long_value": ("yaml", with_yaml(f"model: {'x' * 10**6}"), TRAIN, " [...] "),
+    "layers_generate": ("llama", with_layers, GENERATE, LAYERS),
+    "layers_params": ("nlq", with_layers, ["params", "{}"], LAYERS),
+    "layers_convert": ("llama", with_layers, ["convert", "{}", "target"], LAYERS),
+    "per_layer_config": (
+        "nlq",
+        lambda at: change_json(at / "config.json", per_layer_config={layer: {} for layer in range(10**6)}),
+        ["params", "{}"],
+        "bytes, and at most 4,194,304 are read",
+    ),
+    "layers_gguf": (
+        "gguf",
+        lambda at: write_gguf(at / "model.gguf", LlamaForCausalLM(LlamaConfig(**SIZES)), fields={"llama.block_count": 10**6}),
+        KINDS["gguf"][1],
+        "names 1,000,000 layers",
+    ),
+    "beams": (
+        "llama",
+        lambda at: change_json(at / "generation_config.json", num_beams=10**7),
+        GENERATE,
+        "num_beams=10000000 must be between 1 and 64",
+    ),
+    "document": (
+        "llama",
+        lambda at: write_documents(at / "text.jsonl", ["import os\n" * 4_000_000]),
+        ["evaluate", "{}", "--dataset", "{}/text.jsonl"],
+        "holds a document of 40,000,000 characters",
+    ),
+    "regex": ("llama", with_regex, ["generate", "{}", "x" * 60], "the tokenizer cannot read this text: Onig"),
+}
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_what_would_take_minutes_or_gigabytes(name, whole, command, tmp_path):
+    kind, change, arguments, message = EXPENSIVE[name]
+    folder = shutil.copytree(whole / kind, tmp_path / kind)
+    change(folder)
+    outcome = command([argument.format(folder) for argument in arguments])
+    check(outcome)
+    assert outcome.status == 1 and message in outcome.printed.splitlines()[-1], outcome
+    assert len(outcome.printed.splitlines()) < 20, outcome  # with progress bars
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+@pytest.mark.parametrize("arguments", [GENERATE, ["evaluate", "{}"], ["explore", "{}", "--text", "the fox"], TRAIN])
+def test_code_beside_a_model(arguments, what, whole, command, tmp_path):
+    """Never by a question on the terminal, and where there is an option, only with it."""
+    folder = shutil.copytree(whole / "llama", tmp_path / "llama")
+    if what == "model":
+        change_json(
+            folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+        )
+    else:
+        change_json(folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
+    (folder / "evil.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class C(LlamaConfig):\n    model_type = 'evil'\n"
+        "class M(LlamaForCausalLM):\n    config_class = C\n"
+        "class T(PreTrainedTokenizerFast):\n    pass\n"
+        f"open({str(tmp_path / 'planted')!r}, 'w').close()\n"
+    )
+    if arguments is TRAIN:
+        recipe = yaml.safe_load((whole / "yaml" / "recipe.yaml").read_text())
+        recipe |= {"tokenizer": str(folder), "model": str(folder if what == "model" else whole / "nlq"), "switches": {}}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = [argument.format(folder) for argument in arguments]
+    outcome = command(arguments)
+    check(outcome)
+    assert outcome.status == 1 and "y/N" not in outcome.printed and not (tmp_path / "planted").exists(), outcome
+    if arguments[0] == "generate":
+        assert "--trust-remote-code" in outcome.printed
+        outcome = command([*arguments, "--trust-remote-code"])
+        assert outcome.status == 0 and (tmp_path / "planted").exists(), outcome

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
@@ -102,13 +103,21 @@ def read_gguf(path: Path) -> GGUF:
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader
 
+    class BoundedReader(GGUFReader):
+        """Stops at the end of the file: the length of a list there may be any number, which would be counted to."""
+
+        def _get(self, offset, dtype, count=1, **options):
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise EOFError(path)
+            return super()._get(offset, dtype, count, **options)
+
     if path.suffix != ".gguf":
         raise ValueError(f"{path} must end in .gguf: Transformers reads no other name")
     with path.open("rb") as file:
         if (magic := file.read(4)) != b"GGUF":
             raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}, which must be b'GGUF'")
     try:
-        reader = GGUFReader(path)
+        reader = BoundedReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # of many kinds, from wherever the reader was when the file ended
         raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
