@@ -152,6 +152,8 @@ def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
     assert model.config.attention_parts_code is None
     with pytest.raises(ValueError, match=r"'distance' is defined in no file"):
         model.save_pretrained(tmp_path)
-    for bad, message in ((int, "must be a subclass"), (type("B", (AttentionPart,), {"name": "a b"}), "a Python identifier")):
+    unnamed, called = (type("B", (AttentionPart,), fields) for fields in ({"name": "a b"}, {"name": "b", "forward": len}))
+    wrong = ((int, "must be a subclass"), (unnamed, "a Python identifier"), (called, "B overrides `forward`"))
+    for bad, message in wrong:
         with pytest.raises(ValueError, match=message):
             register_attention_part(bad)
