@@ -102,9 +102,10 @@ class NLQAttentionProjections(nn.Module):
         """
         call = AttentionCall(self, hidden_states, *args)
         if self.readers_of_first_values and call.first_values is None:
+            names = ", ".join(self.readers_of_first_values)
             raise ValueError(
-                f"{', '.join(self.readers_of_first_values)} (layer {self.layer_idx}) needs first_values, the values of the "
-                "first layer; a program that calls the layers one by one must pass them on, or call the model instead"
+                f"{names} (layer {self.layer_idx}) needs first_values, the values of the model's first layer; a program that "
+                "calls the layers one by one must pass them on, or call the model instead"
             )
         for part in self.parts_with("change_input"):
             call.hidden_states = part("change_input", call, call.hidden_states)

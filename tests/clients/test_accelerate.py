@@ -1,12 +1,18 @@
-"""accelerate: weights on disk, and data-parallel training of whole models and of adapters."""
+"""accelerate: weights on disk, and data-parallel training of whole models and of adapters; FSDP2 of attention and MLP apart."""
 
 import json
+import typing
 
 import accelerate
 import pytest
 import torch
 from support.client_cases import CASES, TEXT, greedy, make_tokenizer, run_script
+from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES, random_tokens
+from torch import nn
 from transformers import AutoModelForCausalLM
+
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, own_parts_nlq, register_attention_part
+from modeling_nlq.part_table_nlq import ATTENTION_PARTS
 
 
 IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
@@ -29,6 +35,138 @@ def test_offloading(activation, query, trained, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(on_disk(IDS).logits, expected, atol=0, rtol=0)
         torch.testing.assert_close(offloaded(IDS).logits, expected, atol=0, rtol=0)
+
+
+class EveryHook(AttentionPart):
+    """An own part that reads its parameter in every hook."""
+
+    name, state_size, needs_places, needs_first_values = "every_hook", 1, True, True
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def change_input(self, call, *states):
+        return self.gain * states[-1]
+
+    change_output = change_mlp_input = change_weights = change_input
+
+    def change_projections(self, call, *states):
+        return tuple(self.gain * own for own in states)
+
+    change_attended = change_mlp_inner = change_projections
+
+    def token_state(self, call):
+        return self.gain * call.hidden_states[:, None, :, :1].expand(-1, call.layer.config.num_key_value_heads, -1, -1)
+
+    def score_bias(self, call, state):
+        bias = self.gain * state[:, :1, :, 0].expand(-1, call.layer.num_heads, -1)
+        return ScoreBias(bias[..., call.places.query_index], bias)
+
+    def change_scores(self, call, scores, visible):
+        return self.gain * scores
+
+    def reweigh(self, call, weights, own_columns, key):
+        return self.gain * weights
+
+
+OWN = {"attention_parts": ["every_hook"], "num_hidden_layers": 3}
+FILLED = SWITCHES | PART_SWITCHES | {"own_part": OWN, "canon_of_a_plain_mlp": {"canon": "ABCD"}}
+FILLED |= {f"linear_{name}": {"attention_activation": "linear_attention", **case} for name, case in LINEAR_SWITCHES.items()}
+
+
+@pytest.fixture
+def own_part(monkeypatch):
+    for table in ("_registered", "_latest"):
+        monkeypatch.setattr(own_parts_nlq, table, {})
+    register_attention_part(EveryHook)
+
+
+@pytest.mark.parametrize("name", FILLED)
+@torch.no_grad()
+def test_parameters_are_filled_for_a_call(name, make_model, own_part):
+    """Offloading fills the parameters of a module when it is called, so nothing else may read them."""
+    tokens = random_tokens(2, 9)
+    for implementation in ("nlq", "eager"):
+        model = make_model(implementation=implementation, **FILLED[name])
+        expected = model(tokens).logits
+        offloaded = accelerate.cpu_offload(model, torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in offloaded.parameters())
+        assert torch.equal(offloaded(tokens).logits, expected), implementation
+
+
+def test_every_value_of_every_part_is_offloaded():
+    for name in ATTENTION_PARTS:
+        values = {value for case in FILLED.values() for value in [case.get(name)] if value not in (None, False)}
+        hints = typing.get_args(NLQConfig.__annotations__[name])
+        assert values and values >= {value for hint in hints for value in typing.get_args(hint)}, name
+
+
+@torch.no_grad()
+def test_most_weights_on_disk(make_model, tmp_path):
+    model, tokens = make_model(implementation="nlq", **PART_SWITCHES["more_parts"]), random_tokens(2, 9)
+    model.save_pretrained(tmp_path / "saved")
+    options = {"device_map": "auto", "max_memory": {"cpu": 6000}, "offload_folder": tmp_path / "disk"}
+    loaded = NLQForCausalLM.from_pretrained(tmp_path / "saved", **options, attn_implementation="nlq")
+    assert "disk" in loaded.hf_device_map.values()
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+FSDP = """
+import json
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from modeling_nlq import NLQForCausalLM
+
+output, folder = sys.argv[1:]
+dist.init_process_group("gloo")
+mesh, ids = init_device_mesh("cpu", (2,)), torch.arange(36).view(4, 9) % 13
+losses = {}
+for wrapped in ("", "apart", "apart in layers", "apart in layers in model", "grouped in model"):
+    for reentrant in (None, False, True):
+        model = NLQForCausalLM.from_pretrained(folder).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for layer in model.model.layers if wrapped else ():
+            pair = [layer.self_attn, layer.mlp]
+            for part in [pair] if "grouped" in wrapped else pair:
+                fully_shard(part, mesh=mesh)
+            if "layers" in wrapped:
+                fully_shard(layer, mesh=mesh)
+        if "model" in wrapped:
+            fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        rows = ids.chunk(2)[dist.get_rank()] if wrapped else ids
+        found = losses.setdefault(f"{wrapped}, {reentrant}", [])
+        for _ in range(3):
+            loss = model(rows, labels=rows, use_cache=False).loss
+            loss.backward()
+            loss = loss.detach().clone()
+            plain = [parameter.grad for parameter in model.parameters() if not hasattr(parameter, "full_tensor")]
+            for tensor in (loss, *plain) if wrapped else ():
+                dist.all_reduce(tensor.div_(2))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+if dist.get_rank() == 0:
+    json.dump(losses, open(output, "w"))
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_of_attention_and_mlp_apart(make_model, tmp_path):
+    """The attention owns parameters of parts that compute in the MLP, and FSDP2 takes them away between the two."""
+    make_model(**PART_SWITCHES["more_parts"]).save_pretrained(tmp_path / "saved")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    run_script(FSDP, tmp_path / "losses.json", tmp_path / "saved", launcher=launcher, script_folder=tmp_path)
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    expected = losses[", None"]
+    assert len(losses) == 15 and expected[-1] < expected[0]
+    for name, found in losses.items():
+        assert found == pytest.approx(expected, rel=1e-5), name
 
 
 # One global batch of 8 rows, split over the processes

@@ -6,6 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 from support.grids import slow_except
+from support.model_cases import PART_SWITCHES
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -517,3 +518,79 @@ def test_weights_by_configuration(activation, tokens, tmp_path):
     tiled = make("relu", attn_implementation="nlq_tiled")
     with pytest.raises(ValueError, match="output_attentions"):
         tiled.config.output_attentions = True
+
+
+SOFTMAX, LINEAR, SIGMOID = ({"attention_activation": name} for name in ("softmax", "linear_attention", "sigmoid"))
+# Layers that differ from the first in what they get beside their input
+HYBRIDS = {
+    "softmax_and_sigmoid": {**SOFTMAX, "per_layer_config": {1: SIGMOID}},
+    "sigmoid_and_softmax": {**SIGMOID, "per_layer_config": {1: SOFTMAX}},
+    "linear_and_softmax": {**LINEAR, "per_layer_config": {1: SOFTMAX}},
+    "softmax_and_linear": {**SOFTMAX, "per_layer_config": {1: LINEAR}},
+    "full_and_window": {"per_layer_config": {1: {"sliding_window": 3}}},
+    "window_and_full": {"sliding_window": 3, "per_layer_config": {1: {"sliding_window": None}}},
+    "rotary_second": {"position_embedding": "rope", "per_layer_config": {0: {"position_embedding": "none"}}},
+    "canon_second": {"per_layer_config": {1: {"canon": "ABCD"}}},
+}
+
+
+class TestLayersOneByOne:
+    """Layer-wise quantizers keep the arguments of the first layer, or some of them, and call every layer with them."""
+
+    @staticmethod
+    def replay(model, tokens, mask, kept):
+        caught = []
+        first = model.model.layers[0]
+        hook = first.register_forward_pre_hook(lambda _, *arguments: caught.append(arguments), with_kwargs=True)
+        expected = model(tokens, attention_mask=mask, use_cache=False).logits
+        hook.remove()
+        (states, *others), keywords = caught[0]
+        for layer in model.model.layers:
+            states = layer(states, *others, **{name: value for name, value in keywords.items() if kept is None or name in kept})
+            states = states[0] if isinstance(states, tuple) else states
+        return model.lm_head(model.model.norm(states)), expected
+
+    @pytest.mark.parametrize("kept", [None, ("attention_mask", "position_embeddings"), ("position_embeddings",)])
+    @pytest.mark.parametrize("implementation", ["nlq", "eager"])
+    @pytest.mark.parametrize("name", HYBRIDS)
+    @torch.no_grad()
+    def test_equals_the_model(self, name, implementation, kept, make_model):
+        tokens, mask = torch.randint(13, (2, 9)), None
+        if kept is None or "attention_mask" in kept:
+            mask = torch.ones_like(tokens)
+            mask[1, :3] = 0
+        model = make_model(implementation=implementation, **HYBRIDS[name])
+        found, expected = self.replay(model, tokens, mask, kept)
+        rows = slice(None) if mask is None else mask.bool()
+        assert torch.equal(found[rows], expected[rows])
+
+    def test_what_is_missing_is_named(self, make_model):
+        for switches, message in (
+            ({"value_residual": "fixed"}, r"value_residual \(layer 1\) needs first_values"),
+            ({"position_embedding": "rope"}, "position_embeddings: layer 0 has rotary positions"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                self.replay(make_model(**switches), torch.randint(13, (2, 9)), None, ())
+
+
+@pytest.mark.parametrize("name", ["canon", "canon_of_linear_attention", "forget_gate_learned", "value_residual_learned"])
+def test_a_deleted_layer(name, make_model):
+    """The usual pruning: the layers after it get new numbers, by which they find their cache."""
+    model = make_model(**PART_SWITCHES[name] | {"num_hidden_layers": 3})
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 2
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    prompt = torch.randint(1, 13, (1, 5))  # without padding
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        assert torch.equal(model(tokens[:, :-1]).logits[:, 4:].argmax(dim=-1), tokens[:, 5:])
+
+
+@pytest.mark.parametrize("name", PART_SWITCHES)
+def test_forward_on_meta(name):
+    """No number is read, as in programs that estimate memory."""
+    with torch.device("meta"):
+        model = make(**PART_SWITCHES[name])
+        tokens = torch.ones(2, 9, dtype=torch.long)
+        assert model(tokens).logits.shape == (2, 9, 50)

@@ -170,6 +170,9 @@ def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
     assert model.config.attention_parts_code is None
     with pytest.raises(ValueError, match=r"'distance' is defined in no file"):
         model.save_pretrained(tmp_path)
-    for bad, message in ((int, "must be a subclass"), ("a b", "a Python identifier"), ("a" * 201, "at most 200 characters")):
+    fields = ({"name": "a b"}, {"name": "a" * 201}, {"name": "b", "forward": len})
+    unnamed, long, called = (type("B", (AttentionPart,), own) for own in fields)
+    wrong = ((unnamed, "a Python identifier"), (long, "at most 200 characters"), (called, "B overrides `forward`"))
+    for bad, message in ((int, "must be a subclass"), *wrong):
         with pytest.raises(ValueError, match=message):
-            register_attention_part(type("B", (AttentionPart,), {"name": bad}) if isinstance(bad, str) else bad)
+            register_attention_part(bad)

@@ -93,7 +93,7 @@ def expected_statistics(layer, scores, weights, position_ids):
         if first == i:
             continue
         phi = row_scores.exp() if layer.activation.name == "softmax" else PHI[layer.activation.name](row_scores)
-        sink = 0.0 if layer.sink is None else layer.sink[h].exp().item()
+        sink = 0.0 if layer.sink is None else torch.as_tensor(layer.sink).expand(heads)[h].exp().item()
         normalizers.append(phi.sum().item() + sink)
         largest.append(row.max().item())
         zero_rows.append(float(row.sum() == 0))
