@@ -74,6 +74,17 @@ struct Call {
   double scaling;
 };
 
+// 16 N columns of the output, whose sums stay in registers
+template <int N>
+void mix(const std::vector<float>& weights, const float* value, int64_t step, float* output) {
+  vec sums[N] = {};
+  for (const float weight : weights) {
+    for (int n = 0; n < N; n++) sums[n] += weight * *(const vec*)(value + 16 * n);
+    value += step;
+  }
+  for (int n = 0; n < N; n++) *(vec*)(output + 16 * n) = sums[n];
+}
+
 // NaN if the scores are too large for float32
 void attend(const Call& call, int64_t batch, int64_t head) {
   const float* query = call.query + batch * call.query_steps[0] + head * call.query_steps[1];
@@ -106,12 +117,13 @@ void attend(const Call& call, int64_t batch, int64_t head) {
   const float total = call.weigh(weights.data(), visible, call.keys, factor, bias);
   const float scale = call.is_sum ? (total < ZERO_LIMIT ? 0.0f : 1.0f / total) : call.is_length ? 1.0f / count : 1.0f;
 
-  std::fill(output, output + call.width, 0.0f);
-  for (int64_t j = 0; j < call.keys; j++) {
-    const float weight = weights[j] * scale;
-    const float* row = value + j * call.value_steps[2];
-#pragma omp simd
-    for (int64_t i = 0; i < call.width; i++) output[i] += weight * row[i];
+  for (float& weight : weights) weight *= scale;
+  int64_t i = 0;
+  for (; i + 64 <= call.width; i += 64) mix<4>(weights, value + i, call.value_steps[2], output + i);
+  for (; i + 16 <= call.width; i += 16) mix<1>(weights, value + i, call.value_steps[2], output + i);
+  for (; i < call.width; i++) {
+    output[i] = 0;
+    for (int64_t j = 0; j < call.keys; j++) output[i] += weights[j] * value[j * call.value_steps[2] + i];
   }
 }
 
