@@ -118,9 +118,18 @@ class TestCommandLine:
             (["generate", "finished", "x", "--seed", "-1"], ["seed=-1"]),
             (["evaluate", "finished", "--block_size", "0"], ["block_size=0 must be at least 2"]),
             (["evaluate", "finished", "--batch_size", "0"], ["batch_size=0"]),
-            (["evaluate", "finished", "--max_validation_documents", "0"], ["max_validation_documents=0 must be at least 1"]),
-            (["evaluate", "finished", "--validation_fraction", "nan"], ["validation_fraction=nan must be between 0 and 1"]),
-            (["evaluate", "finished", "--validation_fraction", "0"], ["validation_fraction=0.0 must be between 0 and 1"]),
+            (
+                ["evaluate", "finished", "--dataset", "fine.jsonl", "--max_validation_documents", "0"],
+                ["max_validation_documents=0 must be at least 1"],
+            ),
+            (
+                ["evaluate", "finished", "--dataset", "fine.jsonl", "--validation_fraction", "nan"],
+                ["validation_fraction=nan must be between 0 and 1"],
+            ),
+            (
+                ["evaluate", "finished", "--dataset", "fine.jsonl", "--validation_fraction", "0"],
+                ["validation_fraction=0.0 must be between 0 and 1"],
+            ),
             (["train", "demo", "--learning_rate", "nan"], ["learning_rate=nan must be a finite number"]),
             (["train", "demo", "--num_train_epochs", "inf"], ["num_train_epochs=inf must be a finite number"]),
             (["train", "demo", "--per_device_train_batch_size", "0"], ["per_device_train_batch_size=0 must be at least 1"]),
