@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in
 
 from ..configuration import suggestion
 from .storage import copy_files
@@ -243,6 +243,8 @@ def code_files(folder: Path) -> set[Path]:
     Raises:
         FileNotFoundError: if one of them imports a file that is missing.
     """
-    entries = {folder / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values()}
+    settings = folder / "config.json"
+    auto_map = classes_in(folder, read_json(settings).get("auto_map") or {}) if settings.is_file() else {}
+    entries = {folder / f"{path.partition('.')[0]}.py" for path in [*AUTO_MAP.values(), *auto_map.values()]}
     there = {path for path in entries if path.is_file()}
     return there | {Path(path) for entry in there for path in get_relative_import_files(entry)}
