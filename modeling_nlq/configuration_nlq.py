@@ -11,8 +11,10 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 
 import contextlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +22,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
@@ -32,7 +35,7 @@ from .projections_nlq import PROJECTIONS
 
 
 if TYPE_CHECKING:
-    # Transformers copies the files that it finds in import lines. With this line it copies the model with any configuration.
+    # Transformers copies the files that it finds in import lines. With this line it copies the model with any configuration
     from .modeling_nlq import NLQModel  # noqa: F401
 
 
@@ -51,6 +54,21 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_nlq.NLQForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
 }
+
+
+def is_derived(path: str) -> bool:
+    """Tells whether an entry of `auto_map` names a class that is not of this code."""
+    return path.rpartition("--")[2] not in AUTO_MAP.values()
+
+
+def classes_in(folder: str | os.PathLike, auto_map: dict[str, str]) -> dict[str, str]:
+    """Returns the `auto_map` of a folder: the classes of this code, but derived ones whose file lies there."""
+    return AUTO_MAP | {
+        name: path
+        for name, path in auto_map.items()
+        if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
+    }
+
 
 # The switches that may differ between layers, through Transformers' `per_layer_config`.
 PER_LAYER_SWITCHES = (
@@ -289,8 +307,9 @@ class NLQConfig(PreTrainedConfig):
                 self.projection_bottleneck_size = self.hidden_size // 2
         super().__post_init__(**kwargs)
         self._remember_code()
-        # Always this code, whatever an old file says: saving this configuration copies this code beside it.
-        self.auto_map = dict(AUTO_MAP)
+        # This code, whatever an old file says: saving this configuration copies this code beside it. Others are derived classes
+        derived = {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
+        self.auto_map = {**AUTO_MAP, **derived}
         self.nlq_version = __version__
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
@@ -317,10 +336,22 @@ class NLQConfig(PreTrainedConfig):
             )
         return config
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """As in Transformers. From a derived configuration, the Auto classes then build the models of this code."""
+        super().register_for_auto_class(auto_class)
+        if cls.__module__ != __name__:
+            from .modeling_nlq import register_models
+
+            register_models(cls)
+
     def save_pretrained(self, save_directory, *args, **kwargs):
-        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
+        # diff with PreTrainedConfig: the files of parts that belong to no file of this code, and this code beside derived ones
         own = [part for part in self._own_parts().values() if part not in PARTS]
+        self.auto_map = classes_in(save_directory, self.auto_map)
         result = super().save_pretrained(save_directory, *args, **kwargs)
+        if type(self) is not NLQConfig:
+            custom_object_save(NLQConfig(), save_directory)
         if own:
             save_parts(save_directory, own)
         return result
@@ -353,11 +384,6 @@ class NLQConfig(PreTrainedConfig):
 
     # diff with PreTrainedConfig: besides "eager", the automatic choice returns the weights too
     output_attentions = property(PreTrainedConfig.output_attentions.fget, _set_output_attentions)
-
-    def to_dict(self) -> dict:
-        # diff with PreTrainedConfig: saving a model writes its class into `auto_map`, but under FSDP2 that is a class that no
-        # file defines. The six Auto classes are always correct.
-        return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
 
     @property
     def activation(self) -> AttentionActivation:

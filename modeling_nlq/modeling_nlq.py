@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -43,7 +45,7 @@ from .backends_nlq import (
     own_masks,
     supports_flash_attention,
 )
-from .configuration_nlq import AUTOMATIC, NLQConfig, warn_of_untested_transformers
+from .configuration_nlq import AUTO_MAP, AUTOMATIC, NLQConfig, is_derived, warn_of_untested_transformers
 from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
@@ -435,26 +437,48 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
         # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration class. That
-        # of a downloaded folder is not the class imported above. A subclass with another name registers itself.
+        # of a downloaded folder is not the class imported above.
         if type(config).__name__ == NLQConfig.__name__:
             AutoModel.register(type(config), NLQModel, exist_ok=True)
+        else:
+            register_models(type(config))
         warn_of_untested_transformers()
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch."):  # FSDP2 derives a class, but what is saved is the class that it shards
+            cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all six Auto classes.
-
-        A registered model class would overwrite these with its own name and file, which under FSDP2 are PyTorch's.
-        """
+        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all six Auto classes."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
+
+    @classmethod
+    def from_pretrained(cls, name, *inputs, config=None, **kwargs):
+        # diff with Llama: an Auto class prefers this class, where it is registered, to the folder's, which may derive from it
+        auto_class = next((key for key, path in AUTO_MAP.items() if path == f"modeling_nlq.{cls.__name__}"), None)
+        if auto_class is not None and isinstance(config, NLQConfig) and kwargs.get("trust_remote_code"):
+            paths = [config.auto_map[key] for key in ("AutoConfig", auto_class)]
+            own = [get_class_from_dynamic_module(path, name, **kwargs) if is_derived(path) else None for path in paths]
+            if own[0] is not None and type(config).__name__ != own[0].__name__:
+                own[0].register_for_auto_class()
+                config = own[0].from_dict(config.to_dict(), attn_implementation=config._attn_implementation)
+            if own[1] is not None:
+                own[1].register_for_auto_class(auto_class)
+                return own[1].from_pretrained(name, *inputs, config=config, **kwargs)
+        return super().from_pretrained(name, *inputs, config=config, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         # diff with Llama: Transformers would write the layers of one stage, and no error
         if hasattr(self, "_pp_stage"):
             raise ValueError("save_pretrained: a pipeline stage holds some of the layers only; load without pp_size to save")
+        # Of a folder that was loaded, derived classes may be named. One that is registered writes itself
+        names = {f"modeling_nlq.{cls.__name__}" for cls in type(self).__mro__}
+        self.config.auto_map |= {key: path for key, path in AUTO_MAP.items() if path in names}
         return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
@@ -797,6 +821,15 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
 
 class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
+
+
+def register_models(config_class: type[NLQConfig]) -> None:
+    """Makes the Auto classes build these models from a derived configuration, except where others are registered for it."""
+    for name, path in AUTO_MAP.items():
+        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
+        if mapping is not None and config_class not in mapping:
+            # `register` itself would ask for a configuration of the same name
+            mapping.register(config_class, globals()[path.partition(".")[2]])
 
 
 # Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines warn

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
-from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES
+from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from .parameters import Size, parts_in
@@ -115,6 +115,7 @@ def render(
         model_name=name,
         location=location,
         is_nlq=is_nlq,
+        is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
         base=converted_base(given, metrics),
         source=_chain(conversion)[0].get("source"),

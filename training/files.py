@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in
 
 from ..configuration import suggestion
 from .storage import copy_files, inside
@@ -302,7 +302,9 @@ def code_files(folder: Path) -> set[Path]:
     Raises:
         ValueError: if one of them is a link that leads out of the folder.
     """
-    waiting, found = {module.partition(".")[0] for module in AUTO_MAP.values()}, set()
+    settings = folder / "config.json"
+    auto_map = classes_in(folder, read_json(settings).get("auto_map") or {}) if settings.is_file() else {}
+    waiting, found = {module.partition(".")[0] for module in (*AUTO_MAP.values(), *auto_map.values())}, set()
     while waiting:
         found.add(path := inside(folder, folder / f"{waiting.pop()}.py"))
         try:

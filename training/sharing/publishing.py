@@ -31,7 +31,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
-from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 
 from ..card import converted_base, render
 from ..comparison.report import verdicts
@@ -239,11 +239,13 @@ def _collect(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
     settings = read_json(folder / "config.json")
-    if settings.get("model_type") != NLQConfig.model_type:
+    auto_map = classes_in(folder, settings.get("auto_map") or {})
+    # A derived configuration may have a type of its own
+    if settings.get("model_type") != NLQConfig.model_type and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
             f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf upload`"
         )
-    model, weights = _check_weights(folder, settings)
+    model, weights = _check_weights(folder, settings, auto_map)
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
     if isinstance((given or {}).get("training"), dict):
         given["training"] = without_private(given["training"])  # a recipe may be written by hand, or by another version
@@ -258,7 +260,9 @@ def _collect(
     for name in ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer_config.json"):
         if name in contents:
             kept = {key: value for key, value in read_json(folder / name).items() if key not in _PLACES}
-            contents[name] = _json(without_folders(kept | ({"auto_map": AUTO_MAP} if name == "config.json" else {})))
+            if name == "config.json":
+                kept["auto_map"] = auto_map
+            contents[name] = _json(without_folders(kept))
     for name, record in records.items():
         contents[name] = _json(without_folders(record))
     if given is not None:
@@ -330,14 +334,22 @@ def _adapter(
     return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))
 
 
-def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedModel, list[Path]]:
+def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, str]) -> tuple[PreTrainedModel, list[Path]]:
     """Returns the model without its weights, and the files that hold them.
 
+    The code of the folder is not run. In place of a derived class stands the class of ours that it is loaded as, with the
+    parameters that the files have beside those of ours.
+
     Raises:
-        ValueError: unless the files are complete and hold exactly the parameters of the model, as finite numbers.
+        ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours, as finite
+            numbers.
     """
     class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
+    is_ours = class_name in models
+    if not is_ours:
+        derived = {auto_map[auto_class].partition(".")[2]: name.partition(".")[2] for auto_class, name in AUTO_MAP.items()}
+        class_name = derived.get(class_name, class_name)
     if class_name not in models:
         raise ValueError(f"{folder}: architectures names {class_name!r}, which is none of {', '.join(sorted(models))}")
     with torch.device("meta"):
@@ -366,7 +378,11 @@ def _check_weights(folder: Path, settings: dict[str, Any]) -> tuple[PreTrainedMo
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
     try:
-        check_parameters(model, shapes)
+        if is_ours:
+            check_parameters(model, shapes)
+        else:
+            added = [shapes[name] for name in shapes.keys() - model.state_dict().keys()]
+            model.added = torch.nn.ParameterList(torch.empty(shape, device="meta") for shape in added)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return model, files if files[0].name == "model.safetensors" else [index, *files]
