@@ -491,14 +491,6 @@ def test_unit_heads_in_half_precision():
     assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
 
 
-def test_subclasses_register_themselves():
-    class Descendant(NLQForCausalLM):
-        pass
-
-    Descendant.register_for_auto_class("AutoModelForCausalLM")
-    assert Descendant._auto_class == "AutoModelForCausalLM" and NLQForCausalLM._auto_class is None
-
-
 def test_body_alone(tokens):
     model = NLQModel(NLQConfig(**TINY)).eval()
     assert model(tokens).last_hidden_state.shape == (2, 11, 32)
