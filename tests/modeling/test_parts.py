@@ -377,6 +377,11 @@ class TestNaiveForms:
     PADDING, PACKING = "a padded text equals the text alone", "packed documents equal separate ones"
     CACHED, STATIC = "cached decoding equals the full pass", "a static cache equals the full pass"
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", PART_SWITCHES)
+    def test_no_part_breaks_any(self, name):
+        assert not self.broken(self.model_of(name))
+
     def test_convolution_that_does_not_know_texts(self, monkeypatch):
         model, forward = self.model_of("canon"), ShortConvolution.forward
         assert not self.broken(model)

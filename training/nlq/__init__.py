@@ -229,8 +229,9 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "check",
         help="check an attention part of your own",
-        description="Check the attention parts that a Python file defines on small random models: the future, padding, packed "
-        "documents, caches, backends, saving. The first invariant that fails is named, with the smallest case found.",
+        description="Check the attention parts that a Python file defines on small random models: the future, padding, "
+        "batches, packed documents, caches, backends, training, types, devices, saving. The first invariant that fails is "
+        "named, with the smallest case found.",
         allow_abbrev=False,
     )
     command.add_argument("file", metavar="FILE.py", help="a file with subclasses of AttentionPart")
@@ -530,11 +531,13 @@ def _publish(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _check(arguments: argparse.Namespace, _: list[str]) -> int:
+    import torch
     from transformers.utils import logging
 
     from modeling_nlq.training.checking import describe
 
     logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the models are so small that threads would wait for each other
     lines, holds = describe(arguments.file)
     print("\n".join(lines))
     return 0 if holds else 1
