@@ -302,7 +302,7 @@ def code_files(folder: Path) -> set[Path]:
     Raises:
         ValueError: if one of them is a link that leads out of the folder.
     """
-    settings = folder / "config.json"
+    settings = inside(folder, folder / "config.json")
     auto_map = classes_in(folder, read_json(settings).get("auto_map") or {}) if settings.is_file() else {}
     waiting, found = {module.partition(".")[0] for module in (*AUTO_MAP.values(), *auto_map.values())}, set()
     while waiting:

@@ -212,7 +212,8 @@ def check_folder(folder, is_gpt2=False):
     """All that makes a folder complete, and nothing temporary."""
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= names
-    assert not [name for name in names if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))]
+    temporary = (name for name in names - {".lock"} if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp")))
+    assert not [*temporary]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n")
     assert str(folder.parent) not in card  # other machines do not have this folder
@@ -232,8 +233,9 @@ def check_folder(folder, is_gpt2=False):
 
 
 def snapshot(folder):
-    """Every file and folder below, and what is in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    """Every file and folder below, and what is in it, but for locks."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 PAPER_SIZES = {"block_size": 11, "vocab_size": 17, "n_layer": 2, "num_heads": 3, "n_embd": 12, "mlp_hidden_size": 20}

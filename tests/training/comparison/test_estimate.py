@@ -177,7 +177,7 @@ class TestNoiseFloor:
             ("nan", "must be a number above 0, not nan"),
             ("no/such/folder", "must be a number above 0, in percent, or the results of a comparison"),
             ("one-seed.json", "must be a number above 0, not None"),
-            ("other.json", "other.json holds no results of a comparison"),
+            ("other.json", "other.json is damaged: it must hold fields and values, not list"),
         ],
     )
     def test_bad_input(self, make_file, tmp_path, monkeypatch, capsys, given, message):
