@@ -56,9 +56,9 @@ AUTO_MAP = {
 }
 
 
-def is_derived(path: str) -> bool:
-    """Tells whether an entry of `auto_map` names a class that is not of this code."""
-    return path.rpartition("--")[2] not in AUTO_MAP.values()
+def is_derived(path: str | list[str | None]) -> bool:
+    """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are lists."""
+    return isinstance(path, str) and path.rpartition("--")[2] not in AUTO_MAP.values()
 
 
 def classes_in(folder: str | os.PathLike, auto_map: dict[str, str]) -> dict[str, str]:

@@ -458,19 +458,19 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             super().register_for_auto_class(auto_class)
 
     @classmethod
-    def from_pretrained(cls, name, *inputs, config=None, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *inputs, config=None, **kwargs):
         # diff with Llama: an Auto class prefers this class, where it is registered, to the folder's, which may derive from it
         auto_class = next((key for key, path in AUTO_MAP.items() if path == f"modeling_nlq.{cls.__name__}"), None)
         if auto_class is not None and isinstance(config, NLQConfig) and kwargs.get("trust_remote_code"):
-            paths = [config.auto_map[key] for key in ("AutoConfig", auto_class)]
-            own = [get_class_from_dynamic_module(path, name, **kwargs) if is_derived(path) else None for path in paths]
+            paths, place = [config.auto_map[key] for key in ("AutoConfig", auto_class)], pretrained_model_name_or_path
+            own = [get_class_from_dynamic_module(path, place, **kwargs) if is_derived(path) else None for path in paths]
             if own[0] is not None and type(config).__name__ != own[0].__name__:
                 own[0].register_for_auto_class()
                 config = own[0].from_dict(config.to_dict(), attn_implementation=config._attn_implementation)
             if own[1] is not None:
                 own[1].register_for_auto_class(auto_class)
-                return own[1].from_pretrained(name, *inputs, config=config, **kwargs)
-        return super().from_pretrained(name, *inputs, config=config, **kwargs)
+                return own[1].from_pretrained(place, *inputs, config=config, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *inputs, config=config, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         # diff with Llama: Transformers would write the layers of one stage, and no error
