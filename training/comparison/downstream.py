@@ -31,7 +31,7 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
     runs = [run for run in runs if not finished.metrics(run)["diverged"]]
     for run in tqdm(runs, unit="run", desc=f"{comparison.name}, tasks", **bar_options()):
         path = run_folder(folder, run)
-        with RunFolder(path).held(patience=-1):
+        with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
                 with local_copy(path) as model:
                     results = evaluate_tasks(model, comparison.tasks)
