@@ -34,7 +34,7 @@ from .text import check_number, first_line, one_line
 MOST_LAYERS = 1000
 MOST_BEAMS = 64
 MOST_CONFIG_BYTES = 2**22
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = ("layers", "n_layer")  # ends of the names of their numbers, such as num_hidden_layers or decoder_layers
 # Fields of a configuration that do not change the function of a model
 _FREE_FIELDS = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 
@@ -207,13 +207,16 @@ def load_parts_beside(name: str) -> None:
 
 
 def check_layers(values: dict[str, Any], source: str) -> None:
-    """Raises `ValueError` if a configuration, as a mapping, names more than `MOST_LAYERS` layers."""
-    layers = [values[name] for name in _LAYERS if isinstance(values.get(name), int)]
+    """Raises `ValueError` if a configuration, as a mapping, or one inside of it names more than `MOST_LAYERS` layers."""
+    layers = [value for name, value in values.items() if str(name).endswith(_LAYERS) and isinstance(value, int | float)]
     overrides = values.get("per_layer_config")
     if isinstance(overrides, dict):
         layers.append(len(overrides))
     if max(layers, default=0) > MOST_LAYERS:
         raise ValueError(f"{source}: its configuration names {max(layers):,} layers, and at most {MOST_LAYERS:,} are built")
+    for inner in values.values():
+        if isinstance(inner, dict):  # such as the text_config of a model that also sees
+            check_layers(inner, source)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

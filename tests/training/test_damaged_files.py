@@ -118,6 +118,10 @@ def with_layers(folder: Path) -> None:
     change_json(folder / "config.json", num_hidden_layers=10**5)
 
 
+def with_other_layers(model_type: str, **fields):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({"model_type": model_type, **fields}))
+
+
 def with_yaml(text: str):
     return lambda folder: (folder / "recipe.yaml").write_text(text)
 
@@ -149,6 +153,13 @@ EXPENSIVE = {
     "layers_generate": ("llama", with_layers, GENERATE, LAYERS),
     "layers_params": ("nlq", with_layers, ["params", "{}"], LAYERS),
     "layers_convert": ("llama", with_layers, ["convert", "{}", "target"], LAYERS),
+    "layers_by_another_name": ("llama", with_other_layers("bart", decoder_layers=10**5), ["params", "{}"], LAYERS),
+    "layers_inside": (
+        "llama",
+        with_other_layers("gemma3", text_config={"num_hidden_layers": 10**5}),
+        ["params", "{}"],
+        LAYERS,
+    ),
     "per_layer_config": (
         "nlq",
         lambda at: change_json(at / "config.json", per_layer_config={layer: {} for layer in range(10**6)}),

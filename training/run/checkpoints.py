@@ -43,7 +43,8 @@ def is_complete_checkpoint(folder: Path) -> bool:
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="pt"):
                 pass
-    except (OSError, ValueError, TypeError, SafetensorError):
+        has_steps = state.global_step > 0
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError):
         return False
     optimizers = [*folder.glob("optimizer*"), *folder.glob("global_step*")]
     shards = [path for path in (folder / FSDP_FOLDER, *folder.glob("optimizer_*")) if path.is_dir()]
@@ -51,7 +52,7 @@ def is_complete_checkpoint(folder: Path) -> bool:
     archives += [path for path in optimizers if path.is_file()]
     return (
         bool(weights and optimizers)
-        and state.global_step > 0
+        and has_steps
         and all(zipfile.is_zipfile(path) for path in archives)
         and all((path / ".metadata").is_file() for path in shards)
     )
@@ -84,8 +85,9 @@ def fault_of(checkpoint: Path) -> str | None:
         checksums = read_json(file) if file.is_file() else {}
     except ValueError as error:
         return f"is damaged ({error})"
+    there = set(files_below(checkpoint))  # a name that is damaged too leads nowhere else
     for name, before in checksums.items():
-        if name != CHECKSUMS_FILE and (not (checkpoint / name).is_file() or _checksum(checkpoint / name) != before):
+        if name != CHECKSUMS_FILE and (name not in there or _checksum(checkpoint / name) != before):
             return f"is damaged ({name} is not as it was written)"
     return None
 

@@ -412,6 +412,8 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
     if not isinstance(parts, Mapping):
         texts = {}
         for name in [parts] if isinstance(parts, str) else parts:
+            if not isinstance(name, str):
+                raise ValueError(f"parts: {name!r} must be the name of a file")
             path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
             if path is None:
                 raise ValueError(f"parts: there is no file {name}")

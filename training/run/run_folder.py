@@ -24,6 +24,7 @@ from ..files import (
     write_text,
     write_yaml,
 )
+from ..storage import inside
 
 
 if TYPE_CHECKING:
@@ -67,14 +68,16 @@ class RunFolder:
 
         Raises:
             FolderIsLocked: if another process holds it.
-            ValueError: if it holds something else (see `made_from`), and then nothing is written there.
+            ValueError: if it holds something else (see `made_from`), or its lock is a link that leads out of it, whose target
+                some versions of filelock would empty; then nothing is written there.
         """
         if not isinstance(self.path, Path):
             yield
             return
         if self.plan is not None:
             self.made_from()
-        lock, holder, is_new = FileLock(self.path / LOCK_FILE), self.path / HOLDER_FILE, not self.path.exists()
+        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
+        holder, is_new = self.path / HOLDER_FILE, not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=patience)
@@ -93,7 +96,7 @@ class RunFolder:
 
     def is_held(self) -> bool:
         """Tells whether a process holds the folder."""
-        lock = FileLock(self.path / LOCK_FILE)
+        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
         try:
             if (self.path / LOCK_FILE).is_file():
                 lock.acquire(timeout=0)
@@ -106,7 +109,7 @@ class RunFolder:
         try:
             holder = json.loads((self.path / HOLDER_FILE).read_text(encoding="utf-8"))
             return f"process {holder['process']} on {holder['host']}, which began at {holder['began']}"
-        except (OSError, ValueError):  # it has just come, or just ended
+        except (OSError, ValueError, KeyError, TypeError):  # it has just come, or just ended, or somebody else wrote the file
             return "another process"
 
     def made_from(self) -> dict[str, Any] | None:

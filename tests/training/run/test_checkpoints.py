@@ -111,6 +111,22 @@ class TestCheckpoints:
         assert (tmp_path / "run" / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
         assert fault_of(path.parent) is None, "it was written again"
 
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("trainer_state.json", "[" * 10**5),
+            ("trainer_state.json", '{"global_step": "4"}'),
+            ("config.json", "[" * 10**5),
+            ("checksums.json", json.dumps({"x" * 5000: ""})),
+            ("checksums.json", '{"../checkpoint-8/config.json": ""}'),
+            ("checksums.json", '{"a\\u0000b": ""}'),
+        ],
+    )
+    def test_file_with_other_content_is_a_fault_and_no_error(self, name, content, run, tmp_path):
+        folder = shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
+        (folder / name).write_text(content)
+        assert "damaged" in fault_of(folder)
+
     def test_checkpoint_without_hashes(self, run, tmp_path):
         folder = tmp_path / "checkpoint-8"
         shutil.copytree(run[0] / "checkpoint-8", folder)

@@ -71,6 +71,26 @@ def test_conversion_into_a_folder_that_another_process_holds(run, tmp_path):
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '"x"', '{"process"'])
+def test_holder_that_cannot_be_read(content, tmp_path):
+    folder = RunFolder(tmp_path / "target", plan=None)
+    with folder.held():
+        (folder.path / ".lock.json").write_text(content)
+        with pytest.raises(FolderIsLocked, match="in use by another process"), folder.held():
+            pass
+
+
+def test_lock_that_is_a_link(tmp_path):
+    """The oldest filelock empties what it names."""
+    victim, folder = tmp_path / "victim", tmp_path / "target"
+    victim.write_text("all I have")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(ValueError, match="leads out of"), RunFolder(folder, plan=None).held():
+        pass
+    assert victim.read_text() == "all I have" and sorted(path.name for path in folder.iterdir()) == [".lock"]
+
+
 @pytest.mark.parametrize("content", [[], ["thesis.tex"]])
 def test_folder_in_which_nothing_was_written_is_as_before(content, tmp_path):
     folder = tmp_path / "folder"
