@@ -94,7 +94,8 @@ def scratch_folder(address: str) -> Path:
     """
     address = address.rstrip("/")
     private = Path(tempfile.gettempdir()) / f"modeling-nlq-{getpass.getuser()}"
-    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # a file, or a link to nowhere, which the next lines refuse
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = private.lstat()  # not of what a link names
     if os.name == "posix" and (not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077):
         raise ValueError(

@@ -62,6 +62,15 @@ def test_scratch_folder_of_another_user(case, address, open_folder, monkeypatch)
     assert (local_data(str(address)) / "tokenizer.json").read_text() == "true"
 
 
+def test_scratch_folder_that_is_a_link_to_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    private = scratch_folder("memory://x").parents[1]
+    private.rmdir()
+    private.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="must be a folder of this user's own"):
+        scratch_folder("memory://x")
+
+
 def test_names_at_an_address_that_lead_elsewhere(address, tmp_path, monkeypatch):
     (address / "x").write_text("x")
     monkeypatch.setattr("modeling_nlq.training.storage.files_below", lambda folder: ["below/../../escaped"])
