@@ -10,7 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import check
 from support.grids import slow_except
 from support.model_cases import PART_SWITCHES, parametrize_switches, random_tokens
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
@@ -27,6 +31,7 @@ from modeling_nlq.attention_parts_nlq import (
     from_columns,
     to_columns,
 )
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.masking_nlq import Places
 from modeling_nlq.modeling_nlq import NLQDecoderLayer
@@ -133,6 +138,14 @@ def checkpoint_by_pytorch(model):
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, NLQDecoderLayer))
 
 
+def checkpoint_attention(model):
+    """Reentrant checkpointing differentiates no tensor that is inside of a tuple."""
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    is_attention = lambda module: isinstance(module, NLQAttentionProjections)  # noqa: E731
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_attention)
+    model.enable_input_require_grads()
+
+
 def checkpoint_selectively(model):
     """As TRL 1.16 does for `gradient_checkpointing_kwargs={"selective": True}`: the outputs of SDPA are kept."""
     kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -151,6 +164,7 @@ def checkpoint_reentrant(model):
 
 CHECKPOINTINGS = (
     checkpoint_by_pytorch,
+    checkpoint_attention,
     checkpoint_selectively,
     checkpoint_reentrant,
     lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
