@@ -89,7 +89,12 @@ class AttentionCall:
 
     def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until then."""
-        return self.layer(states, mlp_hook=(hook, self))[0] if self.layer.parts_with(hook) else states
+        if not self.layer.parts_with(hook):
+            return states
+        # Tensors in no tuple, because reentrant checkpointing of the attention layer differentiates only those
+        first, *factors = states
+        first, _, *factors = self.layer(first, mlp_hook=(hook, self), mlp_factor=factors[0] if factors else None)
+        return (first, *factors)
 
 
 class AttentionPart(nn.Module):

@@ -164,9 +164,10 @@ class NLQAttentionProjections(nn.Module):
             attn_output = part("change_output", call, attn_output)
         return self.o_proj(attn_output.flatten(2))
 
-    def change_mlp(self, states: tuple[torch.Tensor, ...], hook: str, call: AttentionCall) -> tuple:
-        """Returns states `(batch, query, ...)` as one of the `MLP_HOOKS` changes them, and no attention weights."""
+    def change_mlp(self, states: torch.Tensor, factor: torch.Tensor | None, hook: str, call: AttentionCall) -> tuple:
+        """Returns states `(batch, query, ...)` as one of the `MLP_HOOKS` changes them, no attention weights, and the factor."""
+        states = (states,) if factor is None else (states, factor)
         for part in self.parts_with(hook):
             changed = part(hook, call, *states)
             states = changed if isinstance(changed, tuple) else (changed,)
-        return states, None
+        return (states[0], None, *states[1:])

@@ -13,15 +13,19 @@ from .parallel_nlq import own_heads
 _FORGETTING = ("softmax", "sigmoid", "softplus", "relu", "relu_squared", "sparsemax", "entmax15")
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
-def _has_float64(device: torch.device) -> bool:
+def _try_float64(device: torch.device) -> bool:
     """Tells whether a device can sum in float64, by trying: Apple's GPUs cannot, nor can some of Intel's."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+@torch.compiler.assume_constant_result
+def _has_float64(device: torch.device) -> bool:
+    return _try_float64(device)  # a call of its own: Dynamo warns of a cached function and traces what is inside of it
 
 
 class ForgetGate(AttentionPart):

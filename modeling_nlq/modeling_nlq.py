@@ -204,15 +204,17 @@ class NLQAttention(NLQAttentionProjections):
         cache: Cache | None = None,
         first_values: torch.Tensor | None = None,
         mlp_hook: tuple[str, AttentionCall] | None = None,
+        mlp_factor: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
 
         `first_values` are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query,
-        groups, head_dim)`. With `mlp_hook`, the arguments of `change_mlp`, the inputs are states of the MLP.
+        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
+        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
         """
         if mlp_hook is not None:
-            return self.change_mlp(hidden_states, *mlp_hook)
+            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
         name, mask, places = masks.of(self.layer_idx)
         call = self.begin(hidden_states, places, first_values, cache)
@@ -294,11 +296,12 @@ class NLQLinearAttention(NLQAttentionProjections):
         cache: Cache | None = None,
         first_values: torch.Tensor | None = None,
         mlp_hook: tuple[str, AttentionCall] | None = None,
+        mlp_factor: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
         if mlp_hook is not None:
-            return self.change_mlp(hidden_states, *mlp_hook)
+            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
         call = self.begin(hidden_states, places, first_values, cache)
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map

@@ -10,7 +10,11 @@ from huggingface_hub.errors import StrictDataclassError
 from support.attention_cases import check
 from support.grids import slow_except
 from support.model_cases import PART_SWITCHES, parametrize_switches, random_tokens
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
@@ -27,6 +31,7 @@ from modeling_nlq.attention_parts_nlq import (
     from_columns,
     to_columns,
 )
+from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.masking_nlq import Places
 from modeling_nlq.modeling_nlq import NLQDecoderLayer
@@ -121,16 +126,24 @@ class WithoutFloat64(torch.overrides.TorchFunctionMode):
 def test_forget_gate_on_a_device_without_float64(make_model):
     model, tokens = make_model(torch.float32, **PART_SWITCHES["forget_gate_learned"]), random_tokens(2, 6)
     expected = model(tokens).logits
-    forget_gate_nlq._has_float64.cache_clear()
+    forget_gate_nlq._try_float64.cache_clear()
     with WithoutFloat64():
         logits = model(tokens).logits
-    forget_gate_nlq._has_float64.cache_clear()
+    forget_gate_nlq._try_float64.cache_clear()
     torch.testing.assert_close(logits, expected)
 
 
 def checkpoint_by_pytorch(model):
     """What frameworks do that wrap a model's layers themselves."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, NLQDecoderLayer))
+
+
+def checkpoint_attention(model):
+    """Reentrant checkpointing differentiates no tensor that is inside of a tuple."""
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    is_attention = lambda module: isinstance(module, NLQAttentionProjections)  # noqa: E731
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_attention)
+    model.enable_input_require_grads()
 
 
 def checkpoint_selectively(model):
@@ -151,6 +164,7 @@ def checkpoint_reentrant(model):
 
 CHECKPOINTINGS = (
     checkpoint_by_pytorch,
+    checkpoint_attention,
     checkpoint_selectively,
     checkpoint_reentrant,
     lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
@@ -181,6 +195,7 @@ def test_gradient_checkpointing(make_model, switches):
 
 
 @pytest.mark.parametrize("name", slow_except(("forget_gate_of_sigmoid", "all_parts"), ("forget_gate_of_sigmoid",)))
+@pytest.mark.filterwarnings("error:.*lru_cache")
 def test_compiles_without_a_break(make_model, name):
     model = make_model(implementation="nlq", **PART_SWITCHES[name])
     tokens = random_tokens(2, 6)
