@@ -378,7 +378,7 @@ class TestNaiveForms:
 
     @staticmethod
     def model_of(name):
-        model = NLQForCausalLM(NLQConfig(**checking._SIZES, **PART_SWITCHES[name], attn_implementation="eager"))
+        model = NLQForCausalLM(NLQConfig(**{**checking._SIZES, **PART_SWITCHES[name]}, attn_implementation="eager"))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
