@@ -13,8 +13,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import AttentionActivation, counts_as_zero, hide
 from .attention_parts_nlq import AttentionCall, ScoreBias
+from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, read_visible
-from .operations_nlq import Operation
 
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
@@ -186,7 +186,7 @@ def scores_and_weights(
         key: `(batch, heads, key, head_dim)`, repeated for the heads that share it.
         visible, visible_count: as in `attention_weights`.
     """
-    changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "reweigh"))
+    changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "change_weights"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     for part in changers:
         scores = part("change_scores", call, scores.to(_at_least_float32(scores)), visible)
@@ -194,7 +194,7 @@ def scores_and_weights(
         scores = scores + score_bias.dense(_at_least_float32(scores))
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     for part in weighers:
-        weights = part("reweigh", call, weights, columns, key)
+        weights = part("change_weights", call, weights, columns, key)
     return scores, weights
 
 

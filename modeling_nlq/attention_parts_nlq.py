@@ -59,7 +59,7 @@ class AttentionCall:
             `needs_first_values` may read it.
         cache: the cache of the call, or `None`.
         values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
-            `change_projections`.
+            `change_qkv`.
         states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after the cache.
     """
 
@@ -101,12 +101,13 @@ class AttentionPart(nn.Module):
     """What an attention layer may have beside its projections, positions and activation.
 
     A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
-    nothing. The hooks run in this order: `change_input`, the projections, `change_projections`, rotary positions,
-    `token_state`, the cache, `score_bias`, `change_attended`, the scores, `change_scores`, the attention weights, `reweigh`
-    (`change_weights` if they are returned), `change_output`, the output projection; and in the MLP after the attention,
-    `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory; with `reweigh`,
-    the weights of some queries at a time. The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a
-    module its parameters when it is called. So a hook reads parameters of its own part only, and calls other modules.
+    nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions, `token_state`, the
+    cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights, `change_weights`
+    (`change_returned_weights` if they are returned), `change_output`, the output projection; and in the MLP after the
+    attention, `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory;
+    with `change_weights`, the weights of some queries at a time. The layer calls the part for each hook, because offloading,
+    ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads parameters of its own part only, and calls
+    other modules.
 
     Attributes:
         name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
@@ -117,7 +118,7 @@ class AttentionPart(nn.Module):
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
         needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
             computed in float32, except by flash attention, which cannot.
-        can_go_back: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
+        supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
     """
 
@@ -126,7 +127,7 @@ class AttentionPart(nn.Module):
     source: ClassVar[str] = ""
     needs_places: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
-    can_go_back: ClassVar[bool] = True
+    supports_crop: ClassVar[bool] = True
 
     tp_mesh = None  # the processes that share the heads
     state_size = 0
@@ -177,7 +178,7 @@ class AttentionPart(nn.Module):
         """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
         if cls.has_hook("token_state") or cls.has_hook("score_bias"):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
-        return "the paged cache has keys and values of other shapes" if cls.has_hook("change_attended") else None
+        return "the paged cache has keys and values of other shapes" if cls.has_hook("change_cached_qkv") else None
 
     @classmethod
     def refuse_change(cls, before: "NLQConfig", after: "NLQConfig") -> str | None:
@@ -244,7 +245,7 @@ class AttentionPart(nn.Module):
         """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
         raise NotImplementedError
 
-    def change_projections(
+    def change_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before positions."""
@@ -254,7 +255,7 @@ class AttentionPart(nn.Module):
         """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is kept."""
         raise NotImplementedError
 
-    def change_attended(
+    def change_cached_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens `(batch, groups, key, ...)`."""
@@ -268,18 +269,20 @@ class AttentionPart(nn.Module):
         """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is `None`."""
         raise NotImplementedError
 
-    def reweigh(self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def change_weights(
+        self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         """Changes the weights of some queries before they meet the values. A layer has one such part.
 
         Args:
             call: the call, of which only the layer may be read: the queries may be some of those of the call.
             weights: `(batch, heads, query, key)`.
-            own_columns: `(batch, heads, query, ...)`, what the part put after the columns of the queries in `change_attended`.
+            own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in `change_cached_qkv`.
             key: `(batch, heads, key, head_dim)`.
         """
         raise NotImplementedError
 
-    def change_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+    def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
         """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output changes."""
         raise NotImplementedError
 
@@ -297,21 +300,21 @@ class AttentionPart(nn.Module):
 
 
 # Hooks of scores and weights, which linear attention has not
-WEIGHT_HOOKS = ("token_state", "score_bias", "change_attended", "change_scores", "reweigh", "change_weights")
+WEIGHT_HOOKS = ("token_state", "score_bias", "change_cached_qkv", "change_scores", "change_weights", "change_returned_weights")
 MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
-HOOKS = ("change_input", "change_projections", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
+HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
 # What half precision keeps of a number. Float16 ends at 65504, so its first column counts in larger units
 _UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 
 
-def formed_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
+def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
     """Returns what a layer with these parts must form in memory: nothing, the weights of some queries, or all scores."""
     parts = list(parts)
     if any(part.has_hook("change_scores") for part in parts):
         return "all"
-    return "rows" if any(part.has_hook("reweigh") for part in parts) else None
+    return "rows" if any(part.has_hook("change_weights") for part in parts) else None
 
 
 def column_count(parts: Sequence[AttentionPart], dtype: torch.dtype) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .activations_nlq import AttentionActivation, get_attention_activation
-from .attention_parts_nlq import HOOKS, MLP_HOOKS, AttentionCall, AttentionPart, formed_by
+from .attention_parts_nlq import HOOKS, MLP_HOOKS, AttentionCall, AttentionPart, materialized_by
 from .configuration_nlq import NLQConfig
 from .parallel_nlq import own_heads
 from .part_table_nlq import parts_of
@@ -77,12 +77,12 @@ class NLQAttentionProjections(nn.Module):
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
-        self.forms = formed_by(parts.values())
+        self.materializes = materialized_by(parts.values())
         self.needs_places = any(part.needs_places for part in parts.values())
         self.readers_of_first_values = [part.name for part in parts.values() if part.needs_first_values]
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
-        self.hands_on_values = layer_idx == 0 and config.needs_first_values
+        self.returns_values = layer_idx == 0 and config.needs_first_values
 
     @property
     def activation(self) -> AttentionActivation:
@@ -94,7 +94,7 @@ class NLQAttentionProjections(nn.Module):
         names = self._names_by_hook[hook]
         return [self.parts[name] for name in names] if names else ()
 
-    def begin(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
+    def make_call(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
         """Makes the record of a call; the arguments are its first fields.
 
         Raises:
@@ -134,9 +134,9 @@ class NLQAttentionProjections(nn.Module):
         query_states = self._apply_projection("query", call.hidden_states)
         key_states = self._apply_projection("key", call.hidden_states)
         value_states = self._apply_projection("value", call.hidden_states)
-        for part in self.parts_with("change_projections"):
+        for part in self.parts_with("change_qkv"):
             states = (query_states, key_states, value_states)
-            query_states, key_states, value_states = part("change_projections", call, *states)
+            query_states, key_states, value_states = part("change_qkv", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         call.values = value_states.transpose(1, 2)

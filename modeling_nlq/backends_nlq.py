@@ -30,17 +30,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
-from .arguments_nlq import CACHE_NAME, choose_cache
 from .attention_nlq import eager_attention_forward
-from .attention_parts_nlq import ScoreBias, formed_by
+from .attention_parts_nlq import ScoreBias, materialized_by
+from .compat_nlq import CACHE_NAME, choose_cache
 from .configuration_nlq import AUTOMATIC, NLQConfig
+from .dispatch_nlq import record_use
+from .eager_chunked_nlq import rows_attention_forward
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
-from .operations_nlq import record_use
-from .operators_nlq import autocast_dtype
 from .part_table_nlq import parts_of
-from .rows_nlq import rows_attention_forward
 from .tiled_nlq import tiled_attention_forward
+from .torch_ops_nlq import autocast_dtype
 
 
 def sdpa_with_sink_forward(
@@ -136,7 +136,7 @@ class Needs:
         activation: its activation.
         sink: its `attention_sink`.
         bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
-        forms: what its parts want to be formed, as in `formed_by`. The function then gets the `call`.
+        materializes: what its parts materialize of the scores, as in `materialized_by`. The function then gets the `call`.
         dropout: its dropout probability in this call.
         weights: whether this call returns the weights.
         inputs: the inputs of the call, or `None` if the question is whether the backend computes the layer at all.
@@ -145,7 +145,7 @@ class Needs:
     activation: AttentionActivation
     sink: str | None = None
     bias: bool = False
-    forms: Literal["rows", "all"] | None = None
+    materializes: Literal["rows", "all"] | None = None
     dropout: float = 0.0
     weights: bool = False
     inputs: Inputs | None = None
@@ -159,7 +159,7 @@ class AttentionBackend:
         function: the attention function, with the arguments of Transformers' attention functions.
         computes: whether it computes the activation and the sink of a layer, for these inputs if they are known.
         has_bias: whether it takes a `score_bias`.
-        forms: what it forms in memory: no weights (`None`), those of some queries at a time (`"rows"`), or `"all"` scores.
+        materializes: what it materializes: no weights (`None`), those of some queries at a time (`"rows"`), or `"all"` scores.
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
@@ -173,7 +173,7 @@ class AttentionBackend:
     function: Callable
     computes: Callable[[Needs], bool]
     has_bias: bool = False
-    forms: Literal["rows", "all"] | None = None
+    materializes: Literal["rows", "all"] | None = None
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
@@ -181,14 +181,14 @@ class AttentionBackend:
     has_float32: bool = True
     is_portable: bool = True
 
-    def can_compute(self, needs: Needs) -> bool:
+    def supports_layer(self, needs: Needs) -> bool:
         """True if it computes the weights of a layer."""
-        has_formed = needs.forms is None or self.forms in (needs.forms, "all")
-        return has_formed and (self.has_bias or not needs.bias) and self.computes(needs)
+        is_materialized = needs.materializes is None or self.materializes in (needs.materializes, "all")
+        return is_materialized and (self.has_bias or not needs.bias) and self.computes(needs)
 
-    def can(self, needs: Needs) -> bool:
+    def supports_call(self, needs: Needs) -> bool:
         """True if it can do everything that a layer needs."""
-        if not self.can_compute(needs) or (needs.weights and self.weights == "refused"):
+        if not self.supports_layer(needs) or (needs.weights and self.weights == "refused"):
             return False
         return self.has_dropout or needs.dropout == 0.0
 
@@ -230,13 +230,13 @@ _flash_attention = AttentionBackend(
     is_portable=False,
 )
 # Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
-_other = _flash_attention
+_UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
 # The installed package adds others
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, forms="all", weights="returned"),
-    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, forms="all", weights="returned", is_paged=True),
+    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, materializes="all", weights="returned"),
+    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, materializes="all", weights="returned", is_paged=True),
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
@@ -247,7 +247,7 @@ ATTENTION_BACKENDS = {
         flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
     ),
     "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
-    "nlq_rows": AttentionBackend(rows_attention_forward, _always, has_bias=True, forms="rows", is_portable=False),
+    "nlq_rows": AttentionBackend(rows_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything
 PREFERENCE = ["sdpa", "nlq_tiled", "nlq_rows", "eager"]
@@ -270,7 +270,9 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     layers = _attention_layers(config)
     if requested is None:
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
-        if config.output_attentions or not all(_is_softmax(layer) and not layer.bias and not layer.forms for layer in layers):
+        if config.output_attentions or not all(
+            _is_softmax(layer) and not layer.bias and not layer.materializes for layer in layers
+        ):
             return AUTOMATIC
         return None
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
@@ -315,11 +317,11 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             "the same window in each layer"
         )
     name = config._attn_implementation
-    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].can_compute, layers))]
+    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].supports_layer, layers))]
     if name == AUTOMATIC:
         return possible[0]
     paged = PAGED_EAGER if name == "eager" else name
-    if not ATTENTION_BACKENDS.get(paged, _other).is_paged:
+    if not ATTENTION_BACKENDS.get(paged, _UNKNOWN_BACKEND).is_paged:
         choices = _choices("eager" if other == PAGED_EAGER else other for other in possible)
         raise ValueError(f"attn_implementation={name!r} has no continuous batching; use one of {choices}")
     return choose_implementation(config, paged)
@@ -328,7 +330,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
     layers = [layer for layer in _attention_layers(config) if layer.activation.kind != "linear"]
-    return all(map(_flash_attention.can_compute, layers))
+    return all(map(_flash_attention.supports_layer, layers))
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -345,7 +347,9 @@ def _attention_layers(config: NLQConfig) -> list[Needs]:
 def needs_of(layer: NLQConfig) -> Needs:
     """Returns what a layer asks of any call; `layer` is its configuration."""
     parts = parts_of(layer)
-    return Needs(layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts), formed_by(parts))
+    return Needs(
+        layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts), materialized_by(parts)
+    )
 
 
 def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:
@@ -369,22 +373,22 @@ def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs
         for name in PREFERENCE:
             backend = ATTENTION_BACKENDS[name]
             is_right = backend.is_portable or not needs_portable
-            if is_right and (not needs.weights or backend.weights == "returned") and backend.can(needs):
+            if is_right and (not needs.weights or backend.weights == "returned") and backend.supports_call(needs):
                 return name
     needs = replace(needs, inputs=None)
-    backend = ATTENTION_BACKENDS.get(name, _other)
-    if backend.can(needs):
+    backend = ATTENTION_BACKENDS.get(name, _UNKNOWN_BACKEND)
+    if backend.supports_call(needs):
         return "eager" if needs_portable and not backend.is_portable else name
-    if not backend.can_compute(needs):
+    if not backend.supports_layer(needs):
         refused = f"attention_activation={needs.activation.name!r}"
         refused += " with a bias of the scores" if needs.bias else ""
-        refused += " with a part that changes its scores or weights" if needs.forms else ""
+        refused += " with a part that changes its scores or weights" if needs.materializes else ""
         refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
     elif needs.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"
     else:
         refused = f"attention_dropout={needs.dropout}"
-    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.can(needs))
+    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.supports_call(needs))
     raise ValueError(
         f"attn_implementation={name!r} cannot compute {refused} (layer {', '.join(map(str, layers))}); use one of {choices}"
     )
@@ -480,7 +484,7 @@ def make_mask(
     """
     mask = sequences.mask_of(sliding_window)
     if sequences.is_paged:
-        if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _other).is_paged:
+        if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND).is_paged:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
@@ -488,7 +492,7 @@ def make_mask(
         # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
         return None if mask is None else mask == 0
     _check_export(cache, layer_idx)
-    kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _other).mask
+    kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND).mask
     sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
     if kind in ("visibility", "dense") and sees_all_keys:
         return None
@@ -567,7 +571,7 @@ def create_masks_for_generate(
     is_linear = [layer.activation.kind == "linear" for layer in layers]
     if not all(is_linear):
         _check_cache(implementation, cache)
-    takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _other).mask == "visibility"
+    takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _UNKNOWN_BACKEND).mask == "visibility"
     has_windows = any(layer.sliding_window is not None for layer in layers)
     # Parts that ask where the tokens stand want to know which are padding
     needs_padding = takes_padding or any(layer.needs_places for layer in layers)

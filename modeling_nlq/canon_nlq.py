@@ -158,7 +158,7 @@ class Canon(AttentionPart):
     def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._convolve("attention_input", call, hidden_states)
 
-    def change_projections(self, call: AttentionCall, query, key, value):
+    def change_qkv(self, call: AttentionCall, query, key, value):
         pairs = zip(("query", "key", "value"), (query, key, value))
         return tuple(self._convolve(name, call, states.flatten(2), is_split=True).view(states.shape) for name, states in pairs)
 

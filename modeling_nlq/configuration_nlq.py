@@ -642,7 +642,7 @@ def _check_layer(layer: NLQConfig) -> None:
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
     for what, names in (
-        ("change the weights of queries", [part.name for part in parts if part.has_hook("reweigh")]),
+        ("change the weights of queries", [part.name for part in parts if part.has_hook("change_weights")]),
         ("keep tokens of convolutions", [part.name for part in parts if part.conv_states(layer)]),
     ):
         if len(names) > 1:

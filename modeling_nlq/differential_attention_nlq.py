@@ -77,7 +77,7 @@ class DifferentialAttention(AttentionPart):
         layer.o_proj.weight.mul_(2.0)  # both maps are equal, and sigmoid(0) = 1/2
         return None
 
-    def change_attended(self, call: AttentionCall, query, key, value):
+    def change_cached_qkv(self, call: AttentionCall, query, key, value):
         if self.version == "v2":
             return query, key, value
         value = torch.cat(value.chunk(2, dim=1), dim=-1).repeat(1, 2, 1, 1)
@@ -94,7 +94,7 @@ class DifferentialAttention(AttentionPart):
         normed = nn.functional.rms_norm(difference, difference.shape[-1:], eps=self.eps)
         return ((1.0 - self.lambda_init) * normed).unflatten(-1, (2, -1)).flatten(2, 3)
 
-    def change_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+    def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
         if self.version == "v2":
             first, second = weights.unflatten(1, (-1, 2)).unbind(dim=2)
             return first - self._factor(call).transpose(1, 2)[..., None].to(weights.dtype) * second

@@ -106,7 +106,7 @@ class QKNorm(AttentionPart):
             return {name: NLQAllHeadsRMSNorm(width, **options) for name, width in widths.items()}
         return {"q_norm": NLQL2Norm(head_dim, query_heads), "k_norm": NLQL2Norm(head_dim)}
 
-    def change_projections(self, call, query, key, value):
+    def change_qkv(self, call, query, key, value):
         return call.layer.q_norm(query), call.layer.k_norm(key), value
 
 

@@ -37,7 +37,7 @@ class LengthScaling(AttentionPart):
     def start_without_effect(self, layer) -> str | None:
         return "its factor depends on the number of keys"
 
-    def change_projections(self, call: AttentionCall, query, key, value):
+    def change_qkv(self, call: AttentionCall, query, key, value):
         log_count = call.places.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
         return (query * factor[..., None]).to(query.dtype), key, value

@@ -23,8 +23,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
+from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, make_visibility
-from .operations_nlq import Operation
 from .rotary_nlq import rotate
 
 

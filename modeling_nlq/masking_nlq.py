@@ -41,7 +41,7 @@ class Visibility(NamedTuple):
         if (made_for := (self.query_index.shape[0], self.key_length)) != (query_length, key_length):
             raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
 
-    def of_earlier_keys(self) -> "Visibility":
+    def excluding_self(self) -> "Visibility":
         """Returns the visibility without the key of each query's own token."""
         own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.query_index].long()
         return self._replace(query_index=self.query_index - 1, visible_count=self.visible_count - own)
@@ -284,7 +284,7 @@ class Sequences(NamedTuple):
             sliding_window,
             key_offset,
         )
-        return visibility if sees_own_key else visibility.of_earlier_keys()
+        return visibility if sees_own_key else visibility.excluding_self()
 
     def places(
         self,
@@ -304,7 +304,7 @@ class Sequences(NamedTuple):
             count = self.position_ids[:, None] + 1
             return Places(count if sliding_window is None else count.clamp(max=sliding_window))
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        seen = visibility if sees_own_key else visibility.of_earlier_keys()
+        seen = visibility if sees_own_key else visibility.excluding_self()
         count, is_valid = seen.visible_count[:, None], None
         if visibility.key_is_valid is not None:
             is_valid = visibility.key_is_valid[:, visibility.query_index]

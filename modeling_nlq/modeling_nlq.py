@@ -29,7 +29,6 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .adapters_nlq import NLQAdaptersMixin, register_default_targets
-from .arguments_nlq import CACHE_NAME, accept_old_names, check_arguments, choose_cache
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
 from .attention_projections_nlq import NLQAttentionProjections
@@ -45,6 +44,7 @@ from .backends_nlq import (
     own_masks,
     supports_flash_attention,
 )
+from .compat_nlq import CACHE_NAME, accept_old_names, check_arguments, choose_cache
 from .configuration_nlq import AUTO_MAP, AUTOMATIC, NLQConfig, is_derived, warn_of_untested_transformers
 from .continuous_batching_nlq import NLQGenerationMixin
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
@@ -153,7 +153,7 @@ class NLQAttention(NLQAttentionProjections):
             ValueError: if `implementation` names a backend that cannot compute it.
         """
         dropout = self.attention_dropout if self.training else 0.0
-        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.forms, dropout, weights, inputs)
+        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.materializes, dropout, weights, inputs)
         return find_backend(implementation, [self.layer_idx], needs)
 
     def prepare(
@@ -191,9 +191,9 @@ class NLQAttention(NLQAttentionProjections):
         for part in self.parts_with("score_bias"):
             own = part("score_bias", call, (call.states or {}).get(part.name))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
-        for part in self.parts_with("change_attended"):
+        for part in self.parts_with("change_cached_qkv"):
             attended = (query_states, key_states, value_states)
-            query_states, key_states, value_states = part("change_attended", call, *attended)
+            query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
         return query_states, key_states, value_states, bias
 
     def forward(
@@ -209,7 +209,7 @@ class NLQAttention(NLQAttentionProjections):
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
 
-        `first_values` are those of `AttentionCall`. A layer with `hands_on_values` returns its values too, `(batch, query,
+        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
         groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
         `mlp_factor` is the other one of a gated MLP, returned behind the weights.
         """
@@ -217,12 +217,12 @@ class NLQAttention(NLQAttentionProjections):
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
         name, mask, places = masks.of(self.layer_idx)
-        call = self.begin(hidden_states, places, first_values, cache)
+        call = self.make_call(hidden_states, places, first_values, cache)
         positions = self.own_positions(position_embeddings)
         query_states, key_states, value_states, bias = self.prepare(call, positions, cache, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
-        if self.forms is not None:
+        if self.materializes is not None:
             kwargs["call"] = call
 
         # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
@@ -245,10 +245,10 @@ class NLQAttention(NLQAttentionProjections):
             **kwargs,
         )
         if attn_weights is not None:
-            for part in self.parts_with("change_weights"):
-                attn_weights = part("change_weights", call, attn_weights)
+            for part in self.parts_with("change_returned_weights"):
+                attn_weights = part("change_returned_weights", call, attn_weights)
         output = self.project_output(call, attn_output)
-        return (output, attn_weights, call.values.transpose(1, 2)) if self.hands_on_values else (output, attn_weights)
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
 
 
 class NLQLinearAttention(NLQAttentionProjections):
@@ -303,7 +303,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
-        call = self.begin(hidden_states, places, first_values, cache)
+        call = self.make_call(hidden_states, places, first_values, cache)
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         cache_layer = state = None
         if cache is not None:
@@ -332,7 +332,7 @@ class NLQLinearAttention(NLQAttentionProjections):
         if cache_layer is not None:
             cache_layer.set_state(state, hidden_states.shape[1])
         output = self.project_output(call, attn_output)
-        return (output, None, call.values.transpose(1, 2)) if self.hands_on_values else (output, None)
+        return (output, None, call.values.transpose(1, 2)) if self.returns_values else (output, None)
 
     def initialize(self) -> None:
         """Sets the initial values of the layer's own parameters."""
@@ -583,7 +583,7 @@ class NLQModel(NLQPreTrainedModel):
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
                 beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
-                names that are not known (`arguments_nlq.py`).
+                names that are not known (`compat_nlq.py`).
         """
         cache = choose_cache(cache, past_key_values)
         is_paged = isinstance(cache, PagedAttentionCache)
@@ -626,7 +626,7 @@ class NLQModel(NLQPreTrainedModel):
                 cache=cache,
                 **kwargs,
             )
-            hidden_states, first_values = output if layer.self_attn.hands_on_values else (output, first_values)
+            hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,15 @@ _files: dict[str, tuple[str, str]] = {}
 _registering: set[str] = set()
 
 
+# Files from before these names would be passed over in silence
+_RENAMED_HOOKS = {
+    "change_projections": "change_qkv",
+    "change_attended": "change_cached_qkv",
+    "reweigh": "change_weights",
+    "can_go_back": "supports_crop",
+}
+
+
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
 
@@ -43,7 +52,7 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, its name is no identifier, or it overrides `forward`.
+        ValueError: if it is no such class, its name is no identifier, it overrides `forward`, or it has a hook of an old name.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
@@ -51,6 +60,9 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         raise ValueError(f"{part.__name__}.name={str(part.name)[:200]!r} must be a Python identifier of at most 200 characters")
     if part.forward is not AttentionPart.forward:
         raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
+    for old, new in _RENAMED_HOOKS.items():
+        if hasattr(part, old):
+            raise ValueError(f"{part.__name__}.{old}: this is {new} now, with the same arguments")
     code = code_of(part)
     _registered[part.name, code] = part
     _latest[part.name] = code

@@ -51,14 +51,14 @@ class Parallax(AttentionPart):
             parameter.zero_()
         return None
 
-    def change_projections(self, call: AttentionCall, query, key, value):
+    def change_qkv(self, call: AttentionCall, query, key, value):
         # More heads, so that they get the query's positions
         second = self.proj(call.hidden_states)
         return torch.cat([query, second.view(query.shape)], dim=2), key, value
 
-    def change_attended(self, call: AttentionCall, query, key, value):
+    def change_cached_qkv(self, call: AttentionCall, query, key, value):
         return torch.cat(query.chunk(2, dim=1), dim=-1), key, value
 
-    def reweigh(self, call: AttentionCall, weights, own_columns, key):
+    def change_weights(self, call: AttentionCall, weights, own_columns, key):
         change = torch.matmul(own_columns, key.transpose(2, 3)).to(weights.dtype)
         return weights * (1.0 + (weights * change).sum(dim=-1, keepdim=True) - change)

@@ -18,7 +18,7 @@ class SelectiveAttention(AttentionPart):
     formula = "s_ij - sum_{j < k < i} relu(s_kj of the first head)"
     source = "Leviathan et al. 2024, arXiv 2410.02703"
     needs_places = True
-    can_go_back = False
+    supports_crop = False
     state_size = 3  # the sum, the number of tokens that it covers, and whether the key is a document's first
 
     @classmethod

@@ -32,7 +32,7 @@ from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zer
 from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
 from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility
-from .operators_nlq import AttentionOperators, in_autocast_precision
+from .torch_ops_nlq import AttentionOperators, in_autocast_precision
 
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.

@@ -28,7 +28,7 @@ class ValueResidual(AttentionPart):
         self.mixing_bias.copy_(torch.tensor([0.0, 1.0]))
         return None
 
-    def change_projections(self, call: AttentionCall, query, key, value):
+    def change_qkv(self, call: AttentionCall, query, key, value):
         if self.mixing_bias is None:
             return query, key, (call.first_values + value) * 0.5
         first, own = shared_by_heads(self.mixing_bias, call.tp_mesh)

@@ -51,7 +51,7 @@ def test_imports_go_one_way(installed):
         ("modeling_nlq.py", "from modeling_nlq.training.card import render"),
         ("configuration/__init__.py", "from ..modeling_nlq import NLQModel"),
         ("training/run/data.py", "def late():\n    from ..comparison import report"),
-        ("training/conversion/paper.py", "from ..comparison import report"),
+        ("training/conversion/nanogpt.py", "from ..comparison import report"),
         ("training/run/stability.py", "def late():\n    from . import trainer"),
     ],
 )

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .comparison.comparing import compare
+    from .api import train
+    from .comparison.run import compare
     from .conversion.converting import convert
-    from .engines import train
     from .explorer.exploring import explore
     from .run.evaluation import evaluate
     from .run.tasks import evaluate_tasks
     from .sharing.publishing import publish
 
 _MODULES = {
-    "compare": "comparison.comparing",
+    "compare": "comparison.run",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
     "explore": "explorer.exploring",
     "evaluate_tasks": "run.tasks",
     "publish": "sharing.publishing",
-    "train": "engines",
+    "train": "api",
 }
 
 __all__ = ["compare", "convert", "evaluate", "evaluate_tasks", "explore", "publish", "train"]

@@ -14,8 +14,8 @@ from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_L
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from .parameters import Size, parts_in
+from .scrub import without_folders
 from .text import without_html
-from .traces import without_folders
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"

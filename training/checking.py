@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, rows_nlq
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, eager_chunked_nlq, load_attention_parts
 from modeling_nlq.attention_parts_nlq import HOOKS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
 
@@ -274,7 +274,7 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, f
 @torch.no_grad()
 def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     layer = model.model.layers[0].self_attn
-    is_one_way = layer.activation.kind == "linear" or not all(part.can_go_back for part in layer.parts.values())
+    is_one_way = layer.activation.kind == "linear" or not all(part.supports_crop for part in layer.parts.values())
     if length < 3 or is_one_way or layer.sliding_window is not None:
         return
     tokens = _tokens(1, length)
@@ -292,10 +292,12 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(2, length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
-        if not all(ATTENTION_BACKENDS[name].can_compute(needs_of(layer)) for layer in model.config.per_layer_config):
+        if not all(ATTENTION_BACKENDS[name].supports_layer(needs_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
-        with patch.object(rows_nlq, "ROWS", 2 if length <= SHORT else rows_nlq.ROWS):  # blocks that short texts have too
+        with patch.object(
+            eager_chunked_nlq, "ROWS", 2 if length <= SHORT else eager_chunked_nlq.ROWS
+        ):  # blocks that short texts have too
             difference = _largest(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
         yield f"{_count(length)} on {name}, gradients included", difference

@@ -75,7 +75,7 @@ def data_format(path: str | Path) -> str | None:
 
 
 @contextmanager
-def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
+def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
     """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
 
     Args:
@@ -104,7 +104,7 @@ def written_whole(folder: Path, last: str | None = None) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    with written_whole(path.parent) as folder:
+    with atomic_dir(path.parent) as folder:
         (folder / path.name).write_text(text, encoding="utf-8")
 
 
@@ -113,8 +113,8 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
     write_text(path, yaml.dump(content, Dumper=_YamlDumper, sort_keys=False))
 
 
-def is_taken(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder that holds more than its lock and what `written_whole` left when cut off."""
+def is_nonempty(path: Path) -> bool:
+    """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
     if not path.is_dir():
         return path.exists()
     return any(content.suffix != _UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())

@@ -11,9 +11,9 @@ from transformers.utils import is_flash_linear_attention_available
 from ..attention_nlq import eager_attention_forward
 from ..backends_nlq import AttentionBackend, Needs
 from ..cache_nlq import LinearState
+from ..dispatch_nlq import Kernel
 from ..linear_nlq import LinearInputs, divide
 from ..masking_nlq import Visibility
-from ..operations_nlq import Kernel
 
 
 HAS_FLA = is_flash_linear_attention_available()

@@ -49,12 +49,12 @@ class EveryHook(AttentionPart):
     def change_input(self, call, *states):
         return self.gain * states[-1]
 
-    change_output = change_mlp_input = change_weights = change_input
+    change_output = change_mlp_input = change_returned_weights = change_input
 
-    def change_projections(self, call, *states):
+    def change_qkv(self, call, *states):
         return tuple(self.gain * own for own in states)
 
-    change_attended = change_mlp_inner = change_projections
+    change_cached_qkv = change_mlp_inner = change_qkv
 
     def token_state(self, call):
         return self.gain * call.hidden_states[:, None, :, :1].expand(-1, call.layer.config.num_key_value_heads, -1, -1)
@@ -66,7 +66,7 @@ class EveryHook(AttentionPart):
     def change_scores(self, call, scores, visible):
         return self.gain * scores
 
-    def reweigh(self, call, weights, own_columns, key):
+    def change_weights(self, call, weights, own_columns, key):
         return self.gain * weights
 
 

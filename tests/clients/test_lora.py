@@ -13,8 +13,8 @@ from support.runs import interrupt, logged_losses
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq.training import convert, train
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.recipe import resolve_recipe
 from nlq import main

@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, adapters_nlq
-from modeling_nlq.arguments_nlq import CACHE_NAME
+from modeling_nlq.compat_nlq import CACHE_NAME
 from modeling_nlq.training import convert
 
 

@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 from support.ray_cases import wait_until
 from support.runs import write_comparison
 
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 
 
 # Enough steps that a run can be lost after a checkpoint

@@ -13,9 +13,9 @@ import pytest
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
 
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from nlq import main
 

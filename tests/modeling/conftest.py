@@ -8,7 +8,7 @@ from support.elementwise_backends import allow_cpp, cpp_or_tiled, set_tiled_tile
 from support.model_cases import VOCABULARY
 
 from modeling_nlq import linear_nlq
-from modeling_nlq.kernels.cpu import operators
+from modeling_nlq.kernels.cpu import cpu_ops
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -29,7 +29,7 @@ def cpp_passes(cpp_allowed, monkeypatch):
     """The names of the C++ operators of attention, one for each call."""
     if not cpp_allowed:
         pytest.skip("needs a C++ compiler")
-    calls, namespace = [], operators.operators
+    calls, namespace = [], cpu_ops.operators
 
     class Counted:
         def __getattr__(self, name):
@@ -37,7 +37,7 @@ def cpp_passes(cpp_allowed, monkeypatch):
                 calls.append(name)
             return getattr(namespace, name)
 
-    monkeypatch.setattr(operators, "operators", Counted())
+    monkeypatch.setattr(cpu_ops, "operators", Counted())
     return calls
 
 

@@ -7,7 +7,7 @@ from support.attention_cases import NON_NEGATIVE
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Inputs, Needs, find_backend
 from modeling_nlq.kernels import optional
-from modeling_nlq.kernels.cpu.operators import ACTIVATIONS as IN_CPP
+from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 
 
 class TestChoice:

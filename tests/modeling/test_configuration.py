@@ -63,7 +63,7 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     config = NLQConfig(**sizes, attn_implementation="nlq" if is_linear else "eager")
     model, context = NLQForCausalLM(config), config.max_position_embeddings
     # `eager` returns the weights too, which no training needs
-    monkeypatch.setattr(DifferentialAttention, "change_weights", lambda part, call, weights: weights)
+    monkeypatch.setattr(DifferentialAttention, "change_returned_weights", lambda part, call, weights: weights)
     monkeypatch.setattr(linear_nlq.LINEAR_ATTENTION, "kernels", linear_nlq.LINEAR_ATTENTION.kernels[-1:])
 
     def count(chunk_size=None):

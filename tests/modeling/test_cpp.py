@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 from modeling_nlq import NLQForCausalLM, kernelize
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.attention_nlq import one_query_attention
-from modeling_nlq.kernels.cpu import build, operators
-from modeling_nlq.kernels.cpu.operators import ACTIVATIONS, FewRowsLinear
+from modeling_nlq.dispatch_nlq import used_kernels
+from modeling_nlq.kernels.cpu import build, cpu_ops
+from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS, FewRowsLinear
 from modeling_nlq.loss_nlq import loss_and_gradient
-from modeling_nlq.operations_nlq import used_kernels
 
 
-needs_compiler = pytest.mark.skipif(not operators.is_built("linear"), reason="the C++ code cannot be built here")
+needs_compiler = pytest.mark.skipif(not cpu_ops.is_built("linear"), reason="the C++ code cannot be built here")
 
 # batch, heads, key-value heads, keys, head_dim
 SIZES = ((2, 4, 4, 33, 64), (2, 4, 2, 100, 40), (1, 3, 1, 1, 7), (3, 2, 2, 700, 128))
@@ -111,8 +111,8 @@ class TestOperators:
             "linear": (torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)),
         }
         for name, values in inputs.items():
-            assert operators.is_built(name)
-            torch.library.opcheck(getattr(operators.operators, name).default, values)
+            assert cpu_ops.is_built(name)
+            torch.library.opcheck(getattr(cpu_ops.operators, name).default, values)
 
     def test_vmap(self):
         logits, targets, weights = torch.randn(3, 5, 7), torch.randint(7, (3, 5)), torch.rand(3, 5)
@@ -140,7 +140,7 @@ class TestKernelize:
     @pytest.fixture(autouse=True)
     def long_vectors(self, monkeypatch):
         """It changes nothing on a CPU without AVX-512."""
-        monkeypatch.setattr(operators, "instructions", lambda: "AVX512")
+        monkeypatch.setattr(cpu_ops, "instructions", lambda: "AVX512")
 
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("width", [1, 16, 37, 300])
@@ -300,7 +300,7 @@ class TestBuild:
     @needs_compiler
     @pytest.mark.slow
     def test_two_processes(self, folder):
-        code = "from modeling_nlq.kernels.cpu import operators; assert operators.is_built('linear')"
+        code = "from modeling_nlq.kernels.cpu import cpu_ops; assert cpu_ops.is_built('linear')"
         processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
         assert [process.wait(300) for process in processes] == [0, 0]
         assert len(list(folder.iterdir())) == 1
@@ -309,7 +309,7 @@ class TestBuild:
     @pytest.mark.slow
     def test_killed_in_the_middle(self, folder):
         """The next process builds anew; nothing waits for the dead one."""
-        code = "from modeling_nlq.kernels.cpu import operators; print('begun', flush=True); assert operators.is_built('linear')"
+        code = "from modeling_nlq.kernels.cpu import cpu_ops; print('begun', flush=True); assert cpu_ops.is_built('linear')"
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         process.stdout.readline()
         while not folder.exists() or not list(folder.iterdir()):

@@ -35,8 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.kernels.cpu import operators
-from modeling_nlq.kernels.cpu.operators import ACTIVATIONS, attention_forward
+from modeling_nlq.kernels.cpu import cpu_ops
+from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS, attention_forward
 from modeling_nlq.masking_nlq import read_mask
 
 
@@ -77,8 +77,8 @@ class TestAgreement:
         with pytest.MonkeyPatch.context() as patch:
             if not allow_cpp(patch):
                 pytest.skip("needs a C++ compiler")
-            patch.setattr(operators, "FORWARD_TILES", (2 * query_pairs, 2 * key_pairs))
-            patch.setattr(operators, "BACKWARD_TILES", (2 * key_pairs, 2 * query_pairs))
+            patch.setattr(cpu_ops, "FORWARD_TILES", (2 * query_pairs, 2 * key_pairs))
+            patch.setattr(cpu_ops, "BACKWARD_TILES", (2 * key_pairs, 2 * query_pairs))
             actual = run(cpp_or_tiled, layout, layer_for(layout, *combination), states)
         check(actual, expected_of(layout, *combination, states), 3e-5)
 
@@ -263,8 +263,8 @@ def test_mean_gradient_cancels(cpp_passes, activation):
 )
 def test_hidden_tiles_are_skipped(cpp_passes, monkeypatch, layout):
     """A weight of 0 times NaN would be NaN, so whatever is finite did not visit the tile."""
-    monkeypatch.setattr(operators, "FORWARD_TILES", (4, 4))
-    monkeypatch.setattr(operators, "BACKWARD_TILES", (4, 4))
+    monkeypatch.setattr(cpu_ops, "FORWARD_TILES", (4, 4))
+    monkeypatch.setattr(cpu_ops, "BACKWARD_TILES", (4, 4))
     module, mask = layer_for(layout, "tanh"), layout.mask()
     for start in range(0, layout.key_length, 4):
         query, key, value = layout.states()
@@ -291,7 +291,7 @@ def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
     if without is None:
         monkeypatch.setenv("NLQ_CPP", "0")
     else:
-        monkeypatch.setattr(operators, without, lambda *_: False)
+        monkeypatch.setattr(cpu_ops, without, lambda *_: False)
     layout = LAYOUTS["causal"]
     states = layout.states()
     check(run(cpp_or_tiled, layout, layer("relu"), states), expected_of(layout, "relu", "length", states), 1e-5)
@@ -314,8 +314,8 @@ class TestTransforms:
             masks = (None, None, None, mask) if is_dense else (mask.query_index, mask.key_is_valid, mask.first_key, None)
             bias = count.float().clamp(min=1).log()
             inputs = (query, key, value, bias, None, *masks, "sigmoid", "none", SCALING, 1e9, 64, 64)
-            torch.library.opcheck(operators.operators.attention.default, inputs)
-            results = operators.operators.attention(*inputs)
+            torch.library.opcheck(cpu_ops.operators.attention.default, inputs)
+            results = cpu_ops.operators.attention(*inputs)
             inputs = (
                 torch.randn_like(results[0]),
                 query,
@@ -330,7 +330,7 @@ class TestTransforms:
                 64,
                 64,
             )
-            torch.library.opcheck(operators.operators.attention_backward.default, inputs)
+            torch.library.opcheck(cpu_ops.operators.attention_backward.default, inputs)
 
     def test_vmap(self, cpp_allowed):
         states = [torch.randn(3, 2, 4, 9, 8) for _ in range(3)]

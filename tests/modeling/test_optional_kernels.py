@@ -70,8 +70,8 @@ class TestKernels:
         found, _ = linear_attention(query, key, value, None, 0.125, log_decay)
         torch.testing.assert_close(found.cpu(), expected, rtol=2e-2, atol=2e-3)
 
-    @pytest.mark.parametrize("length, is_taken", [(64, True), (128, True), (96, False), (32, False)])
-    def test_what_adasplash_is_given(self, length, is_taken, make_model, monkeypatch):
+    @pytest.mark.parametrize("length, is_nonempty", [(64, True), (128, True), (96, False), (32, False)])
+    def test_what_adasplash_is_given(self, length, is_nonempty, make_model, monkeypatch):
         """AdaSplash gets inputs that pass its own assertions, and the result is that of the formula."""
         calls = []
 
@@ -93,7 +93,7 @@ class TestKernels:
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         found = model(tokens, use_cache=False).logits
         monkeypatch.undo()
-        assert bool(calls) == is_taken
+        assert bool(calls) == is_nonempty
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.gpu

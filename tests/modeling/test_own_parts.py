@@ -170,9 +170,10 @@ def test_a_class_in_no_file_is_used_but_not_saved(tmp_path):
     assert model.config.attention_parts_code is None
     with pytest.raises(ValueError, match=r"'distance' is defined in no file"):
         model.save_pretrained(tmp_path)
-    fields = ({"name": "a b"}, {"name": "a" * 201}, {"name": "b", "forward": len})
-    unnamed, long, called = (type("B", (AttentionPart,), own) for own in fields)
+    fields = ({"name": "a b"}, {"name": "a" * 201}, {"name": "b", "forward": len}, {"name": "b", "reweigh": len})
+    unnamed, long, called, old = (type("B", (AttentionPart,), own) for own in fields)
     wrong = ((unnamed, "a Python identifier"), (long, "at most 200 characters"), (called, "B overrides `forward`"))
+    wrong += ((old, "this is change_weights now"),)
     for bad, message in ((int, "must be a subclass"), *wrong):
         with pytest.raises(ValueError, match=message):
             register_attention_part(bad)

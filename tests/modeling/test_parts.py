@@ -21,7 +21,6 @@ from transformers.cache_utils import QuantizedLayer
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, forget_gate_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
-from modeling_nlq.arguments_nlq import CACHE_NAME
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.attention_parts_nlq import (
     AttentionPart,
@@ -33,6 +32,7 @@ from modeling_nlq.attention_parts_nlq import (
 )
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.canon_nlq import ShortConvolution
+from modeling_nlq.compat_nlq import CACHE_NAME
 from modeling_nlq.masking_nlq import Places
 from modeling_nlq.modeling_nlq import NLQDecoderLayer
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution

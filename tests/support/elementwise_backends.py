@@ -11,7 +11,7 @@ from support.attention_cases import SCALING, results
 from modeling_nlq import tiled_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.backends_nlq import Inputs, Needs
-from modeling_nlq.kernels.cpu import build, operators
+from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -60,15 +60,15 @@ def allow_cpp(patch):
     patch.delenv("NLQ_CPP", raising=False)
     if build.instructions() != "AVX512":
         patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DNLQ_PLAIN_PRODUCTS"))
-        patch.setattr(operators, "_multiplies", lambda is_half: operators.is_built("attention"))
-    return operators._multiplies(True)
+        patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built("attention"))
+    return cpu_ops._multiplies(True)
 
 
 def cpp_or_tiled(module, query, *inputs, dropout=0.0, **options):
     """Attention in C++ where there is code for it, else by `nlq_tiled`."""
     needs = Needs(module.activation, inputs=Inputs(query.device, query.dtype, 2, query.shape[-1]))
-    is_right = operators.computes_attention(needs) and not dropout
-    function = operators.attention_forward if is_right else tiled_attention_forward
+    is_right = cpu_ops.computes_attention(needs) and not dropout
+    function = cpu_ops.attention_forward if is_right else tiled_attention_forward
     return function(module, query, *inputs, dropout=dropout, **options)
 
 
@@ -86,5 +86,5 @@ def set_tiled_tiles(patch, large, small, many_heads):
     patch.setattr(tiled_nlq, "SMALL_TILE", small)
     patch.setattr(tiled_nlq, "MANY_HEADS", many_heads)
     tile = (large + 1) // 2 * 2  # of an even number of queries or keys
-    patch.setattr(operators, "FORWARD_TILES", (tile, tile + 2))
-    patch.setattr(operators, "BACKWARD_TILES", (tile + 2, tile))
+    patch.setattr(cpu_ops, "FORWARD_TILES", (tile, tile + 2))
+    patch.setattr(cpu_ops, "BACKWARD_TILES", (tile + 2, tile))

@@ -18,9 +18,9 @@ from pathlib import Path
 
 _MOST_SECONDS = 60
 _MODULES = (
-    "comparison.comparing",
+    "comparison.run",
     "conversion.converting",
-    "engines",
+    "api",
     "explorer.exploring",
     "run.evaluation",
     "run.generation",

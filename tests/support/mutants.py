@@ -53,12 +53,12 @@ TESTS = {
         [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py", f"{M}optional_kernels.py"],
         ["tests/test_invariants.py"],
     ],
-    "modeling_nlq/operators_nlq.py": [
+    "modeling_nlq/torch_ops_nlq.py": [
         [f"{M}tiled.py", f"{M}elementwise_pytorch.py"],
         [f"{M}elementwise_dropout.py", f"{M}sharing.py"],
     ],
-    "training/comparison/statistics.py": [
-        ["tests/training/comparison/test_statistics.py"],
+    "training/comparison/inference.py": [
+        ["tests/training/comparison/test_inference.py"],
         ["tests/training/comparison/test_report.py"],
     ],
     "training/conversion/upcycling.py": [["tests/training/conversion/test_upcycling.py"], ["tests/training/conversion"]],

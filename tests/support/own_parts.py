@@ -52,7 +52,7 @@ _FORGETS_DOCUMENTS = DISTANCE.replace("* place\n", "* place.sqrt()\n")
 _FORGETS_CHUNKS = (
     _HEAD
     + """
-    def change_projections(self, call, query, key, value):
+    def change_qkv(self, call, query, key, value):
         count = call.places.visible_count - call.places.query_index[0]
         return query * count.clamp(min=0).double().log1p().transpose(1, 2)[..., None], key, value
 """
@@ -61,7 +61,7 @@ _FORGETS_CHUNKS = (
 _LENGTH_OF_CACHE = (
     _HEAD
     + """
-    def change_attended(self, call, query, key, value):
+    def change_cached_qkv(self, call, query, key, value):
         count = call.places.visible_count
         if key.shape[2] > query.shape[2]:
             count = key.shape[2] - torch.arange(query.shape[2]).flip(0)
@@ -90,7 +90,7 @@ def _idea(body: str, hook: str = "change_output(self, call, heads)", **init: str
     return f"{_HEAD}\n{textwrap.indent(text, '    ')}\n"
 
 
-_PROJECTIONS = "change_projections(self, call, query, key, value)"
+_PROJECTIONS = "change_qkv(self, call, query, key, value)"
 _GAIN = "nn.Parameter(torch.ones(1))"
 # A place among a text's tokens, which is right with padding or a cache, and not with both
 _PADDING_OF_THIS_CALL = (
@@ -130,7 +130,7 @@ _OWN_CACHE = _idea(
     return query * (1 + total)[..., None, None], key, value
     """,
     _PROJECTIONS,
-).replace("    needs_places = True", "    needs_places = True\n    can_go_back = False")
+).replace("    needs_places = True", "    needs_places = True\n    supports_crop = False")
 
 _REPEATED, _FUTURE, _BATCH = (
     "a repeated call gives the same",

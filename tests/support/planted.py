@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from modeling_nlq.training.comparison.plan import Comparison, Run
-from modeling_nlq.training.comparison.results import FinishedRuns, next_runs, run_folder
+from modeling_nlq.training.comparison.results import RunStore, next_runs, run_folder
 
 
 class Interrupted(Exception):
@@ -32,7 +32,7 @@ class PlantedEngine:
     def prepare_data(self, comparison, folder):
         return folder / "tokenizer", "planted"
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
         while True:
             ready, _ = next_runs(comparison, finished)
             if not ready:

@@ -162,7 +162,7 @@ class Publication:
     done: Done
 
 
-def change_weights(folder: Path) -> None:
+def change_returned_weights(folder: Path) -> None:
     """As if training had gone on."""
     path = folder / "model.safetensors"
     weights = safetensors.torch.load_file(path)

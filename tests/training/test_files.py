@@ -8,22 +8,22 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.training.files import (
+    atomic_dir,
     code_files,
     differences,
-    is_taken,
+    is_nonempty,
     model_files,
     read_json,
     read_yaml,
     write_text,
     write_yaml,
-    written_whole,
 )
 
 
 class TestWrittenWhole:
     def test_files_move_when_the_block_ends(self, tmp_path):
         target = tmp_path / "new" / "folder"
-        with written_whole(target, last="a.txt") as folder:
+        with atomic_dir(target, last="a.txt") as folder:
             (folder / "a.txt").write_text("a")
             (folder / "below").mkdir()
             (folder / "below" / "b.txt").write_text("b")
@@ -35,7 +35,7 @@ class TestWrittenWhole:
     def test_an_error_leaves_what_was_there(self, error, tmp_path):
         (tmp_path / "a.txt").write_text("before")
         for target in (tmp_path, tmp_path / "new"):
-            with pytest.raises(error), written_whole(target) as folder:
+            with pytest.raises(error), atomic_dir(target) as folder:
                 (folder / "a.txt").write_text("half")
                 raise error
         assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -46,7 +46,7 @@ class TestWrittenWhole:
             raise PermissionError(13, "Permission denied", f"{folder}/{prefix}123{suffix}")
 
         monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-        with pytest.raises(PermissionError) as error, written_whole(tmp_path / "new"):
+        with pytest.raises(PermissionError) as error, atomic_dir(tmp_path / "new"):
             pass
         assert str(error.value) == f"[Errno 13] {tmp_path / 'new'} cannot be written: Permission denied"
 
@@ -54,7 +54,7 @@ class TestWrittenWhole:
     def test_the_last_file_shows_that_all_are_there(self, last, tmp_path, monkeypatch):
         moved, replace = [], Path.replace
         monkeypatch.setattr(Path, "replace", lambda self, target: moved.append(self.name) or replace(self, target))
-        with written_whole(tmp_path, last=last) as folder:
+        with atomic_dir(tmp_path, last=last) as folder:
             for name in ("a.txt", "b.txt", "c.txt"):
                 (folder / name).write_text(name)
         assert sorted(moved) == ["a.txt", "b.txt", "c.txt"] and moved[-1] == last
@@ -67,11 +67,11 @@ class TestWrittenWhole:
 
 
 def test_folder_of_an_interrupted_write_is_not_taken(tmp_path):
-    assert not is_taken(tmp_path / "nothing")
+    assert not is_nonempty(tmp_path / "nothing")
     (tmp_path / ".run.123.unfinished").mkdir()
-    assert not is_taken(tmp_path)
+    assert not is_nonempty(tmp_path)
     (tmp_path / "thesis.tex").write_text("all I have")
-    assert is_taken(tmp_path) and is_taken(tmp_path / "thesis.tex")
+    assert is_nonempty(tmp_path) and is_nonempty(tmp_path / "thesis.tex")
 
 
 def test_differences_name_nested_fields():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.other_user import run_as_nobody
 
-from modeling_nlq.training.files import is_taken, read_yaml, write_yaml, written_whole
+from modeling_nlq.training.files import atomic_dir, is_nonempty, read_yaml, write_yaml
 from modeling_nlq.training.run.shared_files import local_data
 from modeling_nlq.training.storage import (
     check_writable,
@@ -79,11 +79,11 @@ def test_names_at_an_address_that_lead_elsewhere(address, tmp_path, monkeypatch)
 
 
 def test_files_at_an_address(address, tmp_path):
-    assert not is_taken(address)
+    assert not is_nonempty(address)
     check_writable(address)
     write_yaml(address / "below" / "x.yaml", {"a": 1})
-    assert read_yaml(address / "below" / "x.yaml") == {"a": 1} and is_taken(address)
-    with pytest.raises(RuntimeError), written_whole(address) as unfinished:
+    assert read_yaml(address / "below" / "x.yaml") == {"a": 1} and is_nonempty(address)
+    with pytest.raises(RuntimeError), atomic_dir(address) as unfinished:
         (unfinished / "y").write_text("half")
         raise RuntimeError
     assert files_below(address) == ["below/x.yaml"]

@@ -15,12 +15,12 @@ from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
 from ..storage import local_copy
 from ..text import bar_options
+from .inference import analyse
 from .plan import Comparison
-from .results import FinishedRuns, run_folder
-from .statistics import analyse
+from .results import RunStore, run_folder
 
 
-def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> None:
+def score_runs(comparison: Comparison, folder: Path, finished: RunStore) -> None:
     """Evaluates the reported runs that have no `tasks.json` yet, one after another, in this process.
 
     A run that diverged has no weights to evaluate.
@@ -39,9 +39,7 @@ def score_runs(comparison: Comparison, folder: Path, finished: FinishedRuns) -> 
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(
-    comparison: Comparison, folder: Path, finished: FinishedRuns, unsettled: Collection[str] = ()
-) -> dict[str, Any]:
+def read_scores(comparison: Comparison, folder: Path, finished: RunStore, unsettled: Collection[str] = ()) -> dict[str, Any]:
     """Reads and judges the scores of the reported runs.
 
     Args:

@@ -25,9 +25,9 @@ from ..run.documents import files_by_split, load_documents
 from ..run.recipe import Recipe, emulated_bf16, resolve_recipe
 from ..storage import open_folder
 from ..text import duration, first_line
+from .inference import alpha_spent, smallest_difference
 from .local import environment_of_one_run
 from .plan import Comparison, Ladder, Variant, scales_of
-from .statistics import share_of_look, smallest_difference
 from .tables import scales_in
 
 
@@ -145,7 +145,7 @@ def _describe_difference(comparison: Comparison, floor: float | None) -> str:
     seeds = len(comparison.seeds)
     if seeds < 2:
         return "none, for a test needs two seeds or more"
-    alpha = 0.05 if comparison.stop is None else 0.05 * share_of_look(seeds, seeds)  # of the last look
+    alpha = 0.05 if comparison.stop is None else 0.05 * alpha_spent(seeds, seeds)  # of the last look
     times = smallest_difference(seeds, len(comparison.variants) - 1, 1.0, alpha, _POWER)
     if floor is None:
         return f"{times:.2g} times the noise floor"

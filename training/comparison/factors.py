@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from .statistics import holm
+from .inference import holm
 
 
 RESOLUTION = 4

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
-from ..files import written_whole
+from ..files import atomic_dir
 
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
@@ -40,7 +40,7 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG file, whole or not at all."""
-    with written_whole(path.parent) as folder:
+    with atomic_dir(path.parent) as folder:
         figure.savefig(folder / path.name, format="png", dpi=150)
 
 

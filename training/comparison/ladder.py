@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..traces import without_folders
+from ..scrub import without_folders
 from .plan import Comparison, Ladder, scales_of, with_starts
-from .results import FinishedRuns, chosen_rates, losses_by_seed, unsettled_models
+from .results import RunStore, chosen_rates, losses_by_seed, unsettled_models
 from .trend import Scale, analyse_trend
 
 
@@ -16,7 +16,7 @@ def scale_folder(folder: Path, name: str) -> Path:
     return folder / "scales" / name if name else folder
 
 
-def in_turn(plan: Comparison | Ladder, folder: Path) -> Iterator[tuple[str, Comparison, FinishedRuns]]:
+def in_turn(plan: Comparison | Ladder, folder: Path) -> Iterator[tuple[str, Comparison, RunStore]]:
     """Goes through the scales in the order in which they are made, the smallest first.
 
     The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that it chose
@@ -28,7 +28,7 @@ def in_turn(plan: Comparison | Ladder, folder: Path) -> Iterator[tuple[str, Comp
     """
     starts: dict[str, dict[int, float]] = {}
     for name, planned in scales_of(plan).items():
-        scale, finished = with_starts(planned, starts), FinishedRuns(scale_folder(folder, name))
+        scale, finished = with_starts(planned, starts), RunStore(scale_folder(folder, name))
         yield name, scale, finished
         for model, rates in chosen_rates(scale, finished).items():
             starts[model] = {**starts.get(model, {}), **rates}

@@ -24,10 +24,10 @@ from tqdm.auto import tqdm
 from ..run.data import prepare_data
 from ..run.mirror import log_file
 from ..run.run_folder import FolderIsLocked, RunFolder
-from ..run.unattended import Order, RunFailed, train_unattended
+from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
 from ..text import bar_options
 from .plan import Comparison, Run
-from .results import FinishedRuns, next_runs, run_folder
+from .results import RunStore, next_runs, run_folder
 
 
 _TOKENIZER = "tokenizer"
@@ -76,7 +76,7 @@ class LocalEngine:
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished, seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
@@ -101,7 +101,7 @@ class LocalEngine:
         path = run_folder(folder, run)
         if RunFolder(path).is_held():
             return False
-        order = Order(
+        order = RunSpec(
             name=run.name,
             content=comparison.resolve(run, path).given,
             folder=str(path),
@@ -167,7 +167,7 @@ def environment_of_one_run() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _make_order(order: Order, sender) -> None:
+def _make_order(order: RunSpec, sender) -> None:
     """What the process of a run does: sends its progress, and at last `None` or the error."""
 
     def report(progress: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def _make_order(order: Order, sender) -> None:
     tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     try:
-        train_unattended(order, report)
+        run_in_subprocess(order, report)
         sender.send(None)
     except (FolderIsLocked, RunFailed) as error:
         sender.send(error)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .noise import Interval, add_means
+from .noise import Interval, welch_sum
 
 
 # In decades of compute beyond the ladder. Nothing is read from the curve farther out.
@@ -30,7 +30,7 @@ class LossCurve:
     slope at its end. With two scales it is a line.
 
     A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is a sum of
-    means, and `add_means` gives the noise of that sum (delta method).
+    means, and `welch_sum` gives the noise of that sum (delta method).
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LossCurve:
             ladder, and for the interval if a scale has a single seed.
         """
         rise, parts = self._rise(scale, differences)
-        estimate = add_means(parts, rise)
+        estimate = welch_sum(parts, rise)
         place, reach = self.log_flops[scale], REACH * math.log(10)
 
         def relative(rise: float) -> float | None:
@@ -108,7 +108,7 @@ class LossCurve:
         rises, parts = zip(*(self._rise(scale, values) for scale, values in enumerate(differences)))
         value = float(weights @ (np.array(rises) + self.log_flops - np.log(flops)))
         summed = [sum(weight * part for weight, part in zip(weights, of_scale)) for of_scale in zip(*parts)]
-        estimate = add_means(summed, value)
+        estimate = welch_sum(summed, value)
         return value, estimate and estimate.interval(confidence)
 
     def _rise(self, scale: int, differences: np.ndarray) -> tuple[float, list[np.ndarray]]:

@@ -19,7 +19,7 @@ Interval = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A sum of means, each over the seeds of one scale, and its noise (see `add_means`)."""
+    """A sum of means, each over the seeds of one scale, and its noise (see `welch_sum`)."""
 
     value: float
     standard_error: float
@@ -39,7 +39,7 @@ class Estimate:
         return self.value - margin, self.value + margin
 
 
-def add_means(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:
+def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:
     """Adds the means of several scales, each with the noise of its own seeds.
 
     The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s. Welch (1947) and Satterthwaite (1946) give it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from ..run.lease import alone_at
+from ..run.lease import driver_lock
 from ..run.ray_jobs import (
     RayJobs,
     Resources,
@@ -21,7 +21,7 @@ from ..run.shared_files import share_data, share_model
 from ..storage import check_writable
 from ..text import bar_options
 from .plan import Comparison, Run
-from .results import FinishedRuns, next_runs, run_folder
+from .results import RunStore, next_runs, run_folder
 
 
 _LEASE_FILE = "at-work.json"
@@ -78,14 +78,14 @@ class RayEngine:
 
         No address has locks. The process at work changes a file every few seconds; one that was killed does so no more.
         """
-        return alone_at(folder / _LEASE_FILE)
+        return driver_lock(folder / _LEASE_FILE)
 
     def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
         return share_data(recipe, (folder.absolute() if isinstance(folder, Path) else folder) / "data")
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished. A search goes on as soon as its own runs are finished.
 
         Raises:

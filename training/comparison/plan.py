@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ..parameters import Size
 from ..run.recipe import ResolvedRecipe, resolve_recipe
 from ..text import align
+from .inference import FIRST_INTERIM, power_warning
 from .rates import Rates
-from .statistics import FIRST_LOOK, power_warning
 
 
 def default_folder(name: str) -> Path:
@@ -108,7 +108,7 @@ class Comparison:
         tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
         command: the command that runs it.
         given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
-        stop: `"early"` if models leave as soon as there is a verdict about them (see `FinishedRuns.seeds_of`); then the seeds
+        stop: `"early"` if models leave as soon as there is a verdict about them (see `RunStore.seeds_of`); then the seeds
             are the most that a model has.
     """
 
@@ -185,7 +185,7 @@ class Comparison:
             f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
         )
         if self.stop:
-            yield f"{runs} is the most: from {FIRST_LOOK} seeds on, a model leaves as soon as there is a verdict about it"
+            yield f"{runs} is the most: from {FIRST_INTERIM} seeds on, a model leaves as soon as there is a verdict about it"
         if warning := self.power_warning():
             yield f"warning: {warning}"
 

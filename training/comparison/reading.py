@@ -18,13 +18,13 @@ from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
 from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
+from ..scrub import without_folders
 from ..text import LONGEST_NAME, check_name, one_line
-from ..traces import without_folders
 from .factors import RATE, make_design, merged_change
+from .inference import FIRST_INTERIM
 from .plan import Comparison, Ladder, Variant, default_folder, without_gpu_advice
 from .rates import Rates, read_rates
 from .screening import BEST, OFF, Screening, check_factors, row_name
-from .statistics import FIRST_LOOK
 
 
 _FIELDS = (
@@ -142,7 +142,7 @@ def read_default_folder(source: str) -> Path:
     return default_folder(_own_name(path, read_yaml(path)))
 
 
-def outline(given: Mapping[str, Any]) -> Comparison | Ladder:
+def load_outline(given: Mapping[str, Any]) -> Comparison | Ladder:
     """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them.
 
     Raises:
@@ -277,8 +277,8 @@ def _check_factor_fields(path: Path, given: Mapping[str, Any]) -> None:
     confirm = read_section(given.get("confirm"), f"{path}: confirm")
     check_keys(f"{path}: confirm", confirm, ("learning_rates", "seeds", "stop"))
     seeds = confirm.get("seeds", given.get("seeds"))
-    if isinstance(seeds, list) and len(seeds) < FIRST_LOOK:
-        raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_LOOK} or more; set confirm: {{seeds: ...}}")
+    if isinstance(seeds, list) and len(seeds) < FIRST_INTERIM:
+        raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_INTERIM} or more; set confirm: {{seeds: ...}}")
 
 
 def _is_choice(fields: Any) -> bool:
@@ -476,10 +476,10 @@ def _check_stop(path: Path, given: Mapping[str, Any]) -> None:
             f"{path}: stop: early and tasks exclude each other: the number of a model's runs depends on their losses, so a "
             "test of their scores would err too often"
         )
-    if stop and isinstance(seeds, list) and len(seeds) <= FIRST_LOOK:
+    if stop and isinstance(seeds, list) and len(seeds) <= FIRST_INTERIM:
         raise ValueError(
-            f"{path}: stop: early looks at {FIRST_LOOK} seeds first, and seeds={seeds!r} has no more; give the most seeds that "
-            "a model may take"
+            f"{path}: stop: early looks at {FIRST_INTERIM} seeds first, and seeds={seeds!r} has no more; give the most seeds "
+            "that a model may take"
         )
 
 

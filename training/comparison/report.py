@@ -16,19 +16,7 @@ from ..text import align, without_html
 from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from .tables import (
-    difference_rows,
-    given_fields,
-    improvement_rows,
-    multiplier_rows,
-    provenance,
-    rate_rows,
-    run_rows,
-    scales_in,
-    summary_rows,
-    task_rows,
-)
-from .wording import (
+from .sentences import (
     cost_sentence,
     first_warning_sentences,
     first_warnings,
@@ -42,6 +30,18 @@ from .wording import (
     trend_sentence,
     warning_sentences,
     warnings_of_others,
+)
+from .tables import (
+    difference_rows,
+    given_fields,
+    improvement_rows,
+    multiplier_rows,
+    provenance,
+    rate_rows,
+    run_rows,
+    scales_in,
+    summary_rows,
+    task_rows,
 )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..files import METRICS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
-from ..traces import without_folders
+from ..scrub import without_folders
+from .inference import FIRST_INTERIM, analyse, analyse_early, noise_from_text
 from .plan import Comparison, Run
-from .statistics import FIRST_LOOK, analyse, analyse_early, noise_from_text
 
 
 def run_folder(folder: Path, run: Run) -> Path:
@@ -18,7 +18,7 @@ def run_folder(folder: Path, run: Run) -> Path:
     return folder / "runs" / run.name
 
 
-class FinishedRuns:
+class RunStore:
     """The finished runs in the folder of a comparison. The metrics of a run are read once, and a step of a search is made once.
 
     Attributes:
@@ -46,16 +46,16 @@ class FinishedRuns:
     def seeds_of(self, comparison: Comparison, model: str) -> list[int]:
         """The seeds that a model is trained with, as far as is known: all, or those up to the look at which it leaves.
 
-        With `stop: early`, every model is looked at when the runs of its first `FIRST_LOOK` seeds are finished. A model about
-        which there is no verdict gets the next seed, as does the baseline as long as there is such a model. The finished runs
-        alone decide, so a comparison that goes on decides the same.
+        With `stop: early`, every model is looked at when the runs of its first `FIRST_INTERIM` seeds are finished. A model
+        about which there is no verdict gets the next seed, as does the baseline as long as there is such a model. The
+        finished runs alone decide, so a comparison that goes on decides the same.
         """
         return comparison.seeds if comparison.stop is None else comparison.seeds[: self._seed_counts(comparison)[model]]
 
     def _seed_counts(self, comparison: Comparison) -> dict[str, int]:
         """How many of the seeds each model is trained with, by `seeds_of`."""
-        counts = dict.fromkeys(comparison.variants, FIRST_LOOK)
-        for count in range(FIRST_LOOK, len(comparison.seeds)):
+        counts = dict.fromkeys(comparison.variants, FIRST_INTERIM)
+        for count in range(FIRST_INTERIM, len(comparison.seeds)):
             at_look = [model for model, own in counts.items() if own == count]
             losses = {model: self._test_losses(comparison, model, comparison.seeds[:own]) for model, own in counts.items()}
             if comparison.baseline not in at_look or None in losses.values():
@@ -159,13 +159,13 @@ class Tuning:
     edge: str | None = None
 
 
-def next_runs(comparison: Comparison, finished: FinishedRuns) -> tuple[list[Run], int]:
+def next_runs(comparison: Comparison, finished: RunStore) -> tuple[list[Run], int]:
     """The runs that can begin now, in their order, and the number of finished runs."""
     ready = [run for model in comparison.variants for run in finished.unfinished(comparison, model)]
     return comparison.in_order(ready), sum(finished.count(comparison, model) for model in comparison.variants)
 
 
-def chosen_rates(comparison: Comparison, finished: FinishedRuns) -> dict[str, dict[int, float]]:
+def chosen_rates(comparison: Comparison, finished: RunStore) -> dict[str, dict[int, float]]:
     """The rates that seeds chose, by model and seed; none of a seed that diverged at each."""
     return {
         model: {tuning.seed: tuning.rate for tuning in finished.tunings(comparison, model) if tuning.rate is not None}
@@ -173,7 +173,7 @@ def chosen_rates(comparison: Comparison, finished: FinishedRuns) -> dict[str, di
     }
 
 
-def gather(comparison: Comparison, finished: FinishedRuns) -> dict[str, Any]:
+def gather(comparison: Comparison, finished: RunStore) -> dict[str, Any]:
     """Gathers the content of `results.json` from the finished runs of a comparison.
 
     * `models`: by name, the sizes, the switches and the training arguments that differ, the `learning_rates` tried, the
@@ -263,7 +263,7 @@ def losses_by_seed(models: dict[str, Any]) -> dict[str, dict[int, float | None]]
     return {name: {run["seed"]: run["test_loss"] for run in model["runs"]} for name, model in models.items()}
 
 
-def _read_run(finished: FinishedRuns, run: Run) -> dict[str, Any]:
+def _read_run(finished: RunStore, run: Run) -> dict[str, Any]:
     metrics = finished.metrics(run)
     history = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
     curves = {

@@ -12,7 +12,7 @@ import numpy as np
 from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
 from ..parameters import Size
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..traces import without_folders
+from ..scrub import without_folders
 from .factors import ALPHA, RATE, Design, analyse_effects, merged_change, runs_one_at_a_time
 from .plan import Comparison, Variant
 

@@ -17,8 +17,8 @@ from .figures import BASELINE, save, scale_percent
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
 from .report import verdicts
 from .screening import BEST, OFF
+from .sentences import first_warning_sentences, outcome_sentence
 from .tables import number, p_value, with_interval
-from .wording import first_warning_sentences, outcome_sentence
 
 
 _NO_VERDICT = (

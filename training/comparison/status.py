@@ -10,8 +10,8 @@ from ..run.mirror import PROGRESS
 from ..text import align
 from .ladder import in_turn
 from .plan import Comparison
-from .reading import outline
-from .results import FinishedRuns
+from .reading import load_outline
+from .results import RunStore
 from .screening import CONFIRMATION, SCREENING
 
 
@@ -35,14 +35,14 @@ def describe_status(folder: Path) -> list[str]:
         found = [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
         return found or [f"{SCREENING}: not begun"]
     lines, is_begun = [], True
-    for name, scale, finished in in_turn(outline(read_yaml(folder / COMPARISON_FILE)), folder):
+    for name, scale, finished in in_turn(load_outline(read_yaml(folder / COMPARISON_FILE)), folder):
         found = _describe(scale, finished, is_begun)
         lines += [f"scale {name}", *(f"  {line}" for line in found)] if name else found
         is_begun = is_begun and not any(finished.unfinished(scale, model) for model in scale.variants)
     return lines
 
 
-def _describe(comparison: Comparison, finished: FinishedRuns, is_begun: bool) -> list[str]:
+def _describe(comparison: Comparison, finished: RunStore, is_begun: bool) -> list[str]:
     """Says how far a comparison at one scale is.
 
     Args:

@@ -5,7 +5,7 @@ one scale saw the same tokens, so they are paired; seeds of different scales are
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-and to first order the compute multiplier. So `noise.add_means` gives all tests and intervals. `benchmarks/trend.py` measures
+and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals. `benchmarks/trend.py` measures
 how often they err.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .inference import holm
 from .multiplier import LossCurve
-from .noise import Interval, add_means
-from .statistics import holm
+from .noise import Interval, welch_sum
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     if pairs.any():
         difference, in_percent = float((base - model)[pairs].mean()), 100 / float(base[pairs].mean())
     if pairs.all():
-        estimate = add_means([base - model])
+        estimate = welch_sum([base - model])
     interval = estimate and estimate.interval(confidence)
     return Step(
         flops=flops,
@@ -241,7 +241,7 @@ def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray
     """
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
-    slope = add_means([weight * values for weight, values in zip(weights, percents)])
+    slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
     return ModelTrend(
         verdict="",
         meaning="",

@@ -27,10 +27,10 @@ from ..files import (
     METRICS_FILE,
     RECIPE_FILE,
     VOCABULARIES,
+    atomic_dir,
     files_in,
-    is_taken,
+    is_nonempty,
     model_files,
-    written_whole,
 )
 from ..models import read_conversion
 from ..parameters import shapes_of, size_of
@@ -42,7 +42,7 @@ from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .renaming import (
     LossyConversion,
-    Origin,
+    ParameterSource,
     chain,
     class_in_family,
     empty_model,
@@ -83,7 +83,7 @@ class _Plan:
 
     weights: Weights
     new: PreTrainedModel
-    origins: dict[str, Origin]
+    origins: dict[str, ParameterSource]
     lost: list[str]
 
 
@@ -215,7 +215,7 @@ def _convert(
         trained_on=read_trained_on(source) if is_nlq or Path(source).is_dir() else [],
     )
     # config.json is last: it makes a model of the folder
-    with written_whole(target, last="config.json") as folder:
+    with atomic_dir(target, last="config.json") as folder:
         if plan is None:
             new.save_pretrained(folder)
         else:
@@ -285,7 +285,7 @@ def _open(
 
 def _plan(weights: Weights, old: PreTrainedModel, switches: dict[str, Any], to: str, allow_lossy: bool) -> _Plan | None:
     """Plans a conversion in which no number changes; `None` if there is none."""
-    new, lost, origins = old, [], {name: Origin((name,)) for name in parameter_shapes(old)}
+    new, lost, origins = old, [], {name: ParameterSource((name,)) for name in parameter_shapes(old)}
     if old.config.model_type in FAMILIES:
         lost = lost_by(type(old), old.config)
         if lost and not allow_lossy:
@@ -368,7 +368,7 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target} is the source itself; choose another target")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; choose another target")
-    if is_taken(target):
+    if is_nonempty(target):
         if not overwrite:
             raise ValueError(
                 f"{target} exists and is not empty; choose another target, or replace the model in it by --overwrite"

@@ -58,7 +58,7 @@ class LossyConversion(ValueError):
 
 
 @dataclass(frozen=True)
-class Origin:
+class ParameterSource:
     """What a parameter is made from.
 
     Attributes:
@@ -139,7 +139,7 @@ def lost_by(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> lis
     return lost
 
 
-def to_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, Origin]:
+def to_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
     """The origin of each parameter of an NLQ model among those of a model of a family. Both may be on the meta device."""
     family, origins = FAMILIES[theirs.config.model_type], {}
 
@@ -147,11 +147,11 @@ def to_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[st
         return lambda tensors: family.read_tensors(name, tensors, theirs.config)[index]
 
     for their_name, our_names in _names(family, theirs, ours).items():
-        origins.update({name: Origin((their_name,), part(their_name, index)) for index, name in enumerate(our_names)})
+        origins.update({name: ParameterSource((their_name,), part(their_name, index)) for index, name in enumerate(our_names)})
     return origins
 
 
-def from_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, Origin]:
+def from_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
     """The inverse of `to_nlq_origins`."""
     family, origins = FAMILIES[theirs.config.model_type], {}
 
@@ -159,24 +159,24 @@ def from_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[
         return lambda tensors: family.write_tensors(name, tensors, theirs.config)[0]
 
     for their_name, our_names in _names(family, theirs, ours).items():
-        origins[their_name] = Origin(tuple(our_names), whole(their_name))
+        origins[their_name] = ParameterSource(tuple(our_names), whole(their_name))
     weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
     if bias in parameter_shapes(theirs) and bias not in origins:  # `token_classification_bias=False`
-        origins[bias] = Origin(origins[weight].sources, lambda tensors: torch.zeros_like(tensors[0][:, 0]))
+        origins[bias] = ParameterSource(origins[weight].sources, lambda tensors: torch.zeros_like(tensors[0][:, 0]))
     return origins
 
 
-def chain(first: Mapping[str, Origin], second: Mapping[str, Origin]) -> dict[str, Origin]:
+def chain(first: Mapping[str, ParameterSource], second: Mapping[str, ParameterSource]) -> dict[str, ParameterSource]:
     """The origins of parameters that are made in two steps, in terms of the parameters before the first."""
 
-    def joined(name: str) -> Origin:
+    def joined(name: str) -> ParameterSource:
         steps = [first[source] for source in second[name].sources]
 
         def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             rest = iter(tensors)
             return second[name].make([step.make([next(rest) for _ in step.sources]) for step in steps])
 
-        return Origin(tuple(source for step in steps for source in step.sources), make)
+        return ParameterSource(tuple(source for step in steps for source in step.sources), make)
 
     return {name: joined(name) for name in second}
 
@@ -253,7 +253,7 @@ def build(
     return model.eval()
 
 
-def _filled(new: PreTrainedModel, origins: Mapping[str, Origin], source: PreTrainedModel) -> PreTrainedModel:
+def _filled(new: PreTrainedModel, origins: Mapping[str, ParameterSource], source: PreTrainedModel) -> PreTrainedModel:
     """Makes the model of an empty one, with weights and generation settings of another."""
     weights = source.state_dict()
     state = {name: origin.make([weights[source] for source in origin.sources]) for name, origin in origins.items()}

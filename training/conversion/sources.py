@@ -14,7 +14,7 @@ from ..parameters import check_names
 from ..text import first_line, one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, is_gguf, tensors_not_read
-from .paper import from_paper, read_checkpoint
+from .nanogpt import from_paper, read_checkpoint
 from .renaming import LossyConversion, classes_of, empty_model
 
 

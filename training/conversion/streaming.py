@@ -23,7 +23,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..parameters import check_names, check_shapes
 from ..text import first_line
-from .renaming import Origin, parameter_shapes
+from .renaming import ParameterSource, parameter_shapes
 
 
 # The types of weights, as safetensors names them
@@ -146,7 +146,9 @@ def find_weights(source: str) -> Weights | None:
     return Weights([Path(file) for file in files])
 
 
-def add_new_parameters(origins: dict[str, Origin], model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Origin]:
+def add_new_parameters(
+    origins: dict[str, ParameterSource], model: PreTrainedModel, dtype: torch.dtype
+) -> dict[str, ParameterSource]:
     """Adds origins of the parameters that the source lacks: the values that the model gives them at first."""
 
     def initial(name: str) -> torch.Tensor:
@@ -157,10 +159,10 @@ def add_new_parameters(origins: dict[str, Origin], model: PreTrainedModel, dtype
         return getattr(module, kind).detach().to(dtype)
 
     new = [name for name in parameter_shapes(model) if name not in origins]
-    return {**origins, **{name: Origin((), lambda _, name=name: initial(name)) for name in new}}
+    return {**origins, **{name: ParameterSource((), lambda _, name=name: initial(name)) for name in new}}
 
 
-def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, Origin]) -> None:
+def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> None:
     """Writes the weights of a new model in as many files as the source has.
 
     Args:
@@ -193,7 +195,7 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_shard(path: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, Origin]) -> list[str]:
+def _write_shard(path: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> list[str]:
     """Writes one file, and returns the names of its tensors. Nothing of it stays in memory."""
     mapped = weights.load(list(dict.fromkeys(source for origin in origins.values() for source in origin.sources)))
     tensors = {name: origin.make([mapped[source] for source in origin.sources]) for name, origin in origins.items()}

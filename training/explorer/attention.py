@@ -13,7 +13,7 @@ from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import NLQConfig
 from modeling_nlq.linear_nlq import linear_attention
 
-from ..observing import observe_calls, visibility_of
+from ..hooks import observe_calls, visibility_of
 from .measures import (
     ablations,
     effective_ranks,
@@ -176,8 +176,8 @@ def _see_weights(
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
     inputs = (query, columns, key, visible, counts[:, None], layer.scaling, bias, call)
     scores, weights = scores_and_weights(layer, *inputs)
-    for part in layer.parts_with("change_weights"):
-        weights = part("change_weights", call, weights)
+    for part in layer.parts_with("change_returned_weights"):
+        weights = part("change_returned_weights", call, weights)
     weights = weights[0].cpu()
     found, has_choice = Layer(layer.activation.name, len(weights)), (counts > 1)[0].cpu()
     found.add_weights(weights, has_choice)

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..observing import attention_layers
+from ..hooks import attention_layers
 from ..run.evaluation import token_losses
 from ..text import bar_options
 

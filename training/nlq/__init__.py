@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--cpus-per-worker", "--cpus_per_worker", type=int, help="with --engine ray; by default 1")
     command.add_argument("--gpus-per-worker", "--gpus_per_worker", type=float, help="with --engine ray; by default 0")
     _add_max_retries(command)
-    command.set_defaults(run=_train, module="engines")
+    command.set_defaults(run=_train, module="api")
 
     command = _add_listing_parser(
         commands,
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of "
         "an earlier comparison that measured it. It makes the smallest difference a percentage",
     )
-    command.set_defaults(run=_compare, module="comparison.comparing")
+    command.set_defaults(run=_compare, module="comparison.run")
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
@@ -299,7 +299,7 @@ def _add_listing_parser(commands, name: str, help: str, description: str, epilog
 
 
 def _train(arguments: argparse.Namespace, words: list[str]) -> None:
-    from modeling_nlq.training.engines import train_with
+    from modeling_nlq.training.api import train_with
     from modeling_nlq.training.files import PAGE_FILE
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
     from modeling_nlq.training.storage import open_folder
@@ -327,9 +327,9 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         folder = open_folder(arguments.output_dir or read_default_folder(arguments.comparison))
         print("\n".join(describe_status(folder)))
         return
-    from modeling_nlq.training.comparison.comparing import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.comparison.plan import default_folder
     from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.comparison.run import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.comparison.screening import Screening
     from modeling_nlq.training.comparison.screening_report import describe_screening
 

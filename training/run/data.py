@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ..files import read_json, write_text, written_whole
+from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
 from ..text import first_line, root_cause
 from .documents import check_text, load_documents
@@ -249,7 +249,7 @@ def prepare_data(
         tokenizer = make_tokenizer(recipe, documents)
         tokenizer.model_max_length = recipe.block_size
         if tokenizer_folder is not None:
-            with written_whole(tokenizer_folder, last="tokenizer.json") as folder:
+            with atomic_dir(tokenizer_folder, last="tokenizer.json") as folder:
                 tokenizer.save_pretrained(folder)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)

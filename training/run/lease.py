@@ -25,7 +25,7 @@ _PACE, _PATIENCE, _PAUSE = 10.0, 30.0, 1.0
 
 
 @contextmanager
-def alone_at(file: "Path | UPath") -> Iterator[None]:
+def driver_lock(file: "Path | UPath") -> Iterator[None]:
     """Waits until no other process holds the file, and holds it. Addresses have no locks, and this needs none.
 
     A process that was killed changes the file no more. If another process takes over all the same, because this one was stopped

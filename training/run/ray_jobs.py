@@ -24,7 +24,7 @@ from ..storage import open_folder, scratch_folder
 from ..text import first_line, one_line
 from .mirror import log_file
 from .run_folder import FolderIsLocked
-from .unattended import Order, RunFailed, progress_file, train_unattended
+from .unattended import RunFailed, RunSpec, progress_file, run_in_subprocess
 
 
 try:
@@ -158,18 +158,18 @@ def default_cpus(workers: int, gpus: float) -> int:
     return torch.get_num_threads() if workers == 1 and not gpus else workers
 
 
-def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> Order:
+def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> RunSpec:
     """The order of a run on Ray, at the global batch size of its recipe.
 
     Args:
-        name, content, folder, data, fields: as those of `Order`; folders are absolute.
+        name, content, folder, data, fields: as those of `RunSpec`; folders are absolute.
         resources: the resources of the run.
 
     Raises:
         ValueError: if the workers cannot share the batches.
     """
     dataset = Path(content.get("dataset", ""))
-    return Order(
+    return RunSpec(
         name=name,
         dataset=os.fspath(dataset.absolute()) if content.get("streaming") and dataset.exists() else None,
         content=share_batch(content, resources.workers),
@@ -215,8 +215,8 @@ class RayJobs:
     def __init__(self, resources: Resources, max_retries: int, progress: tqdm, steps: int):
         self._resources, self._max_retries = resources, max_retries
         self._progress, self._steps, self._finished = progress, steps, progress.n
-        self._waiting: list[Order] = []
-        self._running: dict[ray.ObjectRef, Order] = {}
+        self._waiting: list[RunSpec] = []
+        self._running: dict[ray.ObjectRef, RunSpec] = {}
         self._losses: Counter[str] = Counter()
         self.failures: list[str] = []
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -239,12 +239,12 @@ class RayJobs:
         with suppress(RayError):
             ray.kill(self._board)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: RunSpec) -> None:
         """Makes a run as soon as there is room for it, after those that were submitted before."""
         self._waiting.append(order)
         self._begin_waiting()
 
-    def finished(self) -> Iterator[tuple[Order, dict[str, Any]]]:
+    def finished(self) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
         """Yields each run with its metrics as it is finished, until none is left; meanwhile more may be submitted.
 
         A run that failed, or was lost too often, is not yielded: `failures` says why, in a line for each.
@@ -271,7 +271,7 @@ class RayJobs:
         for order in begun:
             self._running[self._task.remote(order, self._resources, self._board)] = order
 
-    def _handle(self, order: Order, failure: "_Failure") -> None:
+    def _handle(self, order: RunSpec, failure: "_Failure") -> None:
         log, reason = log_file(open_folder(order.folder)), failure.reason
         if not failure.is_lost:
             self.failures.append(f"run {order.name} {reason}; see {log}")
@@ -353,7 +353,7 @@ def _reason(error: Exception) -> str:
     return f"Ray says: {first_line(error)}"
 
 
-def _make_run(order: Order, resources: Resources, board) -> dict[str, Any] | _Failure:
+def _make_run(order: RunSpec, resources: Resources, board) -> dict[str, Any] | _Failure:
     """The task of a run; returns what `_outcome` does."""
     if resources.workers > 1:
         return _train_with_workers(order, resources, board)
@@ -363,10 +363,10 @@ def _make_run(order: Order, resources: Resources, board) -> dict[str, Any] | _Fa
         return _failure(error)
 
 
-def _train_here(order: Order, gpus: float, board) -> dict[str, Any]:
+def _train_here(order: RunSpec, gpus: float, board) -> dict[str, Any]:
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
-    return train_unattended(order, lambda progress: board.write.remote(order.name, progress))
+    return run_in_subprocess(order, lambda progress: board.write.remote(order.name, progress))
 
 
 def _failure(error: RunFailed | FolderIsLocked) -> _Failure:
@@ -375,7 +375,7 @@ def _failure(error: RunFailed | FolderIsLocked) -> _Failure:
     return _Failure(str(error), is_lost=False)
 
 
-def _train_with_workers(order: Order, resources: Resources, board) -> dict[str, Any] | _Failure:
+def _train_with_workers(order: RunSpec, resources: Resources, board) -> dict[str, Any] | _Failure:
     """Makes a run as a job of Ray Train, whose workers find each other as those of `torchrun` do."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import RunConfig, ScalingConfig

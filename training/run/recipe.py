@@ -339,7 +339,7 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
     """Raises `ValueError` if a recipe that was read from YAML holds the code of parts, as the record of a run does.
 
     Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps from
-    elsewhere. The processes that this program starts do not get their recipes as YAML (see `Order` in `unattended`).
+    elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec` in `unattended`).
     """
     parts = content.get("parts")
     if isinstance(parts, Mapping) and not trust_parts and "parts" not in overrides:

@@ -19,7 +19,7 @@ from ..files import (
     LOCK_FILE,
     RECIPE_FILE,
     differences,
-    is_taken,
+    is_nonempty,
     read_yaml,
     write_text,
     write_yaml,
@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextmanager
     def held(self, patience: float = 0.0) -> Iterator[None]:
-        """Lets no other process hold the folder as long as a `with` block lasts. Addresses have no locks (see `alone_at`).
+        """Lets no other process hold the folder as long as a `with` block lasts. Addresses have no locks (see `driver_lock`).
 
         The operating system frees the lock of a process that died. The lock's file stays, because a process that removed it
         could take it from one that has just opened it; only a new folder in which nothing was written is removed.
@@ -90,7 +90,7 @@ class RunFolder:
             yield
         finally:
             holder.unlink(missing_ok=True)
-            if is_new and not is_taken(self.path):
+            if is_new and not is_nonempty(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
             lock.release()
 
@@ -116,7 +116,7 @@ class RunFolder:
         """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
         if (self.path / self.plan).is_file():
             return read_yaml(self.path / self.plan)
-        if is_taken(self.path):
+        if is_nonempty(self.path):
             raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
         return None
 

@@ -18,7 +18,7 @@ from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
 
-from ..observing import attention_layers, observe_calls, visibility_of
+from ..hooks import attention_layers, observe_calls, visibility_of
 
 
 # Optimizer steps between two records; a record of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
@@ -93,7 +93,7 @@ def _layer_statistics(
     """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or fewer."""
     layer: NLQAttention = call.layer
     # Some parts change the scores of all queries together
-    rows_at_once = query.shape[2] if layer.forms == "all" else QUERY_CHUNK
+    rows_at_once = query.shape[2] if layer.materializes == "all" else QUERY_CHUNK
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(dtype), repeat_kv(key.to(dtype), layer.num_key_value_groups)
     chunks = []

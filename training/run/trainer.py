@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
-from modeling_nlq.operations_nlq import forget_used_kernels, used_kernels
+from modeling_nlq.dispatch_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
 from ..files import (
@@ -37,16 +37,16 @@ from ..files import (
     METRICS_FILE,
     PLOT_FILE,
     STATE_FILE,
+    atomic_dir,
     differences,
     full_disk_named,
     read_json,
     write_text,
-    written_whole,
 )
 from ..models import initialize_by_name, is_saved_model, source_named
 from ..parameters import Size, measure, size_of
+from ..scrub import without_folders
 from ..storage import is_address
-from ..traces import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import (
     BlockCollator,
@@ -454,5 +454,5 @@ def plot_losses(log_history: list[dict[str, float]], path: Path, title: str) -> 
     axes.set_title(title, parse_math=False)  # a name may hold a dollar
     axes.grid(alpha=0.3)
     axes.legend()
-    with written_whole(path.parent) as unfinished:
+    with atomic_dir(path.parent) as unfinished:
         figure.savefig(unfinished / path.name, dpi=150)

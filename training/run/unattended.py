@@ -34,7 +34,7 @@ from .trainer import train_recipe
 
 
 @dataclass(frozen=True)
-class Order:
+class RunSpec:
     """What a process needs to know to make a run, on this machine or another.
 
     Attributes:
@@ -138,7 +138,7 @@ class Progress(TrainerCallback):
         self.content["loss"] = (logs or {}).get("loss", self.content["loss"])
 
 
-def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+def run_in_subprocess(order: RunSpec, report: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
@@ -182,7 +182,7 @@ def train_unattended(order: Order, report: Callable[[dict[str, Any]], None] | No
         raise RunFailed(f"{reason}: {type(error).__name__}: {one_line(error)}") from None
 
 
-def _check_node(order: Order) -> None:
+def _check_node(order: RunSpec) -> None:
     """Raises `ValueError` if this machine has another version of this package, or does not see the folders of the order."""
     if not is_address(order.data) and not Path(order.data).is_dir():
         raise ValueError(
@@ -216,7 +216,7 @@ def _printed_errors() -> Iterator[None]:
 
 
 def _train(
-    order: Order, folder: Path, mirror: Mirror | None, callbacks: list, is_first: bool, is_first_here: bool
+    order: RunSpec, folder: Path, mirror: Mirror | None, callbacks: list, is_first: bool, is_first_here: bool
 ) -> dict[str, Any]:
     if mirror is not None:
         if is_first_here:

@@ -59,9 +59,9 @@ from ..files import (
 )
 from ..parameters import check_parameters, size_of
 from ..run.recipe import without_private
+from ..scrub import check_for_traces, without_folders
 from ..storage import inside
 from ..text import first_line, one_line
-from ..traces import check_for_traces, without_folders
 from .adapter import whole_modules, write_adapter
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.runs import write_comparison
 
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_yaml
 
 

@@ -7,9 +7,9 @@ from support.lm_eval_command import lm_eval_results
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.comparison import downstream
-from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
+from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.statistics import analyse
+from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.run.task_items import TASKS
 from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
 

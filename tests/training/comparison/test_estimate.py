@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import describe_estimate, machine_warning, read_noise_floors
+from modeling_nlq.training.comparison.inference import smallest_difference
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.statistics import smallest_difference
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration

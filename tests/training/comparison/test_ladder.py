@@ -9,9 +9,9 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
-from modeling_nlq.training.comparison.comparing import run_and_report, run_comparison
-from modeling_nlq.training.comparison.reading import load_comparison, outline
+from modeling_nlq.training.comparison.reading import load_comparison, load_outline
 from modeling_nlq.training.comparison.report import verdicts
+from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.sharing.publishing import publish
@@ -83,12 +83,12 @@ class TestPlan:
         """A folder holds such a file too, whose outline is read without its models."""
         own = {"seeds": [3, 4], "models": {"twin": {"learning_rates": None}}}
         ladder = load_comparison(ladder_file(scales={name: {**scale, **own} for name, scale in SCALES.items()}, seeds=None))
-        for read in (ladder, outline(ladder.given)):
+        for read in (ladder, load_outline(ladder.given)):
             assert [scale.seeds for scale in read.scales.values()] == [[3, 4]] * 4
             assert not any(scale.variants["twin"].has_own_start for scale in read.scales.values())
         given = {**ladder.given, "scales": {**ladder.given["scales"], "small": SCALES["small"]}}
         with pytest.raises(ValueError, match="lacks 'seeds'"):
-            outline(given)
+            load_outline(given)
 
     def test_dry_run(self, ladder_file, capsys, tmp_path):
         assert main(["compare", ladder_file(), "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from support.runs import has_loaded, press_control_c, without_times
 
 from modeling_nlq.configuration import find
-from modeling_nlq.training.comparison.comparing import check_same_models, run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import check_same_models, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import RunFolder
 from nlq import main

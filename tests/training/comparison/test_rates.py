@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planted import PlantedEngine
 
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.results import FinishedRuns
+from modeling_nlq.training.comparison.results import RunStore
+from modeling_nlq.training.comparison.run import run_comparison
 
 
 def bowl(best: float, depth: float = 0.1):
@@ -95,7 +95,7 @@ class TestChoice:
         comparison = load_comparison(make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1]))
         engine = PlantedEngine(lambda comparison, run: bowl(4e-2)(run.learning_rate))
         run_comparison(comparison, tmp_path / "results", engine)
-        finished = FinishedRuns(tmp_path / "results")
+        finished = RunStore(tmp_path / "results")
         before = finished.tunings(comparison, "twin")
         monkeypatch.setattr(finished, "metrics", lambda run: pytest.fail(f"read {run.name} again"))
         assert finished.tunings(comparison, "twin") == before

@@ -17,18 +17,18 @@ from matplotlib.image import imread
 from support.markdown import html_in
 
 from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, draw_stability
+from modeling_nlq.training.comparison.inference import analyse, noise_from_text
 from modeling_nlq.training.comparison.ladder import gather_ladder
 from modeling_nlq.training.comparison.report import describe, verdicts, write_report
 from modeling_nlq.training.comparison.results import losses_by_seed, unsettled_models
-from modeling_nlq.training.comparison.statistics import analyse, noise_from_text
-from modeling_nlq.training.comparison.tables import provenance
-from modeling_nlq.training.comparison.wording import (
+from modeling_nlq.training.comparison.sentences import (
     first_warning_sentences,
     noise_floor_sentence,
     protocol_sentences,
     selection_sentences,
     warning_sentences,
 )
+from modeling_nlq.training.comparison.tables import provenance
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

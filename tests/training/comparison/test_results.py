@@ -11,10 +11,10 @@ import yaml
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from modeling_nlq.training.comparison.comparing import run_comparison
+from modeling_nlq.training.comparison.inference import noise_from_text
 from modeling_nlq.training.comparison.plan import Run
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.statistics import noise_from_text
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run.data import prepare_data
 

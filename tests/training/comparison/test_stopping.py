@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from modeling_nlq.training.comparison.comparing import run_comparison
-from modeling_nlq.training.comparison.reading import load_comparison, outline
-from modeling_nlq.training.comparison.results import FinishedRuns, next_runs
-from modeling_nlq.training.comparison.statistics import FIRST_LOOK, analyse, analyse_early, share_of_look
+from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
+from modeling_nlq.training.comparison.reading import load_comparison, load_outline
+from modeling_nlq.training.comparison.results import RunStore, next_runs
+from modeling_nlq.training.comparison.run import run_comparison
 from nlq import main
 
 
@@ -27,11 +27,11 @@ def losses_of(differences, baseline=None):
     return {"base": {seed: 4.0 + value for seed, value in enumerate(baseline)}, **models}
 
 
-@given(most=st.integers(FIRST_LOOK, 60))
+@given(most=st.integers(FIRST_INTERIM, 60))
 def test_all_looks_together_spend_alpha(most):
-    shares = [share_of_look(seeds, most) for seeds in range(most + 1)]
-    assert shares[:FIRST_LOOK] == [0.0] * FIRST_LOOK
-    assert sum(shares) == pytest.approx(1.0) and min(shares[FIRST_LOOK:]) > 0
+    shares = [alpha_spent(seeds, most) for seeds in range(most + 1)]
+    assert shares[:FIRST_INTERIM] == [0.0] * FIRST_INTERIM
+    assert sum(shares) == pytest.approx(1.0) and min(shares[FIRST_INTERIM:]) > 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,8 +64,8 @@ def stopped_runs(rng, most, differences, noise=1.0, shared=0.0):
     """Simulates comparisons as they are run: verdicts, and the seeds of each model."""
     names = list(differences)
     draws = noise * rng.normal(size=(most, len(names) + 1)) + shared * rng.normal(size=(most, 1))
-    open_models, seeds, verdicts = list(names), dict.fromkeys(names, FIRST_LOOK), {}
-    for count in range(FIRST_LOOK, most + 1):
+    open_models, seeds, verdicts = list(names), dict.fromkeys(names, FIRST_INTERIM), {}
+    for count in range(FIRST_INTERIM, most + 1):
         runs = {"base": dict(enumerate(draws[:count, 0] + 50))}
         for index, name in enumerate(names, 1):
             runs[name] = dict(enumerate((draws[:, index] + 50 + differences[name])[: min(count, seeds[name])]))
@@ -91,7 +91,7 @@ def test_equal_models_are_seldom_told_apart(shared):
 def test_large_differences_are_found_at_once():
     verdicts, seeds = stopped_runs(np.random.default_rng(1), 10, {"good": -60.0, "bad": 60.0, "twin": 0.0})
     assert (verdicts["good"], verdicts["bad"]) == ("better", "worse")
-    assert seeds["good"] == seeds["bad"] == FIRST_LOOK < seeds["twin"]
+    assert seeds["good"] == seeds["bad"] == FIRST_INTERIM < seeds["twin"]
 
 
 def test_looks_are_those_of_the_first_seeds():
@@ -107,12 +107,12 @@ def test_looks_are_those_of_the_first_seeds():
 
 def plan(models, most):
     content = {"name": "plan", "models": dict.fromkeys(models), "baseline": models[0], "seeds": list(range(most))}
-    return outline({**content, "learning_rates": [1e-2], "stop": "early"})
+    return load_outline({**content, "learning_rates": [1e-2], "stop": "early"})
 
 
 def run_all(comparison, loss_of, folder):
     """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was made."""
-    finished, made = FinishedRuns(folder), []
+    finished, made = RunStore(folder), []
     while ready := next_runs(comparison, finished)[0]:
         for run in ready:
             loss = loss_of(run.model, run.seed)
@@ -192,7 +192,7 @@ class TestRuns:
         copy = shutil.copytree(folder, tmp_path / "copy")
         for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
             shutil.rmtree(copy / "runs" / lost)
-        ready, done = next_runs(load_comparison(file), FinishedRuns(copy))
+        ready, done = next_runs(load_comparison(file), RunStore(copy))
         assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done == 7
         again = run_comparison(load_comparison(file), copy)
         assert {name: effect["verdict"] for name, effect in again["statistics"]["effects"].items()} == {
@@ -206,7 +206,7 @@ class TestRuns:
         for path in copy.glob("runs/twin/*/metrics.json"):
             metrics = json.loads(path.read_text())
             path.write_text(json.dumps({**metrics, "test_loss": metrics["test_loss"] + 0.3 * rng.normal()}))
-        ready, _ = next_runs(load_comparison(file), FinishedRuns(copy))
+        ready, _ = next_runs(load_comparison(file), RunStore(copy))
         assert [run.name for run in ready] == ["base/rate-0.01-seed-3", "twin/rate-0.01-seed-3"]
 
     def test_the_report_says_how_it_stopped(self, stopped, capsys):

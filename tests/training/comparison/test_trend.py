@@ -12,9 +12,9 @@ from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 from support.json_values import through_json
 from support.properties import examples
 
+from modeling_nlq.training.comparison.inference import holm
 from modeling_nlq.training.comparison.multiplier import LossCurve
-from modeling_nlq.training.comparison.noise import add_means
-from modeling_nlq.training.comparison.statistics import holm
+from modeling_nlq.training.comparison.noise import welch_sum
 from modeling_nlq.training.comparison.trend import Scale, analyse_trend
 
 
@@ -50,7 +50,7 @@ def quantile(degrees_of_freedom):
 
 
 def combine(weights, samples):
-    """Value, standard error and degrees of freedom of a weighted sum of means, written from the formulas of `add_means`."""
+    """Value, standard error and degrees of freedom of a weighted sum of means, written from the formulas of `welch_sum`."""
     value, parts = 0.0, []
     for weight, sample in zip(weights, samples):
         mean = sum(sample) / len(sample)
@@ -64,18 +64,18 @@ def combine(weights, samples):
 
 class TestSums:
     def test_one_scale_is_students_test(self):
-        found = add_means([np.array([1.0, 2.0, 4.0])])
+        found = welch_sum([np.array([1.0, 2.0, 4.0])])
         assert (found.value, found.standard_error) == pytest.approx((7 / 3, math.sqrt(7 / 3 / 3)))
         assert found.degrees_of_freedom == pytest.approx(2)
         t = found.value / found.standard_error
         assert found.p() == pytest.approx(special.betainc(1.0, 0.5, 2 / (2 + t * t)))
 
     def test_a_single_seed_has_no_noise_to_measure(self):
-        assert add_means([np.array([1.0, 2.0]), np.array([1.0])]) is None
+        assert welch_sum([np.array([1.0, 2.0]), np.array([1.0])]) is None
 
     def test_without_noise_the_test_has_its_limit(self):
         for value, p in ((0.0, 1.0), (0.5, 0.0), (-0.5, 0.0)):
-            found = add_means([np.full(3, value)])
+            found = welch_sum([np.full(3, value)])
             assert (found.p(), found.interval(0.95)) == (p, (value, value))
 
 
@@ -366,7 +366,7 @@ def test_intervals_hold(multiplier):
             held[index, scale] = (low or 0.0) <= multiplier <= (high or math.inf)
         weights = random.permutation([-0.9, -0.3, 0.3, 0.9])
         noise = [deviation * random.standard_normal(3) for deviation in (4.0, 1.0, 1.0, 1.0)]
-        wrong[index] = add_means([weight * sample for weight, sample in zip(weights, noise)]).p() < 0.05
+        wrong[index] = welch_sum([weight * sample for weight, sample in zip(weights, noise)]).p() < 0.05
     # Standard errors of 0.015
     assert held.mean(axis=0).min() > 0.90 and held.mean() > 0.93
     assert wrong.mean() < 0.09

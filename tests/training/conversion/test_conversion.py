@@ -46,7 +46,7 @@ from modeling_nlq import (
 )
 from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.paper import read_checkpoint
+from modeling_nlq.training.conversion.nanogpt import read_checkpoint
 from modeling_nlq.training.conversion.renaming import to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 

@@ -23,7 +23,7 @@ from modeling_nlq.training.conversion.renaming import to_nlq
 from modeling_nlq.training.explorer.attention import HEADS, ROWS, measure_attention, tokens_to_ablate
 from modeling_nlq.training.explorer.exploring import Subject, explore_tokens, prepare
 from modeling_nlq.training.explorer.measures import ablations, effective_ranks, repeated_tokens
-from modeling_nlq.training.observing import observe_calls
+from modeling_nlq.training.hooks import observe_calls
 
 
 RANDOM = repeated_tokens(13, [0], 6)
@@ -282,7 +282,7 @@ def test_scores_do_not_depend_on_the_context_of_rotary_models(make_model):
 def test_a_part_that_changes_the_attended_values(make_model, tmp_path):
     (tmp_path / "mixer.py").write_text(
         "from modeling_nlq import AttentionPart\nclass Mixer(AttentionPart):\n    name = 'mixer'\n"
-        "    def change_attended(self, call, query, key, value):\n        return query, key, value.flip(-1) * 2.0\n"
+        "    def change_cached_qkv(self, call, query, key, value):\n        return query, key, value.flip(-1) * 2.0\n"
     )
     load_attention_parts(tmp_path / "mixer.py")
     model, ids = make_model(dtype=torch.float64, attention_parts=["mixer"], **SOFTMAX), torch.randint(13, (1, 9))

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure

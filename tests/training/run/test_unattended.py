@@ -15,20 +15,20 @@ from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
 from modeling_nlq.training.run.shared_files import local_data, share_data, share_model
 from modeling_nlq.training.run.trainer import train_recipe
-from modeling_nlq.training.run.unattended import Order, Progress, RunFailed, train_unattended
+from modeling_nlq.training.run.unattended import Progress, RunFailed, RunSpec, run_in_subprocess
 from modeling_nlq.training.storage import copy_files, files_below, open_folder, scratch_folder
 
 
-def make(order: Order, sender) -> None:
+def make(order: RunSpec, sender) -> None:
     reports = []
     try:
-        train_unattended(order, reports.append)
+        run_in_subprocess(order, reports.append)
         sender.send(reports)
     except (RunFailed, FolderIsLocked) as error:
         sender.send(error)
 
 
-def in_a_process(order: Order):
+def in_a_process(order: RunSpec):
     """Makes a run, and returns what it reported, or its error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["modeling_nlq.training.run.unattended"])  # imports once
@@ -42,14 +42,14 @@ def in_a_process(order: Order):
 
 
 @pytest.fixture
-def order(recipe_file, tmp_path) -> Order:
+def order(recipe_file, tmp_path) -> RunSpec:
     folder, data = tmp_path / "runs" / "one", tmp_path / "data"
     data, _ = share_data(load_recipe(recipe_file).recipe, data)
-    return Order("one", load_recipe(recipe_file).given, str(folder), str(data), pace=0.05)
+    return RunSpec("one", load_recipe(recipe_file).given, str(folder), str(data), pace=0.05)
 
 
 @pytest.fixture
-def elsewhere(order, tmp_path, monkeypatch) -> Order:
+def elsewhere(order, tmp_path, monkeypatch) -> RunSpec:
     """The same at an address, which is a folder all the same: its files are sent and fetched."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))

@@ -13,7 +13,7 @@ from support.publishing_cases import (
     TOKEN,
     Publication,
     Worker,
-    change_weights,
+    change_returned_weights,
     check_refused,
     outputs,
 )
@@ -21,9 +21,9 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
-from modeling_nlq.training.comparison.comparing import run_comparison
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
+from modeling_nlq.training.comparison.run import run_comparison
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,7 @@ def published(server, nlq, run, tmp_path_factory) -> Publication:
     expected = {name: outputs(folder, name) for name in MODELS}
     done = nlq.publish(folder, "anna/model")
     first = server.commits("anna/model")[0]
-    change_weights(folder)
+    change_returned_weights(folder)
     nlq.publish(folder, "anna/model")
     second = server.commits("anna/model")[0]
     expected = {first: expected, second: {name: outputs(folder, name) for name in MODELS}}

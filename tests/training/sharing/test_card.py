@@ -15,7 +15,7 @@ from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.card import render
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.traces import without_folders
+from modeling_nlq.training.scrub import without_folders
 
 
 # Each block of Python of a card, as it stands, in a namespace of its own

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.grids import parametrize_grid
 from support.hub_server import HubServer
-from support.publishing_cases import RUN_FILES, TOKEN, Done, Worker, change_weights, check_refused
+from support.publishing_cases import RUN_FILES, TOKEN, Done, Worker, change_returned_weights, check_refused
 
 
 AT_ONCE = {"Retry-After": "0"}
@@ -69,7 +69,7 @@ class TestFaults:
         def state() -> tuple[list[str], dict[str, bytes]]:
             return (server.commits(repo), server.files(repo)) if repo in server._repos else ([], {})
 
-        change_weights(folder)
+        change_returned_weights(folder)
         before = state()
         done = nlq("publish", folder, repo)
         server.heal()
@@ -96,7 +96,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("step", ["prepare", "announce", "upload"])
     def test_a_connection_that_breaks_once_is_made_again(self, step, server, nlq, folder):
-        change_weights(folder)
+        change_returned_weights(folder)
         server.drop(*STEPS[step], after=1000)
         nlq.publish(folder, "anna/faulty")
         assert server.files("anna/faulty")["model.safetensors"] == (folder / "model.safetensors").read_bytes()

@@ -19,7 +19,7 @@ from support.publishing_cases import (
     TOKENIZER,
     Done,
     change_json,
-    change_weights,
+    change_returned_weights,
     check_refused,
     input_tokens,
     load_elsewhere,
@@ -115,7 +115,7 @@ class TestRoundTrip:
     def test_branch_and_private_repository(self, server, nlq, elsewhere, copy_run, tmp_path):
         folder = copy_run()
         nlq.publish(folder, "anna/hidden", "--private")
-        change_weights(folder)
+        change_returned_weights(folder)
         main_commits = server.commits("anna/hidden")
         nlq.publish(folder, "anna/hidden", "--revision", "longer/training")
         assert server.commits("anna/hidden") == main_commits
@@ -140,7 +140,7 @@ else:
         """Whoever asks for `--private` must not find out later that all could read it."""
         folder = copy_run()
         nlq.publish(folder, "anna/open")
-        change_weights(folder)
+        change_returned_weights(folder)
         before = server.commits("anna/open")
         done = nlq("publish", folder, "anna/open", "--private")
         check_refused(done, "public")
@@ -182,7 +182,7 @@ else:
         """Their work is not overwritten unseen."""
         folder = copy_run()
         nlq.publish(folder, "anna/shared")
-        change_weights(folder)
+        change_returned_weights(folder)
         answer = server.answer
 
         def commit_first(request):
@@ -236,7 +236,7 @@ class TestComparison:
         for _ in range(2):
             done = nlq(*command)
             assert done.status == 0, done.err
-        change_weights(folder)
+        change_returned_weights(folder)
         nlq.publish(folder, "anna/start")
         done = nlq(*command)
         assert done.status == 1

@@ -8,7 +8,7 @@ from tqdm.auto import tqdm
 
 from .explorer.of_runs import explore_runs
 from .files import PAGE_FILE
-from .run.lease import alone_at
+from .run.lease import driver_lock
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.shared_files import share_data, share_model
@@ -121,7 +121,7 @@ def train_on_ray(
     steps = max(arguments.max_steps, 0)
     with ray_jobs.connected_to_ray():
         resources.check()
-        with alone_at(beside["at-work.json"]):
+        with driver_lock(beside["at-work.json"]):
             data, _ = share_data(resolved.recipe, beside["data"])
             model = share_model(resolved.recipe.model, beside["model"])
             names = {name: value for name in TRACKERS if (value := getattr(arguments, name, None)) is not None}

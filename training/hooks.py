@@ -49,7 +49,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
             return
         *_, places = keywords["attention_mask"].of(layer.layer_idx)
         positions = layer.own_positions(keywords["position_embeddings"])
-        receive(layer, layer.begin(*positional, places, keywords["first_values"]), positions)
+        receive(layer, layer.make_call(*positional, places, keywords["first_values"]), positions)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
@@ -81,4 +81,4 @@ def visibility_of(
     """
     window, sees_own_key = layer.visible_keys
     visibility = make_visibility(length, length, 0, device, segments=segments, sliding_window=window)
-    return visibility if sees_own_key else visibility.of_earlier_keys()
+    return visibility if sees_own_key else visibility.excluding_self()

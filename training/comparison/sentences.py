@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, noise_ratio, power_warning
 from .results import losses_by_seed
-from .statistics import EQUIVALENT, FIRST_LOOK, WITHIN_NOISE, noise_ratio, power_warning
 from .tables import chosen_runs, scales_in
 
 
@@ -241,8 +241,8 @@ def protocol_sentences(results: dict[str, Any]) -> list[str]:
         made = sum(len(model["runs"]) for model in results["models"].values())
         most = len(seeds) * len(results["models"])
         sentences.append(
-            f"From {FIRST_LOOK} seeds on, each model still in question was compared with the baseline after every seed, by a "
-            "paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
+            f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every seed, by "
+            "a paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
             "equivalent, which means that its interval, corrected for the number of models, lies within the noise floor on "
             "both sides. Half of the probability of "
             f"an error, {found['alpha']:g}, belongs to the look at {len(seeds)} seeds, the other half in equal parts to those "

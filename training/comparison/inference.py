@@ -27,7 +27,7 @@ from scipy import optimize, stats
 PLAUSIBLE_EFFECT = 4.0
 
 # Of a comparison with `stop: early`: the seeds of its first look
-FIRST_LOOK = 3
+FIRST_INTERIM = 3
 
 TOO_FEW_SEEDS = "too few seeds: no verdict"
 WITHIN_NOISE = "within noise"
@@ -131,7 +131,7 @@ def analyse_early(
     """
     history: dict[str, list[dict[str, Any]]] = {name: [] for name in losses if name != baseline}
     effects: dict[str, Effect] = {}
-    for count in range(FIRST_LOOK, len(losses[baseline]) + 1):
+    for count in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:count]
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
         unsettled = [name for name in losses if set(edges.get(name, ())) & set(seen)]
@@ -170,8 +170,8 @@ def analyse(
             than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
             sign that there is no noise, so a standard deviation below it counts as one step.
-        most: of a comparison that is looked at after each seed from `FIRST_LOOK` on, the number of seeds of the last look.
-            Each look spends its part of `alpha` (see `share_of_look`), and Bonferroni's method corrects for all models, also
+        most: of a comparison that is looked at after each seed from `FIRST_INTERIM` on, the number of seeds of the last look.
+            Each look spends its part of `alpha` (see `alpha_spent`), and Bonferroni's method corrects for all models, also
             those that have left. So verdicts and intervals hold at every look, however many there are in the end. A model is
             "equivalent" if its interval, at the corrected level, lies within the noise floor on both sides.
     """
@@ -179,13 +179,13 @@ def analyse(
     reference = models.pop(baseline)
     effects = {}
     for name, runs in models.items():
-        open_question = BASELINE_AT_EDGE if baseline in unsettled else AT_EDGE if name in unsettled else ""
-        effects[name] = _describe(runs, reference, open_question)
+        reason_untested = BASELINE_AT_EDGE if baseline in unsettled else AT_EDGE if name in unsettled else ""
+        effects[name] = _describe(runs, reference, reason_untested)
 
     tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
-    shares = {name: 1.0 if most is None else share_of_look(effect.pairs, most) for name, effect in tested.items()}
+    shares = {name: 1.0 if most is None else alpha_spent(effect.pairs, most) for name, effect in tested.items()}
     tests = len(tested) if most is None else len(models)
     p_values = [effect.p for effect in tested.values()]
     if most is None:
@@ -225,21 +225,21 @@ def holm(p_values: Iterable[float]) -> list[float]:
     return corrected.tolist()
 
 
-def share_of_look(seeds: int, most: int) -> float:
+def alpha_spent(seeds: int, most: int) -> float:
     """The part of alpha that a look spends: half at the last one, the other half in equal parts at those before it.
 
     The parts sum to 1, so by Bonferroni's inequality the errors of all looks together are alpha at most.
     `benchmarks/selection.py` measures errors and power beside those of an e-process, which few seeds leave without power.
 
     Args:
-        seeds: the number of seeds at this look; below `FIRST_LOOK` there is none, and nothing is spent.
-        most: that of the last look, `FIRST_LOOK` or more.
+        seeds: the number of seeds at this look; below `FIRST_INTERIM` there is none, and nothing is spent.
+        most: that of the last look, `FIRST_INTERIM` or more.
     """
-    if seeds < FIRST_LOOK:
+    if seeds < FIRST_INTERIM:
         return 0.0
-    if most == FIRST_LOOK:
+    if most == FIRST_INTERIM:
         return 1.0
-    return 0.5 if seeds >= most else 0.5 / (most - FIRST_LOOK)
+    return 0.5 if seeds >= most else 0.5 / (most - FIRST_INTERIM)
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
@@ -361,13 +361,13 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     return min(1.0, float((residuals**2).sum() / ((seeds - 1) * (count - 1)) / (count * between**2)))
 
 
-def _describe(runs: dict[int, float | None], reference: dict[int, float | None], open_question: str) -> Effect:
+def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:
     """Describes a model without a test; the verdict says why there is no test, or is empty.
 
     Args:
         runs: losses of the model by seed.
         reference: those of the baseline.
-        open_question: the verdict where no run diverged, or empty.
+        reason_untested: the verdict where no run diverged, or empty.
     """
     finished = [loss for loss in runs.values() if loss is not None]
     diverged = len(runs) - len(finished)
@@ -379,7 +379,7 @@ def _describe(runs: dict[int, float | None], reference: dict[int, float | None],
     elif any(seed in reference and reference[seed] is None for seed in runs):
         verdict = "no verdict: the baseline diverged"
     else:
-        verdict = open_question or (TOO_FEW_SEEDS if len(pairs) < 2 else "")
+        verdict = reason_untested or (TOO_FEW_SEEDS if len(pairs) < 2 else "")
     mean_difference = _mean(differences)
     return Effect(
         verdict=verdict,

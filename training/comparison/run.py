@@ -14,10 +14,10 @@ from datasets import disable_progress_bars
 from ..files import (
     COMPARISON_FILE,
     RESULTS_FILE,
+    atomic_dir,
     differences,
     read_json,
     write_text,
-    written_whole,
 )
 from ..models import config_differences, weights_fingerprint
 from ..run.recipe import public_recipe
@@ -28,9 +28,9 @@ from .explored import explore_best
 from .ladder import gather_ladder, in_turn
 from .local import LocalEngine
 from .plan import Comparison, Ladder, default_folder, scales_of
-from .reading import load_comparison, outline
+from .reading import load_comparison, load_outline
 from .report import write_report
-from .results import FinishedRuns, gather, unsettled_models
+from .results import RunStore, gather, unsettled_models
 from .screening import Screening, run_screening
 from .screening_report import write_screening_report
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
         The scales of a ladder share `folder`, and so their tokenizer.
         """
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: FinishedRuns) -> None:
+    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
 
 
@@ -128,7 +128,7 @@ def run_and_report(comparison: Comparison | Ladder | Screening, folder: Path, en
         return _screen(comparison, folder, engine)
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
-        with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
+        with nullcontext(folder) if isinstance(folder, Path) else atomic_dir(folder) as target:
             write_report(results, target, has_page=explore_best(comparison, results, folder, target))
     return results
 
@@ -139,7 +139,7 @@ def _screen(screening: Screening, folder: Path, engine: Engine | None) -> dict[s
     run, confirm = (functools.partial(make, engine=engine) for make in (run_comparison, run_and_report))
     results = run_screening(screening, folder, run, confirm)
     if is_main_process():
-        with nullcontext(folder) if isinstance(folder, Path) else written_whole(folder) as target:
+        with nullcontext(folder) if isinstance(folder, Path) else atomic_dir(folder) as target:
             write_screening_report(results, target)
     return results
 
@@ -224,7 +224,7 @@ def _without_seeds(given: dict[str, Any]) -> dict[str, Any]:
 
 def _new_seeds(before: dict[str, Any], comparison: Comparison | Ladder) -> dict[str, list[int]] | None:
     """The seeds that a comparison adds to the one in a folder, by scale; `None` if it lacks one of those there."""
-    scales, new = scales_of(outline(before)), {}
+    scales, new = scales_of(load_outline(before)), {}
     for name, scale in scales_of(comparison).items():
         if not set(scales[name].seeds) <= set(scale.seeds):
             return None

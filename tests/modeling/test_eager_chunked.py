@@ -6,15 +6,15 @@ from support.attention_cases import LAYOUTS, SCALING, chunk, layer, layer_for, r
 from support.live_memory import LiveMemory
 from support.model_cases import PART_SWITCHES, random_tokens
 
-from modeling_nlq import rows_nlq
+from modeling_nlq import eager_chunked_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
 from modeling_nlq.attention_parts_nlq import ScoreBias
-from modeling_nlq.rows_nlq import rows_attention_forward
+from modeling_nlq.eager_chunked_nlq import rows_attention_forward
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(rows_nlq, "ROWS", 4)
+    monkeypatch.setattr(eager_chunked_nlq, "ROWS", 4)
 
 
 def equal(actual, expected):
@@ -25,7 +25,7 @@ def equal(actual, expected):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_eager(monkeypatch, name):
     layout = LAYOUTS[name]
-    monkeypatch.setattr(rows_nlq, "ROWS", max(4, layout.query_length // 5))
+    monkeypatch.setattr(eager_chunked_nlq, "ROWS", max(4, layout.query_length // 5))
     activation = ("softpick", "stick_breaking", "entmax15", "squared")[list(LAYOUTS).index(name) % 4]
     module, states = layer_for(layout, activation), layout.states(torch.float64)
     equal(*(run(function, layout, module, states) for function in (rows_attention_forward, eager_attention_forward)))
@@ -65,7 +65,7 @@ def peak(function, activation, length):
 
 @pytest.mark.parametrize("activation", ["softpick", "stick_breaking", "sparsemax"])
 def test_memory_is_linear(monkeypatch, activation):
-    monkeypatch.setattr(rows_nlq, "ROWS", 16)
+    monkeypatch.setattr(eager_chunked_nlq, "ROWS", 16)
     first, second, third = (peak(rows_attention_forward, activation, length).peak for length in (128, 256, 512))
     assert second <= 2.2 * first
     assert third <= 2.2 * second

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .attention_parts_nlq import ScoreBias
+from .dispatch_nlq import OnceDifferentiable
 from .masking_nlq import Visibility, read_mask
-from .operations_nlq import OnceDifferentiable
 
 
 def operator_namespace(files: Iterable[Path]) -> str:

@@ -14,8 +14,8 @@ from ...attention_nlq import LARGEST_SUM, eager_attention_forward
 from ...backends_nlq import AttentionBackend, Needs
 from ...configuration_nlq import AUTOMATIC
 from ...masking_nlq import Visibility, read_visible
-from ...operators_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
 from ...tiled_nlq import attend_in_scale, tiled_attention_forward
+from ...torch_ops_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
 from .build import FOLDER, instructions, is_enabled, load
 
 

@@ -13,7 +13,7 @@ from scipy import special, stats
 from support.json_values import through_json
 from support.properties import examples
 
-from modeling_nlq.training.comparison.statistics import (
+from modeling_nlq.training.comparison.inference import (
     analyse,
     critical_t,
     detectable_effect,

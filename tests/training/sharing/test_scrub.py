@@ -17,7 +17,7 @@ import modeling_nlq
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.explorer.page import write_page
 from modeling_nlq.training.run import trainer as trainer_module
-from modeling_nlq.training.traces import check_for_traces
+from modeling_nlq.training.scrub import check_for_traces
 from nlq import main
 
 

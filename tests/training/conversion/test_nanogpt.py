@@ -35,7 +35,7 @@ from modeling_nlq import (
     NLQForCausalLM,
 )
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.paper import from_paper, read_checkpoint
+from modeling_nlq.training.conversion.nanogpt import from_paper, read_checkpoint
 from nlq import main
 
 
