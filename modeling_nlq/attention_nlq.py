@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import AttentionActivation, counts_as_zero, hide
-from .attention_parts_nlq import AttentionCall, ScoreBias
 from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, read_visible
+from .parts_base_nlq import AttentionCall, ScoreBias
 
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.

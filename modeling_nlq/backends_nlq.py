@@ -31,14 +31,14 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
 from .attention_nlq import eager_attention_forward
-from .attention_parts_nlq import ScoreBias, materialized_by
-from .compat_nlq import CACHE_NAME, choose_cache
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .dispatch_nlq import record_use
 from .eager_chunked_nlq import rows_attention_forward
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
+from .integrations_nlq import CACHE_NAME, choose_cache
 from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
-from .part_table_nlq import parts_of
+from .parts_base_nlq import ScoreBias, materialized_by
+from .parts_builtin_nlq import parts_of
 from .tiled_nlq import tiled_attention_forward
 from .torch_ops_nlq import autocast_dtype
 

@@ -26,11 +26,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
-from .attention_parts_nlq import WEIGHT_HOOKS, AttentionPart
 from .cache_nlq import LAYER_TYPE, LinearState
-from .own_parts_nlq import code_of, find_part, save_parts
-from .part_table_nlq import ATTENTION_PARTS, parts_of
+from .parts_base_nlq import WEIGHT_HOOKS, AttentionPart
+from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
+from .parts_user_nlq import code_of, find_part, save_parts
 from .projections_nlq import PROJECTIONS
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention_nlq import eager_attention_forward
-from .attention_parts_nlq import AttentionCall, ScoreBias
 from .masking_nlq import Visibility, read_mask
+from .parts_base_nlq import AttentionCall, ScoreBias
 
 
 ROWS = 256  # queries of a block

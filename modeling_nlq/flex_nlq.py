@@ -13,7 +13,7 @@ from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation, counts_as_zero
 from .attention_nlq import keep_from_overflow
-from .attention_parts_nlq import ScoreBias
+from .parts_base_nlq import ScoreBias
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:

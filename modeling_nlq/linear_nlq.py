@@ -25,7 +25,7 @@ from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, make_visibility
-from .rotary_nlq import rotate
+from .projections_nlq import rotate
 
 
 # With heads of 64, the pairs within a chunk of this length cost about as much as reading the state

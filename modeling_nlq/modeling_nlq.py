@@ -28,30 +28,36 @@ from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .adapters_nlq import NLQAdaptersMixin, register_default_targets
 from .attention_nlq import eager_attention_forward, in_full_precision
-from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
-from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
     ATTENTION_BACKENDS,
     LINEAR_ATTENTION,
     Inputs,
     Needs,
     choose_implementation,
+    choose_paged_implementation,
     create_masks_for_generate,
     find_backend,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
 )
-from .compat_nlq import CACHE_NAME, accept_old_names, check_arguments, choose_cache
 from .configuration_nlq import AUTO_MAP, AUTOMATIC, NLQConfig, is_derived, warn_of_untested_transformers
-from .continuous_batching_nlq import NLQGenerationMixin
+from .integrations_nlq import (
+    CACHE_NAME,
+    NLQGenerationMixin,
+    NLQIntegrationMixin,
+    accept_old_names,
+    check_arguments,
+    choose_cache,
+    own_layers,
+    register_default_targets,
+)
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences
-from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
-from .part_table_nlq import check_distribution
+from .parts_base_nlq import AttentionCall, ScoreBias, check_state_cache, from_columns, own_heads, to_columns
+from .projections_nlq import NLQAttentionProjections
 
 
 logger = logging.get_logger(__name__)
@@ -185,7 +191,7 @@ class NLQAttention(NLQAttentionProjections):
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
             if owners:
-                key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+                key_states, columns = key_states[..., : self.head_dim], key_states[..., self.head_dim :]
                 call.states = from_columns(columns, owners)
         bias = None
         for part in self.parts_with("score_bias"):
@@ -426,7 +432,7 @@ def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tenso
     return hidden_states if module is None else module(hidden_states)
 
 
-class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
+class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     config: NLQConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -508,31 +514,6 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
-    @classmethod
-    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
-        # diff with Llama: modules cut the parts of their heads that no linear layer computes, and learned positions belong to
-        # the first stage, as token embeddings do
-        if mesh_manager is None:
-            return model
-        check_sizes(model.config, distributed_config, can_be_staged=isinstance(model, NLQForCausalLM))
-        check_distribution(model.config, distributed_config.tp_size, distributed_config.pp_size)
-        is_staged = distributed_config.pp_size > 1
-        if is_staged:
-            for module in (model, model.model):
-                module.forward = flat_keywords(module.forward)
-        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
-        if distributed_config.tp_size > 1 and model.tp_plan:
-            for module in model.modules():
-                if hasattr(module, "tp_mesh"):
-                    module.tp_mesh = mesh_manager.get_mesh("tp")
-        if is_staged:
-            model.forward = refuse_lost_outputs(model.forward)
-            if not model._pp_stage.pp_is_first_stage:
-                model.model.embed_positions = model.model.embed_norm = None
-                model.model.dropout = nn.Identity()
-                model._keys_to_ignore_on_load_unexpected |= {r"^model\.embed_positions\.", r"^model\.embed_norm\."}
-        return model
-
 
 class NLQModel(NLQPreTrainedModel):
     """Embeddings, blocks and a final norm, which `norm_position="post"` does not have."""
@@ -583,7 +564,7 @@ class NLQModel(NLQPreTrainedModel):
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
                 beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
-                names that are not known (`compat_nlq.py`).
+                names that are not known (`integrations_nlq.py`).
         """
         cache = choose_cache(cache, past_key_values)
         is_paged = isinstance(cache, PagedAttentionCache)
@@ -739,6 +720,9 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _choose_paged_implementation(self) -> str:
+        return choose_paged_implementation(self.config)
 
     def create_masks_for_generate(self, *args, **kwargs):
         # diff with Llama: NLQ's own backends take a padding mask instead of a dense one

@@ -30,8 +30,8 @@ from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
-from .attention_parts_nlq import ScoreBias
 from .masking_nlq import Visibility
+from .parts_base_nlq import ScoreBias
 from .torch_ops_nlq import AttentionOperators, in_autocast_precision
 
 

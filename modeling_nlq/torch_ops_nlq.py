@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .attention_parts_nlq import ScoreBias
 from .dispatch_nlq import OnceDifferentiable
 from .masking_nlq import Visibility, read_mask
+from .parts_base_nlq import ScoreBias
 
 
 def operator_namespace(files: Iterable[Path]) -> str:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, eager_chunked_nlq, load_attention_parts
-from modeling_nlq.attention_parts_nlq import HOOKS
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
+from modeling_nlq.parts_base_nlq import HOOKS
 
 from .text import one_line
 

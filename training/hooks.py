@@ -7,10 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from modeling_nlq.attention_parts_nlq import AttentionCall
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
+from modeling_nlq.parts_base_nlq import AttentionCall
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
 # Gets the layer, its call, and cosines and sines of rotary positions, or `None`

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.attention_parts_nlq import AttentionPart
 from modeling_nlq.cache_nlq import LAYER_TYPE
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS, parts_of
+from modeling_nlq.parts_base_nlq import AttentionPart
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, parts_of
 
 from .text import check_number
 

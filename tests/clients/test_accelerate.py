@@ -11,8 +11,8 @@ from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES, random
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, own_parts_nlq, register_attention_part
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, parts_user_nlq, register_attention_part
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 
 IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
@@ -78,7 +78,7 @@ FILLED |= {f"linear_{name}": {"attention_activation": "linear_attention", **case
 @pytest.fixture
 def own_part(monkeypatch):
     for table in ("_registered", "_latest"):
-        monkeypatch.setattr(own_parts_nlq, table, {})
+        monkeypatch.setattr(parts_user_nlq, table, {})
     register_attention_part(EveryHook)
 
 

@@ -40,8 +40,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, adapters_nlq
-from modeling_nlq.compat_nlq import CACHE_NAME
+from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, integrations_nlq
+from modeling_nlq.integrations_nlq import CACHE_NAME
 from modeling_nlq.training import convert
 
 
@@ -561,7 +561,7 @@ def test_default_targets(trained, method):
 @pytest.mark.parametrize("mlp_type, last", [("plain", "mlp.fc2"), ("gated", "mlp.down_proj")])
 def test_default_targets_of_ia3(mlp_type, last, monkeypatch):
     """Keys and values are scaled, and the input of the MLP's last layer; nothing is missing."""
-    monkeypatch.setattr(adapters_nlq.logger, "warning_once", pytest.fail)
+    monkeypatch.setattr(integrations_nlq.logger, "warning_once", pytest.fail)
     model = get_peft_model(NLQForCausalLM(NLQConfig(**SIZES, mlp_type=mlp_type)), IA3Config())
     assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", last}
     for name in model.base_model.targeted_module_names:
@@ -572,7 +572,7 @@ def test_default_targets_of_ia3(mlp_type, last, monkeypatch):
 def test_warning_of_layers_that_do_not_exist(trained, targets, monkeypatch):
     """PEFT leaves out in silence what it does not find, here all queries."""
     messages = []
-    monkeypatch.setattr(adapters_nlq.logger, "warning_once", messages.append)
+    monkeypatch.setattr(integrations_nlq.logger, "warning_once", messages.append)
     for query in ("linear", "nonlinear"):
         get_peft_model(load(trained("sigmoid", query)), LoraConfig(target_modules=targets, **LORA))
         inject_adapter_in_model(LoraConfig(target_modules=targets, **LORA), load(trained("sigmoid", query)))

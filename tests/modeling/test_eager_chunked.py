@@ -8,8 +8,8 @@ from support.model_cases import PART_SWITCHES, random_tokens
 
 from modeling_nlq import eager_chunked_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.attention_parts_nlq import ScoreBias
 from modeling_nlq.eager_chunked_nlq import rows_attention_forward
+from modeling_nlq.parts_base_nlq import ScoreBias
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, forget_gate_nlq, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, parts_builtin_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.attention_parts_nlq import (
+from modeling_nlq.integrations_nlq import CACHE_NAME
+from modeling_nlq.masking_nlq import Places
+from modeling_nlq.modeling_nlq import NLQDecoderLayer
+from modeling_nlq.parts_base_nlq import (
     AttentionPart,
     ScoreBias,
     check_state_cache,
@@ -30,13 +33,8 @@ from modeling_nlq.attention_parts_nlq import (
     from_columns,
     to_columns,
 )
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.canon_nlq import ShortConvolution
-from modeling_nlq.compat_nlq import CACHE_NAME
-from modeling_nlq.masking_nlq import Places
-from modeling_nlq.modeling_nlq import NLQDecoderLayer
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
-from modeling_nlq.selective_attention_nlq import SelectiveAttention
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, SelectiveAttention, ShortConvolution, check_distribution
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 from modeling_nlq.training import checking
 
@@ -126,10 +124,10 @@ class WithoutFloat64(torch.overrides.TorchFunctionMode):
 def test_forget_gate_on_a_device_without_float64(make_model):
     model, tokens = make_model(torch.float32, **PART_SWITCHES["forget_gate_learned"]), random_tokens(2, 6)
     expected = model(tokens).logits
-    forget_gate_nlq._try_float64.cache_clear()
+    parts_builtin_nlq._try_float64.cache_clear()
     with WithoutFloat64():
         logits = model(tokens).logits
-    forget_gate_nlq._try_float64.cache_clear()
+    parts_builtin_nlq._try_float64.cache_clear()
     torch.testing.assert_close(logits, expected)
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
-from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
 
 
 # Parts of a model with a field for their biases
@@ -383,7 +382,7 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
         if key in trained and trained[key].shape != new.shape:
-            _resize(new, trained[key], part.kind_of(key), change)
+            _resize(new, trained[key], part.shard_dim(key), change)
     return part.refuse_change(change.before, change.after)
 
 

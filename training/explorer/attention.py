@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
-from modeling_nlq.attention_parts_nlq import AttentionCall
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import NLQConfig
 from modeling_nlq.linear_nlq import linear_attention
+from modeling_nlq.parts_base_nlq import AttentionCall
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import observe_calls, visibility_of
 from .measures import (

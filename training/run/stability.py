@@ -13,10 +13,10 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
-from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
+from modeling_nlq.parts_base_nlq import AttentionCall, ScoreBias
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import attention_layers, observe_calls, visibility_of
 

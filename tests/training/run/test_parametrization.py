@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, own_parts_nlq, register_attention_part
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, parts_user_nlq, register_attention_part
 from modeling_nlq.training import train
 from modeling_nlq.training.models import initialize_by_name
 from modeling_nlq.training.nlq import main
@@ -143,8 +143,8 @@ class _Narrow(AttentionPart):
     "part, message", [(_Cube, "cannot tell which dimensions"), (_Narrow, "twice the width, .* refused: narrow")]
 )
 def test_parts_of_which_no_factor_is_known_are_refused(part, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_parts_nlq, "_registered", {})
-    monkeypatch.setattr(own_parts_nlq, "_latest", {})
+    monkeypatch.setattr(parts_user_nlq, "_registered", {})
+    monkeypatch.setattr(parts_user_nlq, "_latest", {})
     register_attention_part(part)
     with pytest.raises(ValueError, match=message):
         check_completep(make_config(attention_parts=[part.name]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))

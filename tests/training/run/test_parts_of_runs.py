@@ -6,7 +6,7 @@ import pytest
 import yaml
 from support.own_parts import DISTANCE
 
-from modeling_nlq import activations_nlq, own_parts_nlq
+from modeling_nlq import activations_nlq, parts_user_nlq
 from modeling_nlq.training import train
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
@@ -18,8 +18,8 @@ def new_process(monkeypatch):
     """A function after which no part is registered, as in another process."""
 
     def forget():
-        monkeypatch.setattr(own_parts_nlq, "_registered", {})
-        monkeypatch.setattr(own_parts_nlq, "_latest", {})
+        monkeypatch.setattr(parts_user_nlq, "_registered", {})
+        monkeypatch.setattr(parts_user_nlq, "_latest", {})
 
     forget()
     return forget

@@ -10,16 +10,19 @@ from pathlib import Path
 from types import ModuleType
 
 from .activations_nlq import registered_activations
-from .attention_parts_nlq import AttentionPart
+from .parts_base_nlq import AttentionPart
 from .parts_nlq import PARTS
 
 
 # What a file may import of this package: names that every saved model brings, and their modules
 _MODULES = {
-    **dict.fromkeys(("AttentionCall", "AttentionPart", "Places", "ScoreBias"), "attention_parts_nlq"),
+    **dict.fromkeys(("AttentionCall", "AttentionPart", "Places", "ScoreBias"), "parts_base_nlq"),
     "register_attention_activation": "activations_nlq",
 }
-_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())))
+# The name of the first module when the first hashes of code were saved
+_OLD_MODULE = "attention_parts_nlq"
+_OWN = {*_MODULES.values(), _OLD_MODULE}
+_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in _OWN))
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
 _registered: dict[tuple[str, str], type[AttentionPart]] = {}
@@ -28,8 +31,6 @@ _latest: dict[str, str] = {}
 _files: dict[str, tuple[str, str]] = {}
 # The modules that register activations
 _registering: set[str] = set()
-
-
 # Files from before these names would be passed over in silence
 _RENAMED_HOOKS = {
     "change_projections": "change_qkv",
@@ -140,31 +141,28 @@ def published_text(text: str, source: str) -> str:
     lines = text.encode().split(b"\n")  # as `ast` counts, in bytes
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        if isinstance(node, ast.Import):
-            foreign = [alias.name for alias in node.names if alias.name.split(".")[0] == "modeling_nlq"]
+        names = [alias.name for alias in node.names]
+        origin = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if origin in _ORIGINS:
+            foreign = [name for name in names if name not in _MODULES]
         else:
-            origin = "." * node.level + (node.module or "")
-            foreign = [origin] if origin not in _ORIGINS and (node.level or origin.split(".")[0] == "modeling_nlq") else []
-            if origin in _ORIGINS:
-                foreign = [alias.name for alias in node.names if alias.name not in _MODULES]
-                modules = dict.fromkeys(_MODULES.get(alias.name) for alias in node.names)
-                new = "; ".join(
-                    f"from .{module} import "
-                    + ", ".join(ast.unparse(alias) for alias in node.names if _MODULES.get(alias.name) == module)
-                    for module in modules
-                ).encode()
-                first, last = node.lineno - 1, node.end_lineno - 1
-                line = lines[first][: node.col_offset] + new + lines[last][node.end_col_offset :]
-                lines[first : last + 1] = [line] + [b""] * (last - first)
+            foreign = [name for name in ([origin] if origin else names) if name.split(".")[0] in ("", "modeling_nlq")]
         if foreign:
             raise ValueError(
                 f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
                 f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
             )
+        if origin in _ORIGINS:
+            aliases = {module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)}
+            new = "; ".join(f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items())
+            first, last = node.lineno - 1, node.end_lineno - 1
+            line = lines[first][: node.col_offset] + new.encode() + lines[last][node.end_col_offset :]
+            lines[first : last + 1] = [line] + [b""] * (last - first)
     return b"\n".join(lines).decode().rstrip("\n") + "\n"
 
 
 def _hash(text: str) -> str:
+    text = text.replace("from .parts_base_nlq import", f"from .{_OLD_MODULE} import")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -191,9 +189,8 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     own = {part.name: part for part in PARTS}
     if name in own and code in (None, code_of(own[name])):
         return own[name]
-    wanted = _latest.get(name) if code is None else code
-    if (name, wanted) in _registered:
-        return _registered[name, wanted]
+    if part := _registered.get((name, _latest.get(name) if code is None else code)):
+        return part
     if name in own or name in _latest:
         found = code_of(own[name]) if name in own else _latest[name]
         raise ValueError(
@@ -212,7 +209,8 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
     Raises:
         ValueError: for a part that is defined in no file.
     """
-    files: dict[str, tuple[str, list[str]]] = {}
+    imports: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
     for part in parts:
         if part.__module__ not in _files:
             raise ValueError(
@@ -220,13 +218,13 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
                 "class into a file, and load it by load_attention_parts"
             )
         file, text = _files[part.__module__]
-        if files.setdefault(file, (text, []))[0] != text:
+        if texts.setdefault(file, text) != text:
             raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
-        files[file][1].append(part.__name__)
-    for file, (text, _) in files.items():
+        imports.setdefault(file.removesuffix(".py"), []).append(part.__name__)
+    for file, text in texts.items():
         Path(folder, file).write_text(text, encoding="utf-8")
-    imports = [f"from .{file.removesuffix('.py')} import {', '.join(names)}" for file, (_, names) in files.items()]
-    classes = ", ".join(name for _, names in files.values() for name in names)
-    title = '"""The attention parts that the author of this model wrote."""'
-    lines = [title, "", *imports, "", "", f"PARTS = ({classes},)", ""]
+    lines = ['"""The attention parts that the author of this model wrote."""', ""]
+    lines += [f"from .{module} import {', '.join(names)}" for module, names in imports.items()]
+    classes = ", ".join(name for names in imports.values() for name in names)
+    lines += ["", "", f"PARTS = ({classes},)", ""]
     Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")
