@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -111,11 +112,40 @@ def make_norm(config: NLQConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
 
 
-class NLQAttention(NLQAttentionProjections):
-    """Multi-head attention with any activation of the scores, computed by any backend.
+class NLQAttentionLayer(NLQAttentionProjections):
+    """A call of an attention layer. The kinds of attention compute what lies between the projections, `attend`."""
 
-    The base class has what linear attention needs too: the projections before and after the attention, norms, and the gate.
-    """
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
+        cache: Cache | None = None,
+        first_values: torch.Tensor | None = None,
+        mlp_hook: tuple[str, AttentionCall] | None = None,
+        mlp_factor: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
+
+        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
+        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
+        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
+        """
+        if mlp_hook is not None:
+            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
+        name, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
+        call = self.make_call(hidden_states, places, first_values, cache)
+        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
+        if attn_weights is not None:
+            for part in self.parts_with("change_returned_weights"):
+                attn_weights = part("change_returned_weights", call, attn_weights)
+        output = self.project_output(call, attn_output)
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
+
+
+class NLQAttention(NLQAttentionLayer):
+    """Multi-head attention with any activation of the scores, computed by any backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -166,18 +196,16 @@ class NLQAttention(NLQAttentionProjections):
         self,
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: Cache | None = None,
         arguments: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
         """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
 
         Args:
-            call, position_embeddings: as in `project`.
-            cache: the cache, which the new tokens are added to.
+            call, position_embeddings: as in `project`. The new tokens are added to the cache of the call.
             arguments: those of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
-        owners = self.parts_with("token_state")
+        cache, owners = call.cache, self.parts_with("token_state")
         if owners:
             dtype = torch.promote_types(key_states.dtype, torch.float32)
             call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
@@ -202,30 +230,11 @@ class NLQAttention(NLQAttentionProjections):
             query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
         return query_states, key_states, value_states, bias
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
-
-        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
-        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
-        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
-        """
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
-        name, mask, places = masks.of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
-        positions = self.own_positions(position_embeddings)
-        query_states, key_states, value_states, bias = self.prepare(call, positions, cache, kwargs)
+    def attend(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has them."""
+        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
         if self.materializes is not None:
@@ -239,7 +248,7 @@ class NLQAttention(NLQAttentionProjections):
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
-        attn_output, attn_weights = attention_interface(
+        return attention_interface(
             self,
             query_states,
             key_states,
@@ -250,14 +259,9 @@ class NLQAttention(NLQAttentionProjections):
             sliding_window=self.sliding_window,  # for flash attention; the other masks have it
             **kwargs,
         )
-        if attn_weights is not None:
-            for part in self.parts_with("change_returned_weights"):
-                attn_weights = part("change_returned_weights", call, attn_weights)
-        output = self.project_output(call, attn_output)
-        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
 
 
-class NLQLinearAttention(NLQAttentionProjections):
+class NLQLinearAttention(NLQAttentionLayer):
     """Linear attention, which stores a state instead of keys and values and needs no backend."""
 
     sliding_window = None
@@ -294,24 +298,12 @@ class NLQLinearAttention(NLQAttentionProjections):
             )
         return LINEAR_ATTENTION
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
+    def attend(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+    ) -> tuple[torch.Tensor, None]:
+        """As in `NLQAttention`, without weights."""
+        length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
-        cache_layer = state = None
         if cache is not None:
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
             if not hasattr(cache_layer, "get_state"):
@@ -321,7 +313,7 @@ class NLQLinearAttention(NLQAttentionProjections):
                 )
             state = cache_layer.get_state()
         elif mask is not None:
-            mask.check(hidden_states.shape[1], hidden_states.shape[1])
+            mask.check(length, length)
         if self.needs_exact_output:  # its type is that of the values
             value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
@@ -331,14 +323,13 @@ class NLQLinearAttention(NLQAttentionProjections):
             mask,
             scaling=self.scaling,
             log_decay=self.log_decay,
-            position_embeddings=self.own_positions(position_embeddings),
+            position_embeddings=position_embeddings,
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
         )
         if cache_layer is not None:
-            cache_layer.set_state(state, hidden_states.shape[1])
-        output = self.project_output(call, attn_output)
-        return (output, None, call.values.transpose(1, 2)) if self.returns_values else (output, None)
+            cache_layer.set_state(state, length)
+        return attn_output, None
 
     def initialize(self) -> None:
         """Sets the initial values of the layer's own parameters."""
@@ -774,7 +765,13 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         )
         logits = self.score(outputs.last_hidden_state)
         # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
-        is_token = self._find_tokens(input_ids, attention_mask, logits)
+        is_token, pad_token_id = torch.ones_like(logits[..., 0], dtype=torch.bool), self.config.pad_token_id
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
+        elif pad_token_id is None and len(logits) > 1:
+            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
+        elif pad_token_id is not None and input_ids is not None:
+            is_token = (input_ids != pad_token_id).to(logits.device)
         last_token = (torch.arange(logits.shape[1], device=logits.device) * is_token).argmax(dim=-1)
         pooled_logits = logits[torch.arange(len(logits), device=logits.device), last_token]
         loss = None
@@ -787,19 +784,6 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _find_tokens(
-        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns `(batch, query)`, which of the new tokens are not padding, from `logits` `(batch, query, labels)`."""
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            return attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
-        pad_token_id = self.config.pad_token_id
-        if pad_token_id is None and len(logits) > 1:
-            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
-        if pad_token_id is None or input_ids is None:
-            return torch.ones_like(logits[..., 0], dtype=torch.bool)
-        return (input_ids != pad_token_id).to(logits.device)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
