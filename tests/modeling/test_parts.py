@@ -18,22 +18,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
+from transformers.distributed import DistributedConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, parts_builtin_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.integrations_nlq import CACHE_NAME
+from modeling_nlq.integrations_nlq import CACHE_NAME, check_distribution
 from modeling_nlq.masking_nlq import Places
 from modeling_nlq.modeling_nlq import NLQDecoderLayer
-from modeling_nlq.parts_base_nlq import (
-    AttentionPart,
-    ScoreBias,
-    check_state_cache,
-    column_count,
-    from_columns,
-    to_columns,
-)
-from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, SelectiveAttention, ShortConvolution, check_distribution
+from modeling_nlq.parts_base_nlq import AttentionPart, ScoreBias, check_state_cache, from_columns, to_columns
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, SelectiveAttention, ShortConvolution
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 from modeling_nlq.training import checking
@@ -331,10 +325,12 @@ class TestRefusals:
 
     def test_distribution(self):
         with pytest.raises(ValueError, match=r"^tp_size=2: differential_attention \(layer 0\) cannot be split: .*use 'v2'$"):
-            check_distribution(NLQConfig(query_projection="linear", differential_attention="v1"), 2, 1)
+            check_distribution(NLQConfig(query_projection="linear", differential_attention="v1"), DistributedConfig(tp_size=2))
         with pytest.raises(ValueError, match=r"^pp_size=2: value_residual \(layer 0\) cannot be distributed: .*use tp_size$"):
-            check_distribution(NLQConfig(value_residual="fixed"), 1, 2)
-        check_distribution(NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned"), 2, 2)
+            check_distribution(NLQConfig(value_residual="fixed"), DistributedConfig(pp_size=2))
+        both = NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned")
+        check_distribution(both, DistributedConfig(tp_size=2))
+        check_distribution(both, DistributedConfig(pp_size=2))
 
     @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"])
     def test_continuous_batching(self, make_model, name):
@@ -486,7 +482,7 @@ class TestCaches:
         states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
         parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
         columns = to_columns([state.requires_grad_() for state in states], dtype)
-        assert columns.dtype == dtype and columns.shape[-1] == column_count(parts, dtype)
+        assert columns.dtype == dtype
         for state, back in zip(states, from_columns(columns, parts).values()):
             torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
             (gradient,) = torch.autograd.grad(back, state, torch.full_like(back, 2.0**15), retain_graph=True)
