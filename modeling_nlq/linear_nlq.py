@@ -23,8 +23,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
-from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, make_visibility
+from .ops_nlq import Operation
 from .rotary_nlq import rotate
 
 
@@ -302,10 +302,10 @@ def linear_attention(
         visibility = make_visibility(length, length, 0, query.device)
     is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
     if visibility.key_is_valid is not None:
-        is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
+        is_valid = visibility.key_is_valid[:, visibility.last_key].expand(batch, -1)
     count, start = visibility.visible_count.expand(batch, -1), visibility.first_key
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
-        start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
+        start, count = start.expand(batch, -1), (visibility.last_key[None] + 1).expand(batch, -1)
     is_exporting = torch.compiler.is_exporting()
     kernel = LINEAR_ATTENTION.choose(query, start)
     is_own = kernel.name == "pytorch"
