@@ -20,7 +20,7 @@ from .modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
-from .parts_base_nlq import AttentionCall, AttentionPart, Places, ScoreBias
+from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
 from .parts_user_nlq import load_attention_parts, register_attention_part
 from .projections_nlq import PROJECTIONS
@@ -46,8 +46,8 @@ __all__ = [
     "NLQForTokenClassification",
     "NLQModel",
     "NLQPreTrainedModel",
-    "Places",
     "ScoreBias",
+    "TokenContext",
     "__version__",
     "kernelize",
     "load_attention_parts",

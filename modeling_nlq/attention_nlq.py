@@ -1,4 +1,4 @@
-"""The attention weights of every activation, and the eager backend, the reference for all others.
+"""The attention weights of every activation, and the backends that hold them in memory: `eager`, the reference, and `nlq_rows`.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import AttentionActivation, counts_as_zero, hide
-from .dispatch_nlq import Operation
-from .masking_nlq import Visibility, read_visible
+from .masking_nlq import Visibility, read_mask, read_visible
+from .ops_nlq import Operation
 from .parts_base_nlq import AttentionCall, ScoreBias
 
 
@@ -21,6 +22,7 @@ from .parts_base_nlq import AttentionCall, ScoreBias
 LARGE_SCORE = 40
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
+ROWS = 256  # queries of a block of `nlq_rows`
 
 
 def keep_from_overflow(
@@ -237,6 +239,46 @@ def eager_attention_forward(
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
+
+
+def chunked_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Visibility | torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
+    call: AttentionCall | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no weights.
+
+    The weights of a block of queries are computed, used and forgotten, and backward computes them again. The keys after the
+    last query of a block are left out. The arguments are those of `eager_attention_forward`.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries <= ROWS:
+        inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias, call)
+        return eager_attention_forward(*inputs)[0], None
+    mask, _ = read_mask(attention_mask, query, key)
+
+    def attend(*inputs):
+        return eager_attention_forward(module, *inputs)[0]
+
+    outputs = []
+    for start in range(0, queries, ROWS):
+        end = min(start + ROWS, queries)
+        # At most that many keys come before the first query, so no query of the block sees more
+        last = end + keys - queries if isinstance(mask, Visibility) else keys
+        rows = mask.rows(start, end, last) if isinstance(mask, Visibility) else mask[:, :, start:end]
+        bias = None
+        if score_bias is not None:
+            bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])
+        inputs = (query[:, :, start:end], key[:, :, :last], value[:, :, :last], rows, scaling, dropout, bias, call)
+        outputs.append(checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs))
+    return torch.cat(outputs, dim=1), None
 
 
 def in_full_precision(function: Callable) -> Callable:

@@ -32,7 +32,7 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 # The tensors and objects that a call may pass and no file of the model reads by name, and why that changes no result.
 IGNORED_ARGUMENTS = {
-    "cache_position": "the places of the new tokens, which the cache knows",
+    "cache_position": "the positions of the new tokens, which the cache knows",
     "num_items_in_batch": "Trainer's number of labels; the loss of the language model reads it",
     "shift_labels": "labels of sequence parallelism; the loss of the language model reads them",
     "tokenizer": "what `transformers serve` hands to `generate`, which reads it for stop strings",

@@ -32,13 +32,10 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
     ATTENTION_BACKENDS,
-    LINEAR_ATTENTION,
-    Inputs,
-    Needs,
+    AttentionRequest,
     choose_implementation,
     choose_paged_implementation,
     create_masks_for_generate,
-    find_backend,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
@@ -134,8 +131,9 @@ class NLQAttentionLayer(NLQAttentionProjections):
         """
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        name, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
+        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
+        name, mask, token_context = masks.of(self.layer_idx)
+        call = self.make_call(hidden_states, token_context, first_values, cache)
         attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
         if attn_weights is not None:
             for part in self.parts_with("change_returned_weights"):
@@ -177,20 +175,11 @@ class NLQAttention(NLQAttentionLayer):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns the name of the backend that computes this layer in this call.
-
-        Args:
-            implementation: the model's `attn_implementation`.
-            weights: whether this call returns the weights.
-            inputs: the inputs of this call.
-
-        Raises:
-            ValueError: if `implementation` names a backend that cannot compute it.
-        """
+    def attention_request(self, *of_call) -> AttentionRequest:
+        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
-        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.materializes, dropout, weights, inputs)
-        return find_backend(implementation, [self.layer_idx], needs)
+        parts = (self.has_score_bias, self.materializes)
+        return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
 
     def prepare(
         self,
@@ -285,18 +274,9 @@ class NLQLinearAttention(NLQAttentionLayer):
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
-
-        Raises:
-            ValueError: if the weights are needed.
-        """
-        if weights:
-            raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
-                "weights; leave output_attentions out, or use another activation there"
-            )
-        return LINEAR_ATTENTION
+    def attention_request(self, weights: bool, *of_call) -> AttentionRequest:
+        """Returns what the layer would need from a backend, of which it asks none: no weights."""
+        return AttentionRequest(self.activation, weights=weights)
 
     def attend(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
@@ -406,8 +386,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
-            *_, places = masks.of(self.self_attn.layer_idx)
-            call = AttentionCall(self.self_attn, inputs, places, cache=cache)
+            *_, token_context = masks.of(self.self_attn.layer_idx)
+            call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
             (inputs,) = call.change_mlp("change_mlp_input", inputs)
         output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))

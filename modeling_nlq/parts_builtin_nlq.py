@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
 from .cache_nlq import keep_rows_together
-from .masking_nlq import Places
+from .masking_nlq import TokenContext
 from .parts_base_nlq import (
     AttentionCall,
     AttentionPart,
@@ -42,14 +42,14 @@ class ShortConvolution(nn.Module):
         init.uniform_(self.weight, -0.5, 0.5)  # PyTorch's own range of a convolution over 4 tokens of one channel
 
     def forward(
-        self, states: torch.Tensor, earlier: torch.Tensor | None, places: Places, mesh=None
+        self, states: torch.Tensor, earlier: torch.Tensor | None, context: TokenContext, mesh=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the sums, and what later tokens need.
 
         Args:
             states: `(batch, query, width)`, or some of the channels where several processes share the heads.
             earlier: `(batch, 3, width)`, the last tokens before, 0 for none; `None` is 0.
-            places: where the tokens stand. Padding is passed over, wherever it is.
+            context: that of the call. Padding is passed over, wherever it is.
             mesh: the processes that share the heads, or `None`.
 
         Returns:
@@ -60,15 +60,17 @@ class ShortConvolution(nn.Module):
             earlier = states.new_zeros(batch, kept, width)
         full = torch.cat([earlier, states], dim=1)
         is_valid = None
-        if places.is_valid is not None:  # tokens move together, and padding to the end
-            is_valid = nn.functional.pad(places.is_valid, (kept, 0), value=True)
+        if context.is_valid is not None:  # tokens move together, and padding to the end
+            is_valid = nn.functional.pad(context.is_valid, (kept, 0), value=True)
             order = torch.argsort(is_valid.logical_not().byte(), dim=1, stable=True)
             full = full.gather(1, order[..., None].expand_as(full))
         weight = own_heads(self.weight, mesh, dim=0)
         sums = full[:, kept:] * (1.0 + weight[:, -1])
         for back in range(1, KERNEL):
             term = full[:, kept - back : kept - back + length] * weight[:, -1 - back]
-            sums = sums + (term if places.steps is None else term * (places.steps >= back)[..., None])
+            if context.position_in_document is not None:
+                term = term * (context.position_in_document >= back)[..., None]
+            sums = sums + term
         if is_valid is None:
             return sums.to(states.dtype), full[:, length:]
         place = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
@@ -88,7 +90,7 @@ class Canon(AttentionPart):
     name = "canon"
     formula = "h_t + sum_{k < 4} w_k * h_{t-k}"
     source = "Allen-Zhu 2025, arXiv 2512.17351"
-    needs_places = True
+    needs_token_context = True
     start = "zero"
 
     def __init__(self, config, layer_idx: int):
@@ -129,7 +131,7 @@ class Canon(AttentionPart):
     def _convolve(self, name: str, call: AttentionCall, states: torch.Tensor, is_split: bool = False) -> torch.Tensor:
         if name not in self.convolutions:
             return states
-        if call.places.has_own_mask:
+        if call.token_context.has_own_mask:
             raise ValueError(
                 "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; give a "
                 "padding mask (batch, key), or position_ids of packed documents"
@@ -140,10 +142,10 @@ class Canon(AttentionPart):
             if cache_layer.is_conv_states_initialized[index]:
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = nn.functional.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
-        sums, kept = self.convolutions[name](states, earlier, call.places, call.tp_mesh if is_split else None)
+        sums, kept = self.convolutions[name](states, earlier, call.token_context, call.tp_mesh if is_split else None)
         if cache_layer is not None:
             if cache_layer.record_past:  # it may have to go back, and wants all new tokens; padding comes before them
-                is_valid = call.places.is_valid
+                is_valid = call.token_context.is_valid
                 kept = states if is_valid is None else states.masked_fill(~is_valid[..., None], 0.0)
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return sums
@@ -244,7 +246,7 @@ class LengthScaling(AttentionPart):
     name = "attention_length_scaling"
     formula = "s_h log(n_i) s_ij"
     source = "Scalable-Softmax: Nakanishi 2025, arXiv 2501.19399"
-    needs_places = True
+    needs_token_context = True
     start = "its factor depends on the number of keys"
 
     def __init__(self, config, layer_idx: int):
@@ -265,7 +267,7 @@ class LengthScaling(AttentionPart):
             )
 
     def change_qkv(self, call: AttentionCall, query, key, value):
-        log_count = call.places.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
+        log_count = call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
         return (query * factor[..., None]).to(query.dtype), key, value
 
@@ -362,7 +364,7 @@ class SelectiveAttention(AttentionPart):
     name = "selective_attention"
     formula = "s_ij - sum_{j < k < i} relu(s_kj of the first head)"
     source = "Leviathan et al. 2024, arXiv 2410.02703"
-    needs_places = True
+    needs_token_context = True
     supports_crop = False
     state_size = 3  # the sum, the number of tokens that it covers, and whether the key is a document's first
     start = "it has no parameters"
@@ -382,28 +384,28 @@ class SelectiveAttention(AttentionPart):
     def token_state(self, call: AttentionCall) -> torch.Tensor:
         query, groups = call.hidden_states, call.layer.config.num_key_value_heads
         state = query.new_zeros(*query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32))
-        state[..., 2] = call.places.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
+        state[..., 2] = call.token_context.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
         return state[:, None].expand(-1, groups, -1, -1)
 
     def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        state, places = call.states[self.name][:, 0], call.places
+        state, context = call.states[self.name][:, 0], call.token_context
         earlier_sum, covered, is_first = state.unbind(dim=-1)  # (batch, key) each
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
-        if has_numbers and covered.max() > places.query_index[0]:
+        if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which assisted "
                 "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
             )
-        own = torch.arange(scores.shape[-1], device=scores.device) == places.query_index[:, None]
+        own = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = nn.functional.relu(scores[:, 0]).masked_fill(own | is_first.bool()[:, None], 0.0)
         if visible is not None:
             selects = selects.masked_fill(~visible[:, 0], 0.0)
-        if places.is_valid is not None:
-            selects = selects.masked_fill(~places.is_valid[..., None], 0.0)
+        if context.is_valid is not None:
+            selects = selects.masked_fill(~context.is_valid[..., None], 0.0)
         # What a query selects holds for later queries
         sums = nn.functional.pad(selects, (0, 0, 1, 0)).cumsum(dim=1) + earlier_sum[:, None]
         if call.cache is not None:
-            covered = torch.zeros_like(earlier_sum) + (places.query_index[-1] + 1)
+            covered = torch.zeros_like(earlier_sum) + (context.query_index[-1] + 1)
             state = torch.stack([sums[:, -1], covered, is_first], dim=-1)[:, None]
             call.store_state(self.name, state.expand_as(call.states[self.name]))
         return scores - sums[:, None, :-1]
@@ -435,7 +437,7 @@ class ForgetGate(AttentionPart):
     name = "forget_gate"
     formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
     source = "Forgetting Transformer: Lin et al. 2025, arXiv 2503.02130"
-    needs_places = True
+    needs_token_context = True
     # Their weights fall to 0 as a score falls, so a key with a low score is forgotten
     activations = ("softmax", "sigmoid", "softplus", "relu", "relu_squared", "sparsemax", "entmax15")
     start = "a gate that forgets nothing has no gradient"
@@ -467,15 +469,15 @@ class ForgetGate(AttentionPart):
         else:
             gate = self.proj(call.hidden_states)
             log_gate = nn.functional.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
-        if call.places.is_valid is not None:
-            log_gate = log_gate.masked_fill(~call.places.is_valid[..., None], 0.0)
+        if call.token_context.is_valid is not None:
+            log_gate = log_gate.masked_fill(~call.token_context.is_valid[..., None], 0.0)
         return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
         # In float64, because only differences of these sums count
         dtype = torch.float64 if _has_float64(state.device) else torch.float32
         total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
-        return ScoreBias(total[..., call.places.query_index], total)
+        return ScoreBias(total[..., call.token_context.query_index], total)
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         return {"mean_log_forget_gate": self.token_state(call).mean(dim=(0, 2)).flatten()}

@@ -16,11 +16,11 @@ from .parts_nlq import PARTS
 
 # What a file may import of this package: names that every saved model brings, and their modules
 _MODULES = {
-    **dict.fromkeys(("AttentionCall", "AttentionPart", "Places", "ScoreBias"), "parts_base_nlq"),
+    **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "parts_base_nlq"),
     "register_attention_activation": "activations_nlq",
 }
 # The name of the first module when the first hashes of code were saved
-_OLD_MODULE = "attention_parts_nlq"
+_OLD_MODULE = "parts_base_nlq"
 _OWN = {*_MODULES.values(), _OLD_MODULE}
 _ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in _OWN))
 
@@ -37,6 +37,7 @@ _RENAMED_HOOKS = {
     "change_attended": "change_cached_qkv",
     "reweigh": "change_weights",
     "can_go_back": "supports_crop",
+    "needs_places": "needs_token_context",
 }
 
 

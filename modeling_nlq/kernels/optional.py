@@ -9,11 +9,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils import is_flash_linear_attention_available
 
 from ..attention_nlq import eager_attention_forward
-from ..backends_nlq import AttentionBackend, Needs
+from ..backends_nlq import AttentionBackend, AttentionRequest
 from ..cache_nlq import LinearState
-from ..dispatch_nlq import Kernel
 from ..linear_nlq import LinearInputs, divide
 from ..masking_nlq import Visibility
+from ..ops_nlq import Kernel
 
 
 HAS_FLA = is_flash_linear_attention_available()
@@ -91,9 +91,9 @@ def sparse_attention_forward(
     return output, None
 
 
-def _is_simplex(needs: Needs) -> bool:
-    inputs = needs.inputs
-    return needs.activation.kind == "simplex" and (inputs is None or (HAS_ADASPLASH and inputs.device.type == "cuda"))
+def _is_simplex(request: AttentionRequest) -> bool:
+    is_here = request.device is None or (HAS_ADASPLASH and request.device.type == "cuda")
+    return request.activation.kind == "simplex" and is_here
 
 
 SPARSE = AttentionBackend(sparse_attention_forward, _is_simplex, is_portable=False)

@@ -553,7 +553,7 @@ struct Arguments {
   States keep(const at::Tensor& tensor) { return States(kept.emplace_back(tensor)); }
 
   Arguments(
-      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& query_index,
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& last_key,
       const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
       std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
     TORCH_CHECK(
@@ -569,8 +569,8 @@ struct Arguments {
     const auto rows = std::begin(ROWS<float>), end = std::end(ROWS<float>);
     call.activation = std::find_if(rows, end, [&](const auto& row) { return row.name == activation; }) - rows;
     TORCH_CHECK(call.activation < end - rows, "activation=", activation, " has no C++ code");
-    call.is_causal = query_index.has_value();
-    call.first_query = call.is_causal && call.queries ? query_index->data_ptr<Index>()[0] : 0;
+    call.is_causal = last_key.has_value();
+    call.first_query = call.is_causal && call.queries ? last_key->data_ptr<Index>()[0] : 0;
     call.is_sum = normalization == "sum", call.is_softmax = activation == "softmax";
     call.scaling = scaling;
     call.query = keep(with_rows(query)), call.key = keep(with_rows(key)), call.value = keep(with_rows(value));
@@ -587,11 +587,11 @@ bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFl
 // `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
-    const Optional& inverse_count, const Optional& query_index, const Optional& key_is_valid, const Optional& first_key,
+    const Optional& inverse_count, const Optional& last_key, const Optional& key_is_valid, const Optional& first_key,
     const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, double largest_sum,
     Index query_tile, Index key_tile) {
   Arguments arguments(
-      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+      query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const std::array<Index, 3> rows = {call.batch, call.heads, call.queries};
   const at::Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
@@ -613,10 +613,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& output, const at::Tensor& remainder, const at::Tensor& normalizer, const Optional& bias,
-    const Optional& query_index, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
+    const Optional& last_key, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
     std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
-      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+      query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const at::Tensor results[] = {
       query.new_empty(query.sizes()), key.new_empty(key.sizes()), value.new_empty(value.sizes())};
@@ -656,13 +656,13 @@ bool can_multiply(bool is_half) {
 TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   library.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? query_index, "
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? last_key, "
       "Tensor? key_is_valid, Tensor? first_key, Tensor? visible, str activation, str normalization, float scaling, "
       "float largest_sum, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
       tags);
   library.def(
       "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor remainder, "
-      "Tensor normalizer, Tensor? bias, Tensor? query_index, Tensor? key_is_valid, Tensor? first_key, Tensor? visible, "
+      "Tensor normalizer, Tensor? bias, Tensor? last_key, Tensor? key_is_valid, Tensor? first_key, Tensor? visible, "
       "str activation, str normalization, float scaling, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
       tags);
   library.def("can_multiply(bool is_half) -> bool", can_multiply);

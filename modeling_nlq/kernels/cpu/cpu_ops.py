@@ -11,11 +11,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
 from ...attention_nlq import LARGEST_SUM, eager_attention_forward
-from ...backends_nlq import AttentionBackend, Needs
+from ...backends_nlq import AttentionBackend, AttentionRequest
 from ...configuration_nlq import AUTOMATIC
 from ...masking_nlq import Visibility, read_visible
+from ...ops_nlq import AttentionInputs, DifferentiableAttention, in_autocast_precision, operator_namespace
 from ...tiled_nlq import attend_in_scale, tiled_attention_forward
-from ...torch_ops_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
 from .build import FOLDER, instructions, is_enabled, load
 
 
@@ -59,60 +59,29 @@ def _multiplies(is_half: bool) -> bool:
     return instructions() == "AVX512" and is_built("attention") and operators.can_multiply(is_half)
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inverse_count = 1.0 / visible_count.clamp(min=1).float() if normalization == "length" else None
-    masks = (query_index, key_is_valid, first_key, visible)
-    largest_sum = LARGEST_SUM if get_attention_activation(activation).is_homogeneous else math.inf
-    return operators.attention(
-        *(query, key, value, _bias(visible_count, activation, normalization), inverse_count, *masks),
-        *(activation, normalization, scaling, largest_sum, *FORWARD_TILES),
-    )
+def _attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inverse_count = 1.0 / inputs.visible_count.clamp(min=1).float() if inputs.normalization == "length" else None
+    largest_sum = LARGEST_SUM if get_attention_activation(inputs.activation).is_homogeneous else math.inf
+    states = (inputs.query, inputs.key, inputs.value, _log_count(inputs), inverse_count)
+    return operators.attention(*states, *_masks_and_options(inputs), largest_sum, *FORWARD_TILES)
 
 
 def _attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    remainder: torch.Tensor,
-    normalizer: torch.Tensor,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
+    gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    masks = (query_index, key_is_valid, first_key, visible)
-    bias = _bias(visible_count, activation, normalization)
-    results = (output, remainder, normalizer)
-    return operators.attention_backward(
-        *(gradient, query, key, value, *results, bias, *masks, activation, normalization, scaling, *BACKWARD_TILES)
-    )
+    states = (gradient, inputs.query, inputs.key, inputs.value, *results, _log_count(inputs))
+    return operators.attention_backward(*states, *_masks_and_options(inputs), *BACKWARD_TILES)
 
 
-def _bias(visible_count: torch.Tensor, activation: str, normalization: str) -> torch.Tensor | None:
-    has_bias = get_attention_activation(activation).subtract_log_count and normalization == "none"
-    return visible_count.clamp(min=1).float().log() if has_bias else None
+def _masks_and_options(inputs: AttentionInputs) -> tuple:
+    masks = (inputs.last_key, inputs.key_is_valid, inputs.first_key, inputs.visible)
+    return (*masks, inputs.activation, inputs.normalization, inputs.scaling)
+
+
+def _log_count(inputs: AttentionInputs) -> torch.Tensor | None:
+    """Returns what is subtracted from the scores, if anything is."""
+    is_subtracted = get_attention_activation(inputs.activation).subtract_log_count and inputs.normalization == "none"
+    return inputs.visible_count.clamp(min=1).float().log() if is_subtracted else None
 
 
 attention = DifferentiableAttention(_attention, _attention_backward)
@@ -156,13 +125,14 @@ def _takes(dtype: torch.dtype, head_dim: int) -> bool:
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(dtype == torch.bfloat16)
 
 
-def computes_attention(needs: Needs) -> bool:
-    """Tells whether `attention_forward` computes a layer, and a call of it if the call's inputs are known."""
-    if needs.activation.name not in (*ACTIVATIONS, "softmax") or needs.sink is not None:
+def computes_attention(request: AttentionRequest) -> bool:
+    """Tells whether `attention_forward` computes a layer, and a call of it if the call's tensors are known."""
+    if request.activation.name not in (*ACTIVATIONS, "softmax") or request.sink is not None:
         return False
-    inputs = needs.inputs
+    if request.device is None:
+        return True
     # PyTorch's own kernels are as fast for a single query
-    return inputs is None or (inputs.device.type == "cpu" and inputs.queries > 1 and _takes(inputs.dtype, inputs.head_dim))
+    return request.device.type == "cpu" and request.queries > 1 and _takes(request.dtype, request.head_dim)
 
 
 BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
@@ -266,7 +236,7 @@ def kernelize(model: nn.Module) -> nn.Module:
     return model
 
 
-def _new_attention(query, key, value, bias, inverse_count, query_index, key_is_valid, first_key, visible, *options):
+def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):
     batch, heads, queries, head_dim = query.shape
     normalization = options[1]
     output = query.new_empty(batch, queries, heads, head_dim)
