@@ -15,7 +15,8 @@ from ..text import first_line, one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, is_gguf, tensors_not_read
 from .nanogpt import from_paper, read_checkpoint
-from .renaming import LossyConversion, classes_of, empty_model
+from .renaming import LossyConversion, classes_of
+from .streaming import empty_model
 
 
 PAPER_CHECKPOINT = "ckpt.pt"
