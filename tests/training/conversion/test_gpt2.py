@@ -1,208 +1,89 @@
-"""GPT-2 models as NLQ models and back: the same function, and the same bits."""
+"""GPT-2 models as NLQ models, and what of NLQ's switches GPT-2 computes too. The same for all families: `test_families.py`."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.conversion_cases import (
-    GPT2_OPTIONS,
     HEADS,
     Frozen,
-    assert_no_shared_memory,
     assert_same_function,
-    assert_same_gpt2_config,
     assert_same_state,
     make_gpt2,
     output_of,
-    parametrize_bias,
     parametrize_cases,
-    parametrize_dtype,
     randomize,
 )
+from support.family_cases import comparable
+from support.grids import parametrize_grid
 from support.model_cases import random_tokens
 from support.properties import examples
-from transformers import (
-    GenerationConfig,
-    GPT2DoubleHeadsModel,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-)
+from transformers import GPT2ForTokenClassification, GPT2LMHeadModel
 
-from modeling_nlq import (
-    NLQConfig,
-    NLQForCausalLM,
-    NLQForTokenClassification,
-)
+from modeling_nlq import NLQConfig, NLQForTokenClassification
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 
 
-class TestFromGPT2:
-    @parametrize_dtype
-    @parametrize_cases("options", GPT2_OPTIONS)
-    def test_logits(self, options, dtype, tolerance):
-        gpt2 = make_gpt2(dtype=dtype, **options)
-        with Frozen(gpt2):
-            nlq = to_nlq(gpt2)
-        assert type(nlq) is NLQForCausalLM
-        assert not nlq.training
-        assert_same_function(nlq, gpt2, tolerance)
-        assert_no_shared_memory(nlq, gpt2)
+@given(st.data())
+@examples(25)
+def test_any_options(data):
+    n_head = data.draw(st.integers(1, 4))
+    options = {
+        "n_head": n_head,
+        "n_embd": n_head * data.draw(st.integers(2, 7)),  # of heads of one, scaled and unscaled ones are the same
+        "n_layer": data.draw(st.integers(2, 3)),
+        "n_inner": data.draw(st.none() | st.integers(1, 30)),
+        "n_positions": data.draw(st.integers(2, 12)),
+        "vocab_size": data.draw(st.integers(5, 17)),
+        "activation_function": data.draw(st.sampled_from(["gelu_new", "gelu", "relu", "silu", "tanh"])),
+        "scale_attn_weights": data.draw(st.booleans()),
+        "scale_attn_by_inverse_layer_idx": data.draw(st.booleans()),
+        "tie_word_embeddings": data.draw(st.booleans()),
+        "layer_norm_epsilon": data.draw(st.sampled_from([1e-5, 1e-3, 0.3])),
+    }
+    gpt2 = make_gpt2(dtype=torch.float64, seed=data.draw(st.integers(0, 100)), **options)
+    nlq = to_nlq(gpt2)
+    back = from_nlq(nlq, "gpt2")
+    input_ids = random_tokens(2, options["n_positions"], options["vocab_size"])
+    torch.testing.assert_close(output_of(nlq, input_ids), output_of(gpt2, input_ids), rtol=1e-10, atol=1e-10)
+    assert_same_state(back.state_dict(), gpt2.state_dict())
+    assert comparable(back.config) == comparable(gpt2.config)
 
-    @parametrize_cases("options", GPT2_OPTIONS)
-    def test_there_and_back(self, options):
-        gpt2 = make_gpt2(**options)
-        nlq = to_nlq(gpt2)
-        with Frozen(nlq):
-            back = from_nlq(nlq, "gpt2")
-        assert type(back) is GPT2LMHeadModel
-        assert not back.training
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_no_shared_memory(back, nlq)
-        if options != GPT2_OPTIONS["one_layer"]:  # divided by its number, the first layer is as it was
-            assert_same_gpt2_config(back.config, gpt2.config)
-        assert_same_function(back, gpt2, 0.0)
 
-    @given(st.data())
-    @examples(25)
-    def test_any_options(self, data):
-        n_head = data.draw(st.integers(1, 4))
-        options = {
-            "n_head": n_head,
-            "n_embd": n_head * data.draw(st.integers(2, 7)),  # of heads of one, scaled and unscaled ones are the same
-            "n_layer": data.draw(st.integers(2, 3)),
-            "n_inner": data.draw(st.none() | st.integers(1, 30)),
-            "n_positions": data.draw(st.integers(2, 12)),
-            "vocab_size": data.draw(st.integers(5, 17)),
-            "activation_function": data.draw(st.sampled_from(["gelu_new", "gelu", "relu", "silu", "tanh"])),
-            "scale_attn_weights": data.draw(st.booleans()),
-            "scale_attn_by_inverse_layer_idx": data.draw(st.booleans()),
-            "tie_word_embeddings": data.draw(st.booleans()),
-            "layer_norm_epsilon": data.draw(st.sampled_from([1e-5, 1e-3, 0.3])),
-        }
-        gpt2 = make_gpt2(dtype=torch.float64, seed=data.draw(st.integers(0, 100)), **options)
-        nlq = to_nlq(gpt2)
-        back = from_nlq(nlq, "gpt2")
-        input_ids = random_tokens(2, options["n_positions"], options["vocab_size"])
-        torch.testing.assert_close(output_of(nlq, input_ids), output_of(gpt2, input_ids), rtol=1e-10, atol=1e-10)
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_same_gpt2_config(back.config, gpt2.config)
+def test_options_matter():
+    """No test would notice an option that was passed over if it left the logits as they are."""
+    input_ids = random_tokens(1, 5, 29)
+    options = [{"activation_function": name} for name in ("gelu_new", "gelu", "relu", "silu")]
+    options += [{"scale_attn_weights": False}, {"layer_norm_epsilon": 0.1}, {"scale_attn_by_inverse_layer_idx": True}]
+    options += [{"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}]
+    logits = [output_of(make_gpt2(**each, n_layer=3), input_ids) for each in options]
+    for index, one in enumerate(logits):
+        assert all((one - other).abs().max() > 1e-4 for other in logits[:index])
 
-    def test_options_matter(self):
-        """No test above would notice an option that was passed over if it left the logits as they are."""
-        input_ids = random_tokens(1, 5, 29)
-        names = ("defaults", "gelu", "relu", "silu", "unscaled", "scaled_by_layer", "scaled_by_layer_only", "epsilon")
-        logits = [output_of(make_gpt2(**{**GPT2_OPTIONS[name], "n_layer": 3}), input_ids) for name in names]
-        for index, one in enumerate(logits):
-            assert all((one - other).abs().max() > 1e-4 for other in logits[:index])
 
-    def test_configuration(self):
-        options = {"embd_pdrop": 0.15, "resid_pdrop": 0.25, "attn_pdrop": 0.35, "initializer_range": 0.05, "use_cache": False}
-        config = to_nlq(make_gpt2(**options, n_inner=13, layer_norm_epsilon=1e-4)).config
-        assert isinstance(config, NLQConfig)
-        assert (config.embedding_dropout, config.residual_dropout, config.attention_dropout) == (0.15, 0.25, 0.35)
-        assert (config.initializer_range, config.use_cache, config.layer_norm_eps) == (0.05, False, 1e-4)
-        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
-        assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (29, 24, 13)
-        assert (config.query_projection, config.attention_activation, config.hidden_act) == ("linear", "softmax", "gelu_new")
-        assert config.use_bias
+def test_dropout_while_training():
+    """The same masks at the same places."""
+    gpt2 = make_gpt2(embd_pdrop=0.15, resid_pdrop=0.25, attn_pdrop=0.35, attn_implementation="eager")
+    nlq = to_nlq(gpt2).train()
+    nlq.set_attn_implementation("eager")
+    input_ids, outputs = random_tokens(2, 9, 29), []
+    for model in (gpt2.train(), nlq):
+        torch.manual_seed(3)
+        outputs.append(output_of(model, input_ids))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
-    def test_dropout_while_training(self):
-        """The same masks at the same places."""
-        gpt2 = make_gpt2(embd_pdrop=0.15, resid_pdrop=0.25, attn_pdrop=0.35, attn_implementation="eager")
-        nlq = to_nlq(gpt2).train()
-        nlq.set_attn_implementation("eager")
-        input_ids, outputs = random_tokens(2, 9, 29), []
-        for model in (gpt2.train(), nlq):
-            torch.manual_seed(3)
-            outputs.append(output_of(model, input_ids))
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
-    @parametrize_cases("gpt2_class, nlq_class", HEADS)
-    def test_heads(self, gpt2_class, nlq_class):
-        labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
-        gpt2 = make_gpt2(gpt2_class, **labels)
-        nlq = to_nlq(gpt2)
-        assert type(nlq) is nlq_class
-        assert_same_function(nlq, gpt2)
-        back = from_nlq(nlq, "gpt2")
-        assert type(back) is gpt2_class
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_same_gpt2_config(back.config, gpt2.config)
-
-    def test_labels(self):
-        names = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
-        gpt2 = make_gpt2(
-            GPT2ForTokenClassification, **names, classifier_dropout=0.45, problem_type="multi_label_classification"
-        )
-        nlq = to_nlq(gpt2)
-        assert nlq.config.id2label == names["id2label"]
-        assert nlq.config.label2id == names["label2id"]
-        assert nlq.config.problem_type == "multi_label_classification"
-        assert nlq.dropout.p == 0.45
-        assert_same_gpt2_config(from_nlq(nlq, "gpt2").config, gpt2.config)
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-    def test_dtype(self, dtype):
-        gpt2 = make_gpt2(dtype=dtype)
-        nlq = to_nlq(gpt2)
-        assert {parameter.dtype for parameter in nlq.parameters()} == {dtype}
-        assert torch.equal(nlq.model.embed_tokens.weight, gpt2.transformer.wte.weight)
-        back = from_nlq(nlq, "gpt2")
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert nlq.config.dtype == back.config.dtype == dtype
-
-    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_tied(self, tied):
-        gpt2 = make_gpt2(tie_word_embeddings=tied)
-        nlq = to_nlq(gpt2)
-        assert (nlq.lm_head.weight is nlq.model.embed_tokens.weight) == tied
-        back = from_nlq(nlq, "gpt2")
-        assert (back.lm_head.weight is back.transformer.wte.weight) == tied
-
-    @parametrize_cases("options", {name: GPT2_OPTIONS[name] for name in ("defaults", "scaled_by_layer", "untied")})
-    def test_generation(self, options):
-        gpt2 = make_gpt2(**{**options, "eos_token_id": None})
-        with torch.no_grad():
-            gpt2.transformer.wpe.weight.mul_(9.0)  # else the model repeats itself, which would say little
-        nlq = to_nlq(gpt2)
-        input_ids = random_tokens(3, 5, 29)
-        attention_mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
-        choices = {"max_new_tokens": 12, "do_sample": False}
-        for mask in (torch.ones_like(input_ids), attention_mask):
-            expected = gpt2.generate(input_ids, attention_mask=mask, **choices)
-            assert len(expected[:, 5:].unique()) > 3
-            assert torch.equal(nlq.generate(input_ids, attention_mask=mask, **choices), expected)
-            assert torch.equal(from_nlq(nlq, "gpt2").generate(input_ids, attention_mask=mask, **choices), expected)
-
-    def test_generation_config(self):
-        gpt2 = make_gpt2()
-        gpt2.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=7)
-        nlq = to_nlq(gpt2)
-        for converted in (nlq, from_nlq(nlq, "gpt2")):
-            chosen = converted.generation_config
-            assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 7)
-
-    def test_cross_attention(self):
-        gpt2 = make_gpt2(add_cross_attention=True)
-        with pytest.raises(ValueError, match=r"(?i)cross.?attention"):
-            to_nlq(gpt2)
-        nlq = to_nlq(gpt2, allow_lossy=True)
-        assert type(nlq) is NLQForCausalLM
-        assert_same_function(nlq, gpt2)  # nothing given to attend to
-
-    def test_double_heads(self):
-        gpt2 = make_gpt2(GPT2DoubleHeadsModel)
-        with pytest.raises(ValueError, match="multiple_choice_head"):
-            to_nlq(gpt2)
-        nlq = to_nlq(gpt2, allow_lossy=True)
-        assert type(nlq) is NLQForCausalLM
-        assert_same_function(nlq, gpt2)
-
-    def test_another_model(self, make_model):
-        with pytest.raises((TypeError, ValueError), match=r"(?i)nlq"):
-            to_nlq(make_model())
-        with pytest.raises((TypeError, ValueError), match=r"(?i)gpt-?2"):
-            from_nlq(make_gpt2(), "gpt2")
+def test_labels():
+    names = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
+    gpt2 = make_gpt2(
+        GPT2ForTokenClassification, **names, classifier_dropout=0.45, problem_type="multi_label_classification"
+    )
+    nlq = to_nlq(gpt2)
+    assert nlq.config.id2label == names["id2label"]
+    assert nlq.config.label2id == names["label2id"]
+    assert nlq.config.problem_type == "multi_label_classification"
+    assert nlq.dropout.p == 0.45
+    assert comparable(from_nlq(nlq, "gpt2").config) == comparable(gpt2.config)
 
 
 # What GPT-2 computes too, with other weights. `make_model` draws biases and gains.
@@ -226,18 +107,6 @@ EXACT = {
     "epsilon": {"layer_norm_eps": 0.1},
     "relu": {"hidden_act": "relu"},
     "normalization_named": {"attention_normalization": "sum"},
-}
-# Linear too, or nothing at all, but not promised: the result is exact, or there is none.
-EXACT_OR_REFUSED = {
-    "keys_identity": {"key_projection": "identity"},
-    "values_identity": {"value_projection": "identity"},
-    "values_residual": {"value_projection": "residual"},
-    "head_projection": {"head_projection": True},
-    "head_projection_grouped": {"head_projection": True, "num_key_value_heads": 2, "attention_output_scaling": 0.4},
-    "no_positions": {"position_embedding": "none"},
-    "output_activation_linear": {"attention_output_activation": "linear"},
-    "sublayer_activation": {"sublayer_activation": "relu"},
-    "residual_activation": {"residual_activation": "mish"},
 }
 # (switches, the one that is in the way, its value)
 INEXACT = {
