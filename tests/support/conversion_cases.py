@@ -36,9 +36,6 @@ def parametrize_cases(names, cases):
     return pytest.mark.parametrize(names, values)
 
 
-parametrize_bias = pytest.mark.parametrize("use_bias", [False, True], ids=["no_bias", "bias"])
-
-
 @torch.no_grad()
 def output_of(model, input_ids, **inputs):
     """The logits, or what takes their place in models with another head."""
