@@ -29,7 +29,7 @@ from ..files import (
     is_nonempty,
     model_files,
 )
-from ..models import read_conversion
+from ..models import read_conversion, read_record
 from ..parameters import shapes_of, size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -221,43 +221,21 @@ def _open(source: str, config: PreTrainedConfig, model_class: type[PreTrainedMod
         raise ValueError(f"{source!r}: {one_line(error)}") from error
     if weights is None:
         return load_model(source, config, model_class), None
-    if model.can_generate():
-        model.generation_config = _generation_config(source) or model.generation_config  # what follows from the configuration
+    if model.can_generate() and (settings := read_record(source, GENERATION_CONFIG_NAME)) is not None:
+        model.generation_config = GenerationConfig.from_dict(settings)
     return model, weights
-
-
-def _generation_config(source: str) -> GenerationConfig | None:
-    """The generation settings of a source, as Transformers would load them."""
-    if Path(source).exists() and not (Path(source) / GENERATION_CONFIG_NAME).is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError as error:
-        if not Path(source).exists():
-            return None
-        raise ValueError(f"{source!r}: {GENERATION_CONFIG_NAME} cannot be read: {first_line(error)}") from error
-    except TypeError as error:
-        raise ValueError(f"{source!r}: {GENERATION_CONFIG_NAME} must hold fields and values") from error
 
 
 def _new_parameters(
     before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Finds the parameters that a change of switches added, and those that it enlarged.
-
-    Args:
-        before, after: the model with the old switches, and the one with the new; their weights are not read.
-        added, enlarged: those of earlier changes, which count if the parameters are still there.
-    """
+    """Finds the parameters that a change of switches added, and those that it enlarged, with those of earlier changes."""
     # A tied LM head counts as there before, so that its own copy of the embeddings is not new
-    shapes = {name: parameter.shape for name, parameter in before.named_parameters(remove_duplicate=False)}
-    new_shapes = {name: parameter.shape for name, parameter in after.named_parameters(remove_duplicate=False)}
-    all_added = {*added, *(new_shapes.keys() - shapes.keys())}
-    all_enlarged = {*enlarged, *(name for name, shape in new_shapes.items() if shapes.get(name, shape) != shape)}
-    return (
-        [name for name in new_shapes if name in all_added],
-        [name for name in new_shapes if name in all_enlarged - all_added],
+    old, new = (
+        {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)} for each in (before, after)
     )
+    all_added = [name for name in new if name in added or name not in old]
+    return all_added, [name for name in new if name not in all_added and (name in enlarged or old[name] != new[name])]
 
 
 def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None) -> PreTrainedTokenizerBase | None:

@@ -127,19 +127,12 @@ class Weights:
 
 
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
-    """Opens the safetensors files of a folder or of a model of the Hub.
+    """Opens the safetensors files of a folder or of a model of the Hub, for a model without weights.
 
-    Args:
-        source: the folder, or the name on the Hub.
-        model: the model without weights.
-
-    Returns:
-        The weights of the model's parameters, without what it ignores; `None` if there are no such files, or they have names
-        of another class or version, which Transformers may know.
+    `None` if there are none, or they have names of another class or version, which Transformers may know.
 
     Raises:
-        ValueError: for an index or a file that is missing or damaged, naming a parameter that is missing, or has another shape
-            or type.
+        ValueError: naming a file that is missing or damaged, or a parameter that is missing, or has another shape or type.
     """
     shapes, state, renamings = parameter_shapes(model), model.state_dict(), get_model_conversion_mapping(model)
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
@@ -189,14 +182,7 @@ def _read_headers(source: str) -> list[_Stored]:
 
 
 def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> None:
-    """Writes the weights of a new model in as many files as the source has.
-
-    Args:
-        folder: where to write them.
-        model: the new model, empty.
-        weights: those of the source.
-        origins: what each parameter of the new model is made from.
-    """
+    """Writes the weights of an empty model, made from those of the source, in as many files as these are in."""
     shapes = parameter_shapes(model)
 
     def size(name: str) -> int:

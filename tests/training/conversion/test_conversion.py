@@ -254,7 +254,7 @@ DAMAGES = {
     "generation_settings": (write_generation_config("{broken"), "generation_config"),
     "generation_settings_of_a_wrong_type": (
         write_generation_config("[]"),
-        "generation_config.json must hold fields and values",
+        "generation_config.json is damaged: it must hold fields",
     ),
 }
 
