@@ -66,7 +66,7 @@ class Commit:
 
 @dataclass
 class Repo:
-    id: str
+    place: str  # its path, such as `anna/model` or `spaces/anna/page`
     private: bool
     branches: dict[str, Commit] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class HubServer:
 
     def _permitted_repo(self, repo_id: str, user: str | None, access: str) -> Repo:
         repo = self._repos.get(repo_id)
-        owner = repo and repo.id.split("/")[0]
+        owner = repo and repo.place.split("/")[-2]
         is_hidden = repo is None or (repo.private and user != owner)
         # The Hub tells nobody without permission whether a repository exists
         if user is None and (is_hidden or access == "write"):
@@ -248,7 +248,7 @@ class HubServer:
         key = "spaces/" * (kind == "space") + repo_id
         url, known = {"url": f"{self.endpoint}/{key}", "name": repo_id}, key in self._repos
         if not known:
-            self._repos[key] = Repo(repo_id, asked.get("visibility") == "private" or bool(asked.get("private")))
+            self._repos[key] = Repo(key, asked.get("visibility") == "private" or bool(asked.get("private")))
             self._repos[key].commit("main", {".gitattributes": Blob(" ".join(LFS_PATTERNS).encode())})
         return Reply(409 if known else 200, json.dumps(url).encode())
 
@@ -256,7 +256,7 @@ class HubServer:
     def _repo_info(self, request: Request, repo: Repo, rev: str) -> dict:
         commit = repo.revision(rev or "main")
         siblings = [blob.described(path) for path, blob in sorted(commit.files.items())]
-        return {"id": repo.id, "private": repo.private, "sha": commit.oid, "siblings": siblings}
+        return {"id": repo.place.removeprefix("spaces/"), "private": repo.private, "sha": commit.oid, "siblings": siblings}
 
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
@@ -298,10 +298,10 @@ class HubServer:
         for wanted in objects:
             if wanted["oid"] not in repo.uploaded:
                 self._tickets[ticket := secrets.token_hex(16)] = (repo, wanted["oid"])
-                wanted["actions"] = {"upload": {"href": f"{self.storage}/upload/{repo.id}/{ticket}"}}
+                wanted["actions"] = {"upload": {"href": f"{self.storage}/upload/{ticket}"}}
         return {"transfer": "basic", "objects": objects, "hash_algo": "sha256"}
 
-    @route("PUT", "/upload/[^/]+/[^/]+/{ticket}", access="anyone")
+    @route("PUT", "/upload/{ticket}", access="anyone")
     def _upload(self, request: Request, ticket: str) -> Reply:
         repo, oid = self._tickets[ticket]
         if hashlib.sha256(request.body).hexdigest() != oid:
@@ -325,7 +325,7 @@ class HubServer:
             else:
                 files[value["path"]] = Blob(base64.b64decode(value["content"]))
         commit = repo.commit(rev, files)
-        return {"success": True, "commitOid": commit.oid, "commitUrl": f"{self.endpoint}/{repo.id}/commit/{commit.oid}"}
+        return {"success": True, "commitOid": commit.oid, "commitUrl": f"{self.endpoint}/{repo.place}/commit/{commit.oid}"}
 
     @route("GET", "(/{kind})?/{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo: Repo, rev: str, path: str) -> Reply:
@@ -339,9 +339,9 @@ class HubServer:
             return Reply(200, blob.data, headers)
         self._tickets[ticket := secrets.token_hex(16)] = blob
         headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(len(blob.data))}
-        return Reply(302, headers={**headers, "Location": f"{self.storage}/content/{repo.id}/{ticket}/{quote(path)}"})
+        return Reply(302, headers={**headers, "Location": f"{self.storage}/content/{ticket}/{quote(path)}"})
 
-    @route("GET", "/content/[^/]+/[^/]+/{ticket}/{path}", access="anyone")
+    @route("GET", "/content/{ticket}/{path}", access="anyone")
     def _content(self, request: Request, ticket: str, path: str) -> Reply:
         blob = self._tickets[ticket]
         return Reply(200, blob.data, {"ETag": f'"{blob.oid}"'})
