@@ -51,7 +51,7 @@ REMOTE = """
 import sys
 import torch
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import TorchAoConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 folder, root = sys.argv[1:]
 config = TorchAoConfig(Int8WeightOnlyConfig())

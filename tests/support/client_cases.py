@@ -104,9 +104,9 @@ def logits(model, ids=IDS):
     return model(input_ids=ids).logits
 
 
-def fit(model, ids=IDS, steps=4, learning_rate=1e-2):
+def fit(model, ids=IDS, steps=4, learns=True):
     """Trains what is not frozen on a text that the model does not know, and checks that its loss falls."""
-    optimizer = torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=learning_rate)
+    optimizer = torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2)
     losses = []
     model.train()
     for _ in range(steps):
@@ -116,7 +116,7 @@ def fit(model, ids=IDS, steps=4, learning_rate=1e-2):
         optimizer.zero_grad()
         losses.append(loss.item())
     model.eval()
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] or not learns
 
 
 def continuation(folder, text: str, new_tokens: int) -> str:

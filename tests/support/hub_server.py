@@ -59,28 +59,28 @@ class Blob:
 
 @dataclass(frozen=True)
 class Commit:
-    oid: str
-    parent: "Commit | None"
     files: dict[str, Blob]
+    oid: str = field(default_factory=lambda: secrets.token_hex(20))
 
 
 @dataclass
 class Repo:
     place: str  # its path, such as `anna/model` or `spaces/anna/page`
     private: bool
-    branches: dict[str, Commit] = field(default_factory=dict)
-    commits: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, list[Commit]] = field(default_factory=dict)  # the newest commit last
     uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256, committed or not
 
     def revision(self, name: str) -> Commit:
-        if commit := self.branches.get(name) or self.commits.get(name):
-            return commit
+        if name in self.branches:
+            return self.branches[name][-1]
+        for commit in (commit for branch in self.branches.values() for commit in branch):
+            if commit.oid == name:
+                return commit
         raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
 
     def commit(self, branch: str, files: dict[str, Blob], *_: str) -> Commit:
-        commit = Commit(secrets.token_hex(20), self.branches.get(branch), files)
-        self.commits[commit.oid] = self.branches[branch] = commit
-        return commit
+        self.branches.setdefault(branch, []).append(Commit(files))
+        return self.branches[branch][-1]
 
 
 @dataclass
@@ -173,11 +173,7 @@ class HubServer:
 
     def commits(self, repo_id: str, revision: str = "main") -> list[str]:
         """Commit ids, the newest first."""
-        commit, found = self._repos[repo_id].revision(revision), []
-        while commit:
-            found.append(commit.oid)
-            commit = commit.parent
-        return found
+        return [commit.oid for commit in reversed(self._repos[repo_id].branches[revision])]
 
     def fail(self, method: str, pattern: str, status: int, times: int | None = 1, message="On purpose", headers=None) -> None:
         """The next `times` requests (None: all, until `heal`) of this method get an error if `pattern` is found in their path.
@@ -223,12 +219,9 @@ class HubServer:
     def _permitted_repo(self, repo_id: str, user: str | None, access: str) -> Repo:
         repo = self._repos.get(repo_id)
         owner = repo and repo.place.split("/")[-2]
-        is_hidden = repo is None or (repo.private and user != owner)
         # The Hub tells nobody without permission whether a repository exists
-        if user is None and (is_hidden or access == "write"):
-            raise HubError(401, "Invalid username or password.", "RepoNotFound")
-        if is_hidden:
-            raise HubError(404, "Repository not found", "RepoNotFound")
+        if repo is None or (user != owner and (repo.private or (access == "write" and user is None))):
+            raise HubError(401 if user is None else 404, "Repository not found", "RepoNotFound")
         if access == "write" and user != owner:
             raise HubError(403, f"Forbidden: {user} has no permission to write to {repo_id}")
         return repo
@@ -269,7 +262,7 @@ class HubServer:
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
         if rev in repo.branches:
             raise HubError(409, f"Reference already exists: refs/heads/{rev}")
-        repo.branches[rev] = repo.revision("main")
+        repo.branches[rev] = [*repo.branches["main"]]
         return {}
 
     @route("POST", "/api/validate-yaml", access="anyone")

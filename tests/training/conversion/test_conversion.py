@@ -46,7 +46,6 @@ from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.nanogpt import read_checkpoint
 from modeling_nlq.training.conversion.renaming import to_nlq
-from modeling_nlq.training.conversion.upcycling import upcycle
 
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
@@ -301,6 +300,14 @@ class TestConvertFaults:
         assert not (tmp_path / "made").exists()
         check_folder(tmp_path / "target", is_gpt2="gpt2" in options)
 
+    def test_target_with_content(self, gpt2_folder, tmp_path, capsys):
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target/notes.txt").write_text("mine")
+        before = snapshot(tmp_path)
+        assert "replace the model in it by --overwrite" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target")
+        message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--overwrite")
+        assert "holds no model that --overwrite could replace" in message and snapshot(tmp_path) == before
+
     @pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
     def test_target_that_is_a_file(self, gpt2_folder, tmp_path, capsys, overwrite):
         (tmp_path / "target").write_text("mine")
@@ -493,8 +500,3 @@ class TestOtherFindings:
     def test_rounding_of_low_precision(self, tmp_path):
         to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
         convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
-
-    def test_layers_with_a_value_of_their_own_are_upcycled_too(self):
-        model = upcycle(to_nlq(make_gpt2()), {"per_layer_config": {1: {"query_projection": "residual"}}})
-        layers = upcycle(model).config.per_layer_config
-        assert [layer.query_projection for layer in layers] == ["upcycled"] * len(layers)
