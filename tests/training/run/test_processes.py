@@ -16,7 +16,7 @@ from support.runs import logged_losses
 from modeling_nlq.configuration import find
 from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -115,7 +115,7 @@ class TestFSDP2:
         folder = tmp_path / "run"
         cut(finished, folder, step=6)
         broken = folder / "checkpoint-6"
-        assert is_complete_checkpoint(broken)
+        assert fault_of(broken) is None
         if state_dict_type == SHARDED:
             (broken / "optimizer_0" / ".metadata").unlink()
         else:
