@@ -109,7 +109,7 @@ class Recipe:
 
     def __post_init__(self):
         if self.tokenizer is None and isinstance(self.model, str):
-            self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
+            self.tokenizer = self.model if self.has_weights else "bpe:8192"
         for name in ("model", "dataset", "text_column", "tokenizer"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
@@ -142,6 +142,11 @@ class Recipe:
             )
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the model is a saved one, and no configuration."""
+        return is_saved_model(self.model)
+
+    @property
     def new_vocabulary_size(self) -> int | None:
         """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
         size = self.tokenizer.removeprefix("bpe:")
@@ -172,7 +177,7 @@ class ResolvedRecipe:
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
         """The record of the conversion that made the saved model, read once; `None` if there is none."""
-        return read_conversion(self.recipe.model) if is_saved_model(self.recipe.model) else None
+        return read_conversion(self.recipe.model) if self.recipe.has_weights else None
 
     def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
         """Freezes what the recipe does not train, and adds the LoRA that it does; returns the model to train.
@@ -406,17 +411,17 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
 
 
 def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
-    recipe, config, is_saved = resolved.recipe, resolved.config, is_saved_model(resolved.recipe.model)
+    recipe, config = resolved.recipe, resolved.config
     if limits_length(config) and recipe.block_size > config.max_position_embeddings:
         yield f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}"
-    if recipe.new_vocabulary_size and is_saved:
+    if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
             f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
             f"--tokenizer {recipe.model}"
         )
     elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
         yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}"
-    if resolved.switches and is_saved:
+    if resolved.switches and recipe.has_weights:
         before, after = map(shapes_of, (load_config(recipe.model), config))
         if changed := [name for name in before | after if before.get(name) != after.get(name)]:
             yield (
@@ -439,7 +444,7 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
                 "another activation"
             )
     if recipe.parametrization == "completep":
-        if is_saved:
+        if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
         try:
             check_completep(config, recipe.base_sizes, resolved.training_arguments)
@@ -498,7 +503,7 @@ def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
         return
     if recipe.trainable == "new":
         yield "lora and trainable='new' both say what is trained; choose one"
-    if not is_saved_model(recipe.model):
+    if not recipe.has_weights:
         yield f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model"
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         yield "lora cannot be added to weights that FSDP has cut into shards; train it without FSDP"

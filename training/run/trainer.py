@@ -43,7 +43,7 @@ from ..files import (
     read_json,
     write_text,
 )
-from ..models import initialize_by_name, is_saved_model, source_named
+from ..models import initialize_by_name, source_named
 from ..parameters import Size, measure, size_of
 from ..scrub import without_folders
 from ..storage import is_address
@@ -198,7 +198,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     check_vocabulary(tokenizer, recipe.tokenizer, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if not is_saved_model(recipe.model):
+    if not recipe.has_weights:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
     else:
@@ -295,14 +295,14 @@ def _train(run: _Run) -> None:
 
 def _collect(run: _Run) -> dict[str, Any]:
     """Evaluates and saves the model, and returns the metrics of the run: what it measured, the machine and the versions."""
-    trainer, record, arguments, blocks = run.trainer, run.record, run.trainer.args, run.blocks
+    recipe, trainer, record, arguments, blocks = run.resolved.recipe, run.trainer, run.record, run.trainer.args, run.blocks
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
+    config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
     unigram = None
-    if trainer.is_world_process_zero() and not run.resolved.recipe.streaming:
+    if trainer.is_world_process_zero() and not recipe.streaming:
         size = vocabulary_size(trainer.processing_class)
         unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, size)
-    model, config, is_saved = run.resolved.recipe.model, trainer.model.config, is_saved_model(run.resolved.recipe.model)
     scores = {name: value for name, value in evaluated.items() if name.startswith(("eval_", "test_"))}
     return {
         # JSON has no NaN
@@ -321,8 +321,8 @@ def _collect(run: _Run) -> dict[str, Any]:
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": run.fingerprint,
         "trained_on": record_run(run.resolved.given, run.fingerprint),
-        "is_fine_tuned": is_saved,
-        "base_model": base_model_of(model) if is_saved else None,
+        "is_fine_tuned": recipe.has_weights,
+        "base_model": base_model_of(recipe.model) if recipe.has_weights else None,
         "parameters": run.size.total,
         "non_embedding_parameters": run.size.non_embedding,
         "trained_parameters": run.size.trained,
