@@ -43,7 +43,7 @@ def _checksum(path: Path) -> str:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Says in words what is wrong with a checkpoint; `None` if it is complete and as it was written.
+    """What is wrong with a checkpoint, in words; `None` if it is complete and as it was written.
 
     The hashes are written last: a checkpoint without them is incomplete.
     """

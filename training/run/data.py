@@ -55,9 +55,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
 
-    Args:
-        texts: the texts to train on.
-        vocab_size: the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
+    `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -203,13 +201,10 @@ def make_blocks(
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
-    """A stream of blocks, read again and again, each time in another order.
+    """A shuffled stream of blocks, read again and again, each time in another order.
 
     Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run could not
     skip what was trained on before.
-
-    Args:
-        blocks: a shuffled stream.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -235,7 +230,7 @@ def prepare_data(
         recipe: names the data.
         tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run. If
             `save_blocks` saved the blocks there too, nothing is prepared.
-        seed: the seed of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
+        seed: of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
         return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
@@ -257,13 +252,7 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the result of `prepare_data` beside its tokenizer, for other machines.
-
-    Args:
-        blocks: not of a stream.
-        fingerprint: the fingerprint of the documents.
-        folder: holds the tokenizer; `BLOCKS_FILE` is written last.
-    """
+    """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     sizes = {split: {"tokens": part.tokens, "bytes_per_token": part.bytes_per_token} for split, part in blocks.items()}
@@ -322,13 +311,9 @@ class BlockCollator:
 
 @torch.no_grad()
 def check_restart(model: PreTrainedModel) -> None:
-    """Checks that attention restarts where positions do, which is up to the model: OPT and Bloom see the document before.
+    """Raises `ValueError` if the attention of a model, on the CPU, does not restart where positions do.
 
-    Args:
-        model: on the CPU.
-
-    Raises:
-        ValueError: if a document's logits depend on the one before it.
+    That is up to the model: OPT and Bloom see the document before.
     """
     was_training = model.training
     input_ids = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]]) % model.get_input_embeddings().num_embeddings

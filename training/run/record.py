@@ -183,10 +183,8 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:
-    """Tells whether a model ended worse than an untrained one.
+    """Tells whether a validation loss, in nats per token, is worse than that of an untrained model, `log(vocab_size)`.
 
-    Args:
-        loss: loss on the validation split, in nats per token.
-        vocab_size: an untrained model has the loss `log(vocab_size)`. Half a nat is added, for models that have hardly learned.
+    Half a nat is added, for models that have hardly learned.
     """
     return not loss <= math.log(vocab_size) + 0.5  # true for NaN

@@ -175,10 +175,37 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     # Other backends need a GPU, or are NLQ's own, whose restart the tests show
     if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
         check_restart(model)
+    factors = None
+    if recipe.base_sizes is not None:
+        factors = completep_factors(model, recipe.base_sizes)
+        scale_initial_values(model, factors)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
-    trainer = _make_trainer(resolved, model, tokenizer, blocks, record)
-    for callback in callbacks:
+    arguments.batch_eval_metrics = True
+    arguments.logging_nan_inf_filter = False
+    collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
+    smoothing = arguments.label_smoothing_factor
+    trainer = RecordingTrainer(
+        record=record,
+        factors=factors,
+        model=model,
+        args=arguments,
+        train_dataset=blocks["train"].dataset,
+        eval_dataset=blocks["validation"].dataset,
+        data_collator=collate,
+        processing_class=tokenizer,
+        # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
+        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=True) if smoothing else None,
+        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
+        preprocess_logits_for_metrics=token_losses,
+    )
+    if recipe.record_stability:
+        probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
+        callbacks = [
+            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, probe.get("position_ids")),
+            *callbacks,
+        ]
+    for callback in (ChecksumCallback, *callbacks):
         trainer.add_callback(callback)
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
         logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
@@ -219,45 +246,6 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or "ForCausalLM"
     return resolved.choose_trained(model)
-
-
-def _make_trainer(
-    resolved: ResolvedRecipe,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks: dict[str, Blocks],
-    record: RunRecord,
-) -> Trainer:
-    recipe, arguments = resolved.recipe, resolved.training_arguments
-    factors = None
-    if recipe.base_sizes is not None:
-        factors = completep_factors(model, recipe.base_sizes)
-        scale_initial_values(model, factors)
-    arguments.batch_eval_metrics = True
-    arguments.logging_nan_inf_filter = False
-    collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
-    smoothing = arguments.label_smoothing_factor
-    trainer = RecordingTrainer(
-        record=record,
-        factors=factors,
-        model=model,
-        args=arguments,
-        train_dataset=blocks["train"].dataset,
-        eval_dataset=blocks["validation"].dataset,
-        data_collator=collate,
-        processing_class=tokenizer,
-        # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
-        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=True) if smoothing else None,
-        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
-        preprocess_logits_for_metrics=token_losses,
-    )
-    trainer.add_callback(ChecksumCallback)
-    if recipe.record_stability:
-        probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
-        trainer.add_callback(
-            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, position_ids=probe.get("position_ids"))
-        )
-    return trainer
 
 
 # Run

@@ -208,9 +208,8 @@ class TestText:
 @pytest.mark.slow
 def test_fingerprint_follows_the_text(tmp_path):
     def fingerprint(path, **fields):
-        return load_documents(
-            Recipe(model="tiny-linear", dataset=str(path), **{"validation_fraction": 0.3, **fields})
-        ).fingerprint
+        recipe = Recipe(model="tiny-linear", dataset=str(path), **{"validation_fraction": 0.3, **fields})
+        return load_documents(recipe).fingerprint
 
     for name in ("text.txt", "text.jsonl", "text.parquet", "folder/train.jsonl"):
         path = write_documents(tmp_path / "before" / name, RIGHT)

@@ -3,7 +3,6 @@
 import copy
 import json
 
-import numpy as np
 import pytest
 import torch
 from support.runs import interrupt
@@ -163,36 +162,6 @@ def test_the_base_model_is_trained_as_without():
     assert {*factors.values()} == {Factors(1.0, 1.0, 1.0)}
     scale_initial_values(ours, factors)
     assert train_steps(ours, make_optimizer(ours, factors)) == train_steps(plain, make_optimizer(plain))
-
-
-def coordinate_slope(parametrization: str, **switches) -> dict[str, float]:
-    """How the sizes of what 5 steps change grow: the exponent of the width of a model, whose depth grows with it."""
-    sizes = {"hidden": [], "logits": []}
-    multiples = (1, 2, 4, 8)
-    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
-    for multiple in multiples:
-        model, factors = make_model(make_config(32 * multiple, 2 * min(multiple, 4), **switches)), None
-        if parametrization == "completep":
-            factors = completep_factors(model, {"hidden_size": 32, "num_hidden_layers": 2})
-            scale_initial_values(model, factors)
-        outputs = []
-        for _ in range(2):
-            with torch.no_grad():
-                found = model.model(input_ids=ids, output_hidden_states=True)
-                outputs.append((found.hidden_states[-2], model.lm_head(found.last_hidden_state)))
-            if len(outputs) == 1:
-                train_steps(model, make_optimizer(model, factors), steps=5)
-        for name, before, after in zip(sizes, *outputs, strict=True):
-            sizes[name].append((after - before).pow(2).mean().sqrt().item())
-    return {name: np.polyfit(np.log(multiples), np.log(values), 1)[0] for name, values in sizes.items()}
-
-
-@pytest.mark.parametrize("query", ["linear", "nonlinear"])
-def test_coordinate_check(query):
-    """What the first steps change is as large in a wide and deep model; in the standard parametrization it grows."""
-    completep, standard = (coordinate_slope(name, query_projection=query) for name in ("completep", "standard"))
-    assert all(abs(slope) < 0.2 for slope in completep.values()), completep
-    assert all(slope > 0.5 for slope in standard.values()), standard
 
 
 class TestRecipe:

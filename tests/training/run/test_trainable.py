@@ -178,21 +178,6 @@ class TestConversions:
 
 
 class TestBadInput:
-    @pytest.fixture
-    def converted(self, gpt2, tmp_path):
-        """A function that makes a model with a record of its conversion, perhaps a changed one."""
-
-        def make(upcycle=False, switches=None, change=None):
-            folder = tmp_path / "converted"
-            convert(gpt2, folder, upcycle=upcycle, switches=switches)
-            if change is not None:
-                record = json.loads((folder / "conversion.json").read_text())
-                change(record)
-                (folder / "conversion.json").write_text(json.dumps(record))
-            return folder
-
-        return make
-
     def check(self, recipe, folder, capsys, *words, **changes):
         options = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         assert main(["train", str(recipe), "--output_dir", str(folder), *options]) == 1
@@ -216,15 +201,19 @@ class TestBadInput:
         self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
         self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
 
-    def test_conversions_that_do_not_fit(self, converted, tune, tmp_path, capsys):
-        for options, words in (
-            ({}, ("added no parameters",)),
-            ({"upcycle": True, "switches": {"intermediate_size": 160}}, ("enlarged model.layers.0.mlp.fc1.weight",)),
-            ({"upcycle": True, "change": lambda record: record.update(added=["lm_tail"])}, ("no parameter 'lm_tail'",)),
-        ):
-            folder = converted(**options)
-            self.check(tune, tmp_path / "run", capsys, *words, model=folder, tokenizer=folder)
-            shutil.rmtree(folder)
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"added": []}, "added no parameters"),
+            ({"enlarged": ["model.layers.0.mlp.fc1.weight"]}, "enlarged model.layers.0.mlp.fc1.weight"),
+            ({"added": ["lm_tail"]}, "no parameter 'lm_tail'"),
+        ],
+    )
+    def test_conversions_that_do_not_fit(self, changes, message, upcycled, tune, tmp_path, capsys):
+        folder = shutil.copytree(upcycled, tmp_path / "converted")
+        record = json.loads((folder / "conversion.json").read_text())
+        (folder / "conversion.json").write_text(json.dumps({**record, **changes}))
+        self.check(tune, tmp_path / "run", capsys, message, model=folder, tokenizer=folder)
 
 
 class TestAdapter:
@@ -235,9 +224,10 @@ class TestAdapter:
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and all(word in line for word in words), line
 
-    def test_of_other_models(self, run, upcycled, capsys):
-        for folder in (run[0], upcycled):
-            self.check(folder, capsys, "what a finished run with `trainable: new` trained", "without --adapter")
+    def test_of_other_models(self, run, tuned, monkeypatch, capsys):
+        self.check(run[0], capsys, "what a finished run with `trainable: new` trained", "without --adapter")
+        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
+        self.check(tuned[0], capsys, "pip install peft")
 
     def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
         """A sink is a parameter of the attention itself, and PEFT saves modules."""
@@ -259,10 +249,6 @@ class TestAdapter:
         names = [name for name, _ in model.named_parameters() if ".parts." in name]
         found = ["0.self_attn.parts.exclusive_attention", *(f"1.self_attn.parts.{part}" for part in parts)]
         assert sorted(whole_modules(model, names)) == [f"model.layers.{name}" for name in sorted(found)]
-
-    def test_without_peft(self, tuned, monkeypatch, capsys):
-        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
-        self.check(tuned[0], capsys, "pip install peft")
 
 
 def test_cost(upcycled):
