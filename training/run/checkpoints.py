@@ -19,6 +19,7 @@ from ..models import config_differences
 from ..storage import files_below
 from .mirror import CHECKPOINT, wait_for_all
 from .record import RunRecord, best_checkpoint
+from .run_folder import RunFolder
 
 
 logger = logging.get_logger(__name__)
@@ -63,8 +64,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
     """Finds the newest checkpoint of a run without a fault, and warns of newer ones, which it leaves alone."""
-    folders = [path for path in run_folder.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix(CHECKPOINT)), reverse=True):
+    for folder in RunFolder(run_folder).checkpoints():
         if (fault := fault_of(folder)) is None:
             return folder
         logger.warning(f"{folder} {fault}: passing over it")

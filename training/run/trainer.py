@@ -38,9 +38,7 @@ from ..files import (
     PLOT_FILE,
     STATE_FILE,
     atomic_dir,
-    differences,
     full_disk_named,
-    read_json,
     write_text,
 )
 from ..models import initialize_by_name, source_named
@@ -96,14 +94,14 @@ def train_recipe(
     recipe, arguments = resolved.recipe, resolved.training_arguments
     if is_address(arguments.output_dir):
         raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
-    folder = Path(arguments.output_dir)
-    is_main_process = arguments.process_index == 0
+    place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
+    folder = place.path
     check_recipe(resolved)
     with arguments.main_process_first(local=False):
-        _claim(RunFolder(folder), resolved.given, arguments.world_size, is_main_process)
-    if (folder / METRICS_FILE).is_file():
+        place.claim_run(resolved.given, arguments.world_size, is_main_process)
+    if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
-        return read_json(folder / METRICS_FILE)
+        return place.metrics()
     if is_main_process:
         for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
             logger.warning(warning)
@@ -120,34 +118,6 @@ def train_recipe(
         if run.trainer.is_world_process_zero():
             _write_results(run, metrics)
     return metrics
-
-
-def _claim(folder: RunFolder, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
-    """Makes the run folder, or checks that it holds this very run, perhaps with its batch shared out otherwise.
-
-    Raises:
-        ValueError: if it holds another run or something else; nothing in it is touched.
-    """
-    before, path = folder.made_from(), folder.path
-    has_checkpoints, is_finished = any(path.glob("checkpoint-*")), (path / METRICS_FILE).is_file()
-    if not (has_checkpoints or is_finished or any(path.glob("*.safetensors"))):
-        # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
-        if is_main_process:
-            (path / "tokenizer.json").unlink(missing_ok=True)
-            folder.write(given)
-        return
-    made_by = read_json(path / METRICS_FILE)["processes"] if is_finished else processes
-    if not is_finished and has_checkpoints:  # which tell the global batch size
-        made_by = processes = None
-    if changes := differences(_with_global_batch(before, made_by), _with_global_batch(given, processes)):
-        folder.refuse(changes)
-
-
-def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:
-    """A recipe with the global batch size, if the number of processes is known, in place of the shares of each process."""
-    training = dict(given.get("training", {}))
-    share = training.pop("per_device_train_batch_size", 8) * training.pop("gradient_accumulation_steps", 1)
-    return {**given, "training": training, "global_batch_size": processes and share * processes}
 
 
 # Build

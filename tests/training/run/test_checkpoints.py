@@ -207,5 +207,5 @@ class TestConditions:
         # The run is finished: both commands do nothing, and another global batch size is another recipe
         assert train(recipe_file, output_dir=folder, **shares) == metrics
         assert train(recipe_file, output_dir=folder) == metrics
-        with pytest.raises(ValueError, match=r"holds a run of another recipe .*gradient_accumulation_steps"):
+        with pytest.raises(ValueError, match=r"holds a run of another recipe .*global_batch_size: 8 there, 4 now"):
             train(recipe_file, output_dir=folder, per_device_train_batch_size=4)
