@@ -20,7 +20,6 @@ from ..files import (
     write_text,
 )
 from ..models import config_differences, weights_fingerprint
-from ..run.recipe import public_recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..storage import open_folder, remove_folder
 from .downstream import read_scores, score_runs
@@ -199,8 +198,6 @@ def _claim_folder(folder: Path, comparison: Comparison | Ladder) -> None:
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):
         before = place.made_from()
-        if isinstance((before or {}).get("recipe"), dict):
-            before["recipe"] = public_recipe(before["recipe"])
         changes = before and differences(before, comparison.given)
         if changes:
             added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)

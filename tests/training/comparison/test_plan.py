@@ -209,7 +209,7 @@ class TestBadInput:
             json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
         )
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
-        with pytest.raises(ValueError, match=r"record_stability needs an NLQ model, and .* is of type 'gpt2'"):
+        with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):
             load_comparison(of_gpt2)
         with pytest.raises(ValueError, match=r"attn_implementation='nlq' needs an NLQ model, and .*; set .*: sdpa"):
             load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
