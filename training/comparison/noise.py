@@ -14,8 +14,6 @@ from scipy import special
 # In nats or percent. Smaller differences are rounding.
 _ROUNDING = 1e-10
 
-Interval = tuple[float | None, float | None]
-
 
 @dataclass(frozen=True)
 class Estimate:

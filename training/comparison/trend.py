@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .inference import holm
+from .inference import Interval, holm
 from .multiplier import LossCurve
-from .noise import Interval, welch_sum
+from .noise import welch_sum
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The runs of all models at one scale, with the same seeds for each.
+class ScaleLosses:
+    """The losses of all models at one scale, with the same seeds for each.
 
     Attributes:
         name: the name of the scale.
         flops: the FLOPs of a run of each model.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
-        unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
+        unsettled: models whose search of rates stopped with the best at the boundary, and which so may be better.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at an edge, there are no
-    intervals and no multiplier.
+    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at the boundary, there are
+    no intervals and no multiplier.
 
     Attributes:
         flops: the FLOPs of a run of the model.
@@ -100,7 +100,7 @@ class ModelTrend:
 
 @dataclass(frozen=True)
 class Trend:
-    """The trends of a ladder; `dataclasses.asdict` makes it plain JSON, without NaN or infinity.
+    """The trends of a ladder, without NaN or infinity.
 
     Attributes:
         baseline: the model that the others are compared with.
@@ -121,7 +121,7 @@ class Trend:
     models: dict[str, ModelTrend]
 
 
-def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -> Trend:
+def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
     The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed share. It
@@ -220,8 +220,8 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     )
 
 
-def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
-    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at an edge."""
+def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
+    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at the boundary."""
     for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
         if diverged := int((~np.isfinite(found[name])).sum()):
             return f"{who}diverged in {diverged} of {len(found[name])} runs"
@@ -231,14 +231,7 @@ def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarr
 
 
 def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
-    """Tests the slope of a model, as yet without Holm's correction and a verdict.
-
-    Args:
-        steps: the model at each scale.
-        decades: log10 of the compute of each scale, rising.
-        percents: the improvement of each seed, at each scale `(seed,)`.
-        confidence: the level of the intervals.
-    """
+    """Tests the slope of the improvements in percent, each `(seed,)`, as yet without Holm's correction and a verdict."""
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
     slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
@@ -270,7 +263,7 @@ def _noise_floor(losses: np.ndarray) -> float | None:
     return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
 
 
-def _array(scale: Scale, model: str) -> np.ndarray:
+def _array(scale: ScaleLosses, model: str) -> np.ndarray:
     """The losses of a model in order of seeds; NaN if diverged."""
     losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
     return np.where(np.isfinite(losses), losses, math.nan)
