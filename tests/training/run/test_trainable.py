@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.conversion.converting import convert
@@ -314,7 +315,7 @@ def test_plan_of_a_comparison(comparison_file, upcycled):
 @pytest.mark.slow
 def test_comparison(comparison_file, upcycled, tmp_path):
     results = run_comparison(load_comparison(comparison_file), tmp_path / "results")
-    write_report(results, tmp_path / "results")
+    write_report(read_outcome(results), tmp_path / "results")
     assert results["same_tokens"]
     start = load_file(upcycled / "model.safetensors")
     for model, changed in (("whole", lambda name: True), ("new", is_new)):
