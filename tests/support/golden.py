@@ -3,10 +3,12 @@
 from pathlib import Path
 
 
-def check_golden(file: Path, text: str) -> None:
-    """Compares a text with a kept one. To renew one that changed on purpose, delete it, and run its test twice."""
-    if not file.is_file():
+def check_golden(texts: dict[Path, str]) -> None:
+    """Compares texts with kept ones. To renew those that changed on purpose, delete them, and run their test twice."""
+    missing = [file for file in texts if not file.is_file()]
+    for file in missing:
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        raise AssertionError(f"{file} was not there; it is now: read it, and run the test again")
-    assert text == file.read_text(encoding="utf-8")
+        file.write_text(texts[file], encoding="utf-8")
+    assert not missing, f"they are there now: read them, and run the test again: {', '.join(map(str, missing))}"
+    for file, text in texts.items():
+        assert text == file.read_text(encoding="utf-8")

@@ -57,15 +57,15 @@ def read_scores(scale: Scale, finished: RunStore) -> dict[str, dict[str, TaskOut
                         scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
                         found.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
-    unsettled = [model for model in scale.variants if finished.is_unsettled(scale, model)]
+    at_boundary = [model for model in scale.variants if finished.is_at_boundary(scale, model)]
     return {
-        task: {metric: replace(entry, statistics=_judged(entry, scale.baseline, unsettled)) for metric, entry in of.items()}
+        task: {metric: replace(entry, statistics=_judged(entry, scale.baseline, at_boundary)) for metric, entry in of.items()}
         for task, of in found.items()
     }
 
 
-def _judged(entry: TaskOutcome, baseline: str, unsettled: list[str]) -> Analysis:
-    return analyse(judged_losses(entry), baseline, unsettled=unsettled, resolution=resolution(entry))
+def _judged(entry: TaskOutcome, baseline: str, at_boundary: list[str]) -> Analysis:
+    return analyse(judged_losses(entry), baseline, at_boundary=at_boundary, resolution=resolution(entry))
 
 
 def resolution(entry: TaskOutcome) -> float:

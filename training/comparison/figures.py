@@ -137,9 +137,9 @@ def draw_costs(found: ScaleOutcome, cost: str, label: str) -> Figure | None:
     return figure
 
 
-def draw_looks(found: ScaleOutcome) -> Figure | None:
+def draw_interim(found: ScaleOutcome) -> Figure | None:
     """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
-    interims = {name: own for name, own in (found.looks or {}).items() if own}
+    interims = {name: own for name, own in (found.interim or {}).items() if own}
     if not interims:
         return None
     styles = model_styles(found.baseline, found.models)
@@ -158,7 +158,7 @@ def draw_looks(found: ScaleOutcome) -> Figure | None:
     scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
-    axes.set_title(f"{found.name}: improvement at each look; up is better", parse_math=False)
+    axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)
     add_legend(figure, found.baseline, _runs(found), styles)
     return figure
 

@@ -33,8 +33,8 @@ Interval = tuple[float | None, float | None]
 TOO_FEW_SEEDS = "too few seeds: no verdict"
 WITHIN_NOISE = "within noise"
 EQUIVALENT = "equivalent"
-AT_BOUNDARY = "no verdict: its best rate is at an edge"
-BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at an edge"
+AT_BOUNDARY = "no verdict: its best rate is at the boundary"
+BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 
 # Error of the test of `noise_ratio`: the share of comparisons with equal, normal noise in which it finds a difference
 _NOISE_ALPHA = 0.05
@@ -124,7 +124,7 @@ def analyse_early(
     losses: dict[str, dict[int, float | None]],
     baseline: str,
     seeds: Sequence[int],
-    edges: Mapping[str, Collection[int]],
+    boundaries: Mapping[str, Collection[int]],
     alpha: float = 0.05,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`: each model as it was at its last interim analysis.
@@ -132,7 +132,7 @@ def analyse_early(
     Args:
         losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
         seeds: all planned seeds, in order.
-        edges: the seeds of each model whose search of rates ended at the boundary.
+        boundaries: the seeds of each model whose search of rates ended at the boundary.
 
     Returns:
         The analysis, and what was known at each interim analysis, by model.
@@ -142,8 +142,8 @@ def analyse_early(
     for count in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:count]
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
-        unsettled = [name for name in losses if set(edges.get(name, ())) & set(seen)]
-        found = analyse(first, baseline, alpha, unsettled, most=len(seeds))
+        at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
+        found = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
         for name, own in interims.items():
             if len(first[name]) == count:
                 effect = effects[name] = found.effects[name]
@@ -156,24 +156,24 @@ def analyse(
     losses: dict[str, dict[int, float | None]],
     baseline: str,
     alpha: float = 0.05,
-    unsettled: Collection[str] = (),
+    at_boundary: Collection[str] = (),
     resolution: float = 0.0,
     most: int | None = None,
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
     A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it. Neither is a
-    model tested if the baseline diverged on one of its seeds, or if one of the two is unsettled. Such models do not count among
-    the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise", or "too few
-    seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below
-    two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within noise; one that differs by
-    the same amount in each has p = 0, the limit for vanishing noise.
+    model tested if the baseline diverged on one of its seeds, or if the rate of one of the two is at the boundary. Such models
+    do not count among the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within
+    noise", or "too few seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than
+    `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within
+    noise; one that differs by the same amount in each has p = 0, the limit for vanishing noise.
 
     Args:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         baseline: a key of `losses`, of which there are two or more.
         alpha: family-wise error rate.
-        unsettled: models whose search of rates stopped with the best at the boundary of those tried. Such a model may be
+        at_boundary: models whose search of rates stopped with the best at the boundary of those tried. Such a model may be
             better than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
             sign that there is no noise, so a standard deviation below it counts as one step.
@@ -186,7 +186,7 @@ def analyse(
     reference = models.pop(baseline)
     effects = {}
     for name, runs in models.items():
-        reason_untested = BASELINE_AT_BOUNDARY if baseline in unsettled else AT_BOUNDARY if name in unsettled else ""
+        reason_untested = BASELINE_AT_BOUNDARY if baseline in at_boundary else AT_BOUNDARY if name in at_boundary else ""
         effects[name] = _describe(runs, reference, reason_untested)
 
     tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}

@@ -43,7 +43,7 @@ class LossCurve:
         if len(losses) < 2:
             raise ValueError(
                 "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
-                f"best rate is at an edge, not {len(losses)}."
+                f"best rate is at the boundary, not {len(losses)}."
             )
         self.log_flops = np.log(flops)
         self.losses = losses

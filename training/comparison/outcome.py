@@ -82,7 +82,7 @@ class ModelOutcome:
         parameters, trained_parameters, non_embedding_parameters, flops_per_token, intermediate_size: see `Variant`.
         learning_rates: those tried, ascending.
         search: the settings of a search for them; `None` for a list.
-        edges: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
+        boundaries: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
         kernels: what computed its runs.
         tried: the runs that were made only to choose a rate.
         runs: the runs that are reported.
@@ -96,15 +96,15 @@ class ModelOutcome:
     intermediate_size: int | None
     learning_rates: list[float]
     search: dict[str, float] | None
-    edges: dict[int, str]
+    boundaries: dict[int, str]
     tried: list[RunOutcome]
     runs: list[RunOutcome]
     kernels: list[str] = field(default_factory=list)
 
     @property
-    def is_unsettled(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether a search of rates stopped with the best at the boundary for any seed."""
-        return bool(self.search and self.edges)
+        return bool(self.search and self.boundaries)
 
     @property
     def finished(self) -> list[RunOutcome]:
@@ -155,7 +155,7 @@ class ScaleOutcome:
         same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was stopped
             early.
         statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
-        looks: with `stop: early`, what was known at each interim analysis, by model, else `None`.
+        interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
         noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them
             has no losses of parts of the text.
         added_seeds: the seeds that were added after a finished report.
@@ -178,15 +178,15 @@ class ScaleOutcome:
     same_tokens: bool | None
     models: dict[str, ModelOutcome]
     statistics: Analysis
-    looks: dict[str, list[Interim]] | None = None
+    interim: dict[str, list[Interim]] | None = None
     noise_from_text: float | None = None
     added_seeds: list[int] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
 
     @property
-    def unsettled(self) -> list[str]:
+    def at_boundary(self) -> list[str]:
         """The models whose search of rates stopped with the best at the boundary for any seed."""
-        return [name for name, model in self.models.items() if model.is_unsettled]
+        return [name for name, model in self.models.items() if model.is_at_boundary]
 
     @property
     def losses(self) -> dict[str, dict[int, float | None]]:
@@ -291,7 +291,9 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
             intermediate_size=variant.intermediate_size,
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
-            edges={tuning.seed: tuning.edge for tuning in tunings if tuning.edge is not None and tuning.rate is not None},
+            boundaries={
+                tuning.seed: tuning.boundary for tuning in tunings if tuning.boundary is not None and tuning.rate is not None
+            },
             kernels=sorted({finished.metrics(run).get("kernels", "not recorded") for run in (*tried, *reported)}),
             tried=[_read_run(finished, run) for run in tried],
             runs=[_read_run(finished, run) for run in reported],
@@ -307,11 +309,11 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
     parts = [run.test_loss_parts for run in models[scale.baseline].finished]
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     if scale.stop is None:
-        unsettled = [name for name, model in models.items() if model.is_unsettled]
-        analysis, interims = analyse(losses, scale.baseline, unsettled=unsettled), None
+        at_boundary = [name for name, model in models.items() if model.is_at_boundary]
+        analysis, interims = analyse(losses, scale.baseline, at_boundary=at_boundary), None
     else:
-        edges = {name: model.edges for name, model in models.items() if model.search}
-        analysis, interims = analyse_early(losses, scale.baseline, scale.seeds, edges)
+        boundaries = {name: model.boundaries for name, model in models.items() if model.search}
+        analysis, interims = analyse_early(losses, scale.baseline, scale.seeds, boundaries)
     return ScaleOutcome(
         name=scale.name,
         baseline=scale.baseline,
@@ -325,7 +327,7 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
         same_tokens=same_tokens if streams else None,
         models=models,
         statistics=analysis,
-        looks=interims,
+        interim=interims,
         noise_from_text=None if None in parts else noise_from_text(parts),
         **more,
     )
@@ -342,7 +344,7 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     if len(scales) < 2:
         return None
     found = [
-        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.unsettled)
+        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
         for name, scale in scales.items()
     ]
     return analyse_trend(found, next(iter(scales.values())).baseline)

@@ -107,7 +107,6 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     recipe = _merged({"test_fraction": 0.02, "record_stability": True, **recipe}, given, str(path), recipe_source)
     name = _own_name(path, given)
     _check_tasks(path, given.get("tasks"))
-    check_stop(str(path), given)
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     kept = {field: value for field, value in given.items() if field not in _SECTIONS} | {"name": name}
@@ -122,6 +121,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         raise ValueError(f"{path}: {extra[0]} needs factors")
     if given.get("baseline") in (None, "", {}):
         raise ValueError(f"{path}: the field 'baseline' is missing")
+    check_stop(path, given)
     _check_models(path, read_section(given.get("models"), f"{path}: models"), given["baseline"])
     scales = {}
     for name, entry, fields in _scales_in(given, path, read_section(given.get("scales"), f"{path}: scales")):

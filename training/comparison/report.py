@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
 from ..text import align, without_html
-from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
+from .figures import draw_costs, draw_curves, draw_interim, draw_stability, save
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
 from .outcome import Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
@@ -85,11 +85,11 @@ _FIGURES: _Figures = {
         "Improvement of test loss, with the interval of each model. Models of nearly the same size stand side by side.",
         lambda found: draw_costs(found, "non_embedding_parameters", "non-embedding parameters"),
     ),
-    "looks": (
-        "Improvement at each look",
-        "Improvement of test loss after each seed, with the interval of each model, which holds at all looks together. A model "
-        "leaves when there is a verdict.",
-        draw_looks,
+    "interim": (
+        "Improvement at each interim analysis",
+        "Improvement of test loss after each seed, with the interval of each model, which holds at all interim analyses "
+        "together. A model leaves when there is a verdict.",
+        draw_interim,
     ),
     "flops": (
         "Improvement against FLOPs",
@@ -121,7 +121,7 @@ _FIGURES_OF_A_LADDER: _Figures = {
         "Loss against learning rate",
         "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it. Losses far "
         "above the others are cut off, but no reported one. If each seed chooses its own rate, not all try the same. The best "
-        "rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
+        "rate of a seed has a worse neighbour on both sides unless it lies at the boundary.",
         draw_bowls,
     ),
 }
@@ -191,8 +191,8 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     others = {name: other for name, other in outcome.scales.items() if name != scale}
     parts = [
         *map(warning, of_each_scale(others, first_warning_sentences)),
-        f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.looks)}{len(found.seeds)} seeds each, "
-        f"{found.tokens_per_run:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
+        f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
+        f"each, {found.tokens_per_run:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
         "same order.",
         *([] if is_reported else [warning(_NOT_REPORTED.format(run=run, model=model))]),
         *map(warning, first_warning_sentences(found)),

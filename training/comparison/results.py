@@ -30,14 +30,14 @@ class Tuning:
         losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
         ready: runs that the choice waits for.
         rate: the rate chosen; `None` before, or if every rate diverged.
-        edge: whether it is the `smallest` or the `largest` rate tried.
+        boundary: whether it is the `smallest` or the `largest` rate tried.
     """
 
     seed: int
     losses: dict[float, float]
     ready: list[Run]
     rate: float | None = None
-    edge: str | None = None
+    boundary: str | None = None
 
 
 class RunStore:
@@ -80,8 +80,8 @@ class RunStore:
             losses = {model: self._test_losses(scale, model, scale.seeds[:own]) for model, own in counts.items()}
             if scale.baseline not in analysed or None in losses.values():
                 break
-            unsettled = [model for model in analysed if self.is_unsettled(scale, model, scale.seeds[:count])]
-            found = analyse(losses, scale.baseline, unsettled=unsettled, most=len(scale.seeds))
+            at_boundary = [model for model in analysed if self.is_at_boundary(scale, model, scale.seeds[:count])]
+            found = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
             if open_models := [model for model in analysed if model in found.open_models()]:
                 counts |= dict.fromkeys([scale.baseline, *open_models], count + 1)
         return scale.seeds[: counts[model]]
@@ -96,10 +96,10 @@ class RunStore:
             losses[tuning.seed] = None if metrics["diverged"] else metrics["test_loss"]
         return losses
 
-    def is_unsettled(self, scale: Scale, model: str, seeds: Sequence[int] | None = None) -> bool:
+    def is_at_boundary(self, scale: Scale, model: str, seeds: Sequence[int] | None = None) -> bool:
         """Whether the search of a seed, by default of any, stopped with its best rate at the boundary of those tried."""
         tunings = [self._tune(scale, model, seed) for seed in seeds or self.seeds_of(scale, model)]
-        return scale.variants[model].rates.is_search and any(tuning.edge and tuning.rate is not None for tuning in tunings)
+        return scale.variants[model].rates.is_search and any(tuning.boundary and tuning.rate is not None for tuning in tunings)
 
     def tunings(self, scale: Scale, model: str) -> list[Tuning]:
         """How far the choice of a model's learning rate is, for each seed. A single rate is chosen when its run is finished."""
@@ -117,7 +117,7 @@ class RunStore:
                 found = self.metrics(run)
                 # Where there is nothing to choose, there may be no validation split
                 losses[run.learning_rate] = math.inf if found["diverged"] else found.get("eval_loss", 0.0)
-        return Tuning(seed, losses, [], rates.best(losses), rates.edge(losses))
+        return Tuning(seed, losses, [], rates.best(losses), rates.boundary(losses))
 
     def reported(self, scale: Scale, model: str) -> list[Run]:
         """The finished runs of a model that are reported; one for each seed in the end.

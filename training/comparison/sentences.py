@@ -120,7 +120,7 @@ def warning_sentences(found: ScaleOutcome) -> list[str]:
         if diverged and name == found.baseline:
             warnings.append(
                 f"{name}, the baseline, diverged in {diverged} of {runs} runs: there are no verdicts"
-                f"{' on models compared at these seeds' if found.looks else ''}."
+                f"{' on models compared at these seeds' if found.interim else ''}."
             )
         elif 0 < diverged < runs:
             warnings.append(
@@ -140,8 +140,8 @@ def warning_sentences(found: ScaleOutcome) -> list[str]:
 def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
     """Says where the best rate of a model is the smallest or the largest tried."""
     warnings = []
-    for end in dict.fromkeys(sorted(model.edges.values(), reverse=True)):
-        seeds = [seed for seed, edge in model.edges.items() if edge == end]
+    for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
+        seeds = [seed for seed, found in model.boundaries.items() if found == end]
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         where = f"at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried"
         if len(seeds) < len(model.runs):
@@ -198,7 +198,7 @@ def noise_floor_sentence(found: ScaleOutcome) -> str:
 def protocol_sentences(found: ScaleOutcome) -> list[str]:
     """How the numbers were measured."""
     statistics, seeds, tested = found.statistics, found.seeds, found.tested
-    level, count = f"{100 * statistics.confidence:g} %", "up to " if found.looks else ""
+    level, count = f"{100 * statistics.confidence:g} %", "up to " if found.interim else ""
     sentences = [
         noise_floor_sentence(found),
         f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
@@ -218,17 +218,17 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
             )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
-    if found.looks:
+    if found.interim:
         made = sum(len(model.runs) for model in found.models.values())
-        most, models = len(seeds) * len(found.models), len(found.looks)
+        most, models = len(seeds) * len(found.models), len(found.interim)
         sentences.append(
             f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every seed, by "
             "a paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
             "equivalent, which means that its interval, corrected for the number of models, lies within the noise floor on "
-            f"both sides. Half of the probability of an error, {statistics.alpha:g}, belongs to the look at "
+            f"both sides. Half of the probability of an error, {statistics.alpha:g}, belongs to the analysis at "
             f"{len(seeds)} seeds, the other half in equal parts to those before it. Bonferroni's method corrects p "
-            f"for {models} model{'s' * (models != 1)} and all looks. Intervals are {level} intervals of one model "
-            f"each, which hold at all looks together. {made} of at most {most} runs are reported."
+            f"for {models} model{'s' * (models != 1)} and all interim analyses. Intervals are {level} intervals of one model "
+            f"each, which hold at all analyses together. {made} of at most {most} runs are reported."
         )
     elif tested:
         sentences.append(

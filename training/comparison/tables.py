@@ -29,7 +29,7 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "verdict": cells.pop("verdict"),
             "test loss (nats)": _mean_and_deviation([run.test_loss for run in finished]),
             **cells,
-            **({"seeds": str(len(model.runs))} if found.looks else {}),
+            **({"seeds": str(len(model.runs))} if found.interim else {}),
             "learning rate": _chosen_rate(model),
             "parameters": f"{model.parameters:,}",
             **({"trained": f"{model.trained_parameters:,}"} if has_frozen else {}),
@@ -242,7 +242,7 @@ def _chosen_rate(model: ModelOutcome) -> str:
         return "none"
     is_same = len(set(chosen)) == 1 and len(chosen) == len(model.runs)
     text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in sorted(set(chosen)))
-    return text + (" (edge)" if model.edges else "" if len(model.learning_rates) > 1 else " (no choice)")
+    return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (no choice)")
 
 
 def _median(values: Iterable[float | None], form: str) -> str:

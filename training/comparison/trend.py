@@ -28,13 +28,13 @@ class ScaleLosses:
         name: the name of the scale.
         flops: the FLOPs of a run of each model.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
-        unsettled: models whose search of rates stopped with the best at the boundary, and which so may be better.
+        at_boundary: models whose search of rates stopped with the best at the boundary, and which so may be better.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
-    unsettled: Collection[str] = ()
+    at_boundary: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales makes a
     percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
 
-    A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
+    A model with a diverged run, or at_boundary at a scale, is not tested, nor is any if the baseline is.
 
     Args:
         scales: two or more, in any order, with the same models and no two of the same compute.
@@ -145,7 +145,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
         return [
             index
             for index, (scale, found) in enumerate(zip(scales, losses))
-            if np.isfinite(found[model]).all() and model not in scale.unsettled
+            if np.isfinite(found[model]).all() and model not in scale.at_boundary
         ]
 
     curve, multiplier_note, measured = None, "", whole(baseline)
@@ -225,8 +225,8 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np
     for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
         if diverged := int((~np.isfinite(found[name])).sum()):
             return f"{who}diverged in {diverged} of {len(found[name])} runs"
-        if name in scale.unsettled:
-            return f"{whose} best rate is at an edge"
+        if name in scale.at_boundary:
+            return f"{whose} best rate is at the boundary"
     return ""
 
 

@@ -283,20 +283,23 @@ class TestVerdict:
         assert (power_warning(3, models) is None) == (verdict == "within noise")
 
     def test_of_unsettled_models(self):
-        """Not tested, not counted; what diverged stays so, and a baseline at an edge leaves no verdict to any."""
+        """Not tested, not counted; what diverged stays so, and a baseline at the boundary leaves no verdict to any."""
         better = runs(3.40, 3.41, 3.40, 3.43, 3.42)
         losses = {"base": BASE, "a": better, "b": better, "short": {0: 3.4}, "gone": runs(None), "lame": {0: 3.4, 1: None}}
-        effects = analyse(losses, "base", unsettled={"b", "short", "gone"}).effects
-        edge, at_baseline = "no verdict: its best rate is at an edge", "no verdict: the baseline's best rate is at an edge"
+        effects = analyse(losses, "base", at_boundary={"b", "short", "gone"}).effects
+        edge, at_baseline = (
+            "no verdict: its best rate is at the boundary",
+            "no verdict: the baseline's best rate is at the boundary",
+        )
         diverged = ["diverged", "diverged in 1 of 2 runs"]
         assert [effect.verdict for effect in effects.values()] == ["better", edge, edge, *diverged]
         assert effects["a"].holm_p == effects["a"].p and effects["b"].p is effects["b"].loss_improvement_interval is None
         assert effects["b"].mean_difference == effects["a"].mean_difference
-        effects = analyse(losses, "base", unsettled=["base", "b"]).effects
+        effects = analyse(losses, "base", at_boundary=["base", "b"]).effects
         assert [effect.verdict for effect in effects.values()] == [at_baseline] * 3 + diverged
         assert all(effect.p is None for effect in effects.values())
         losses["base"] = {**BASE, 3: None}
-        assert analyse(losses, "base", unsettled=["base", "a"]).effects["a"].verdict == "no verdict: the baseline diverged"
+        assert analyse(losses, "base", at_boundary=["base", "a"]).effects["a"].verdict == "no verdict: the baseline diverged"
 
     def test_correction_decides(self):
         # With two degrees of freedom |t| = 5 is significant at 5 % (4.3), but not beside another test (6.2)

@@ -9,6 +9,7 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 from support.runs import without_times
 
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.reading import load_comparison, load_outline
 from modeling_nlq.training.comparison.report import verdicts
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
@@ -252,7 +253,7 @@ class TestRuns:
             assert metrics["tokens_seen"] == found["tokens_per_run"]
         model = folder / "scales" / "small" / results["scales"]["small"]["models"]["twin"]["runs"][0]["folder"]
         assert "comparison/results.md" in publish(model, "anna/twin", dry_run=True).files
-        text = verdicts(results, "twin", scale="small")
+        text = verdicts(read_outcome(results), "twin", scale="small")
         assert "**twin** (this model)" in text and "the scale small of a ladder of 2 scales: small, middle" in text
         again = run_comparison(load_comparison(file), folder)
         assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(

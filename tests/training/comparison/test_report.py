@@ -37,7 +37,14 @@ STEPS = 200
 def planted(scale, run) -> float | None:
     """Losses of models by their names: one is better, one worse and sometimes diverges, one likes large rates."""
     noise = zlib.crc32(f"{scale.name}, {run.name}".encode()) / 2**32
-    loss = 4 + 0.02 * noise + 0.01 * run.seed - 0.3 * (run.model == "good") + 0.1 * (run.model == "bad")
+    loss = (
+        4
+        - 0.2 * scale.steps_per_run / 12
+        + 0.02 * noise
+        + 0.01 * run.seed
+        - 0.3 * (run.model == "good")
+        + 0.1 * (run.model == "bad")
+    )
     if run.model == "bad" and (run.seed == 1 or run.learning_rate > 0.03):
         return None
     if run.model == "edge":
@@ -134,8 +141,8 @@ class Page(HTMLParser):
 
 
 SCALES = {
-    name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}}
-    for name, width in (("small", 16), ("middle", 32), ("large", 48))
+    name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}, "training": {"max_steps": 2 * width}}
+    for name, width in (("small", 12), ("middle", 24), ("large", 36))
 }
 
 
@@ -152,9 +159,8 @@ def test_golden(report, name, fields):
     """Searches, lists, interim analyses and a ladder, with models that are better, diverge, or have rates at the boundary."""
     folder = report(**fields)
     outcome = read_outcome(json.loads((folder / "results.json").read_text()))
-    check_golden(GOLDEN / f"{name}.md", (folder / "results.md").read_text())
-    check_golden(GOLDEN / f"{name}-terminal.txt", describe(outcome))
-    check_golden(GOLDEN / f"{name}-card.md", verdicts(outcome, "edge", "rate-9-seed-9"))
+    terminal = f"{describe(outcome)}\n\n{verdicts(outcome, 'edge', 'rate-9-seed-9')}"
+    check_golden({GOLDEN / f"{name}.md": (folder / "results.md").read_text(), GOLDEN / f"{name}.txt": terminal})
     for text in ((folder / "results.md").read_text(), Page((folder / "report.html").read_text()).text, describe(outcome)):
         assert not re.search(r"\b(nan|NaN|None|inf|True|False)\b", text)
     assert max(map(len, describe(outcome).splitlines())) <= 128
@@ -229,7 +235,7 @@ def test_unequal_noise_is_warned_of(outcome):
         models = {}
         for name, step in steps.items():
             own = [dataclasses.replace(run, test_loss=4.6 + step * run.seed) for run in runs]
-            models[name] = dataclasses.replace(outcome.largest.models["base"], runs=own, edges={})
+            models[name] = dataclasses.replace(outcome.largest.models["base"], runs=own, boundaries={})
         found = changed(outcome.largest, models=models)
         return warning_sentences(changed(found, statistics=analyse(found.losses, "base")))
 
@@ -328,7 +334,7 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
     outcome = read_outcome(json.loads(file.read_text()))
     for found in outcome.scales.values():
         most = len(found.comparison["seeds"]) if found.comparison.get("stop") else None
-        statistics = analyse(found.losses, found.baseline, unsettled=found.unsettled, most=most)
+        statistics = analyse(found.losses, found.baseline, at_boundary=found.at_boundary, most=most)
         assert rounded(statistics) == rounded(found.statistics)
         if None not in (parts := [run.test_loss_parts for run in found.models[found.baseline].runs]):
             assert found.noise_from_text == pytest.approx(noise_from_text(parts))

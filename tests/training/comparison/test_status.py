@@ -10,8 +10,9 @@ import pytest
 from support.planted import PlantedEngine
 
 from modeling_nlq.training import train
+from modeling_nlq.training.api import compare
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.run import compare, run_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from modeling_nlq.training.run import ray_jobs
 from nlq import main

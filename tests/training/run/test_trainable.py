@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.conversion.converting import convert

@@ -21,8 +21,8 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
 
