@@ -140,21 +140,6 @@ class TestOutput:
             "--noise-floor PERCENT gives the smallest difference in percent of the loss",
         ]
 
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (0.01, "0.1 s"),
-            (9.96, "10 s"),
-            (99.6, "2 min"),
-            (99 * 60, "99 min"),
-            (7800, "2 h 10 min"),
-            (48 * 3600, "2 d 0 h"),
-            (1e8, "1,157 d 10 h"),
-        ],
-    )
-    def test_duration(self, seconds, text):
-        assert duration(seconds) == text
-
 
 class TestNoiseFloor:
     def test_of_earlier_results(self, make_file):
@@ -184,10 +169,6 @@ class TestNoiseFloor:
         assert main(["compare", file, "--dry-run", "--noise-floor", given]) == 1
         printed = capsys.readouterr()
         assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-    def test_needs_dry_run(self, make_file, capsys):
-        assert main(["compare", make_file(), "--noise-floor", "1"]) == 1
-        assert capsys.readouterr().err == "nlq: error: --noise-floor needs --dry-run\n"
 
 
 @pytest.mark.parametrize("is_native", [False, True])
