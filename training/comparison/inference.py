@@ -5,10 +5,9 @@ paired t-test (1908). Holm's method (1979) corrects the p-values for the number 
 standard deviation has n - 1 in its divisor.
 
 Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
-runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed;
-`benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests. It errs too often where
-noise is skewed and that of the baseline is another one than that of the models: then differences are skewed, too. A few seeds
-cannot show skewness, but `noise_ratio` tells whether noises differ.
+runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed. It
+errs too often where noise is skewed and that of the baseline is another one than that of the models: then differences are
+skewed, too. A few seeds cannot show skewness, but `noise_ratio` tells whether noises differ.
 """
 
 import dataclasses
@@ -249,13 +248,7 @@ def alpha_spent(seeds: int, most: int) -> float:
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The |t| that makes a model better or worse at the strictest of Holm's steps.
-
-    Args:
-        seeds: the number of seeds of each model, two or more.
-        models: the number of models besides the baseline.
-        alpha: family-wise error rate.
-    """
+    """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's steps."""
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 

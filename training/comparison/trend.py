@@ -5,8 +5,7 @@ one scale saw the same tokens, so they are paired; seeds of different scales are
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals. `benchmarks/trend.py` measures
-how often they err.
+and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals.
 """
 
 import math

@@ -14,8 +14,7 @@ from scipy import stats
 from ..comparison.figures import BASELINE, save, scale_percent
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import verdicts
-from ..comparison.sentences import first_warnings, outcome_sentence
+from ..comparison.report import first_warnings, outcome_sentence, verdicts
 from ..comparison.tables import Rows, number, p_value, with_interval
 from ..files import write_text
 from ..text import align

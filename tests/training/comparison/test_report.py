@@ -19,14 +19,16 @@ from modeling_nlq.training.comparison.figures import draw_costs, draw_curves, dr
 from modeling_nlq.training.comparison.inference import analyse, noise_from_text
 from modeling_nlq.training.comparison.outcome import History, Outcome, ScaleOutcome, read_outcome, to_json, trend_of
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.report import describe, verdicts, write_report
-from modeling_nlq.training.comparison.run import run_and_report
-from modeling_nlq.training.comparison.sentences import (
+from modeling_nlq.training.comparison.report import (
+    describe,
     first_warning_sentences,
     noise_floor_sentence,
     selection_sentences,
+    verdicts,
     warning_sentences,
+    write_report,
 )
+from modeling_nlq.training.comparison.run import run_and_report
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
