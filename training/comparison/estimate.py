@@ -188,13 +188,9 @@ def _measured(given: str) -> dict[str, float | None]:
 
 
 def seconds_of_run(variant: Variant, evaluated: float, threads: int | None = None, measured: dict | None = None) -> float:
-    """Returns the seconds that a run takes, from the throughput of a few of its steps.
+    """Returns the seconds that a run takes which evaluates so many tokens, from the throughput of a few of its steps.
 
-    Args:
-        variant: the model of the run.
-        evaluated: the number of tokens that the run evaluates.
-        threads: the number of threads; by default that of PyTorch.
-        measured: seconds of a step that are known, by what makes the steps of two models alike. A new one is added.
+    The seconds of a step go into `measured`, so that models whose steps are alike are measured once.
     """
     measured = {} if measured is None else measured
     training = {name: value for name, value in variant.content["training"].items() if "rate" not in name}

@@ -107,9 +107,7 @@ def draw_costs(found: ScaleOutcome, cost: str, label: str) -> Figure | None:
     names = [name for name, (value, _) in effects.items() if value is not None]
     if len(names) < 2:
         return None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    figure, axes = begin_figure(0.0)
     floor = found.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
@@ -143,9 +141,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
     if not interims:
         return None
     styles = model_styles(found.baseline, found.models)
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    figure, axes = begin_figure(0.0, height=5)
     values = [0.0]
     for index, (name, own) in enumerate(interims.items()):
         known = [interim for interim in own if interim.loss_improvement_interval is not None]
@@ -210,6 +206,14 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     add_legend(figure, found.baseline, _runs(found), styles, [dotted] if is_any_diverged else [], spikes)
     figure.suptitle(f"{found.name}: stability while training, mean over seeds", parse_math=False)
     return figure
+
+
+def begin_figure(baseline: float, height: float = 6) -> tuple[Figure, Axes]:
+    """A figure of one panel, with a line at the value of the baseline."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(baseline, color=BASELINE["color"], linewidth=1, zorder=1)
+    return figure, axes
 
 
 def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -264,14 +264,9 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     seed share noise, smaller differences are found.
 
     Args:
-        seeds: the number of seeds of each model, two or more.
-        models: the number of models besides the baseline.
-        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats.
-        alpha: family-wise error rate.
+        seeds, models, alpha: as for `critical_t`.
+        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats, as the result is.
         power: between `alpha` and 1.
-
-    Returns:
-        the difference, in the unit of `noise_floor`.
     """
     critical = critical_t(seeds, models, alpha)
     freedom = seeds - 1
@@ -309,12 +304,9 @@ def noise_ratio(losses: dict[str, dict[int, float | None]], baseline: str) -> fl
     The variance of the other models is pooled, each about its own mean, and compared with the baseline's by a two-sided F test.
     Where the runs of a seed share noise, the test seldom finds a difference of equal noises.
 
-    Args:
-        losses: as for `analyse`; diverged runs are left out.
-        baseline: a key of `losses`.
-
     Returns:
-        The ratio of the standard deviations; None if the test finds no difference, or there are too few runs or no noise.
+        The ratio of the standard deviations, without runs that diverged; None if the test finds no difference, or there are too
+        few runs or no noise.
     """
     groups = {name: [loss for loss in map(_plain, runs.values()) if loss is not None] for name, runs in losses.items()}
     own, *others = [groups.pop(baseline), *(group for group in groups.values() if len(group) > 1)]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from .figures import BASELINE, NOISE, add_legend, model_styles, noise_patch, scale_percent
+from .figures import NOISE, add_legend, begin_figure, model_styles, noise_patch, scale_percent
 from .outcome import Outcome, RunOutcome
 from .trend import Step
 
@@ -55,9 +55,7 @@ def draw_multipliers(outcome: Outcome) -> Figure | None:
     known = [step for step in _all_steps(outcome) if step.multiplier is not None]
     if not known:
         return None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(1.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    figure, axes = begin_figure(1.0)
     ends = [end for step in known for end in (step.multiplier, *(step.multiplier_interval or ())) if end is not None]
     axes.set_yscale("log")
     axes.set_ylim(min(*ends, 0.9) / 1.08, max(*ends, 1.1) * 1.08)
@@ -89,7 +87,13 @@ def draw_multipliers(outcome: Outcome) -> Figure | None:
     arrow = Line2D(
         [], [], color=_GREY, linestyle="none", marker=r"$\uparrow$", markersize=11, label="more than a decade beyond the ladder"
     )
-    add_legend(figure, outcome.baseline, _all_runs(outcome), _without_baseline(outcome, styles), [arrow] if is_any_open else [])
+    add_legend(
+        figure,
+        outcome.baseline,
+        _all_runs(outcome),
+        {name: styles[name] for name in outcome.trend.models},
+        [arrow] if is_any_open else [],
+    )
     return figure
 
 
@@ -98,9 +102,7 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
     trend, styles = outcome.trend, _styles(outcome)
     if all(step.improvement is None for step in _all_steps(outcome)):
         return None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    figure, axes = begin_figure(0.0)
     floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
     values = [0.0]
     if floors:
@@ -121,7 +123,8 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
     axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
     cross = Line2D([], [], color=_GREY, linestyle="none", marker="X", markerfacecolor="white", label="no interval")
     others = [noise_patch()] * bool(floors) + [cross] * is_any_open
-    add_legend(figure, outcome.baseline, _all_runs(outcome), _without_baseline(outcome, styles), others)
+    shown = {name: styles[name] for name in outcome.trend.models}
+    add_legend(figure, outcome.baseline, _all_runs(outcome), shown, others)
     return figure
 
 
@@ -206,10 +209,6 @@ def _all_steps(outcome: Outcome) -> list[Step]:
 
 def _styles(outcome: Outcome) -> dict[str, dict[str, Any]]:
     return model_styles(outcome.baseline, outcome.trend.models)
-
-
-def _without_baseline(outcome: Outcome, styles: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: style for name, style in styles.items() if name != outcome.baseline}
 
 
 def _flops(outcome: Outcome, scale: str, model: str) -> float:

@@ -171,14 +171,7 @@ def read_default_folder(source: str) -> Path:
 
 
 def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, Any], source: str, recipe_source: str) -> Scale:
-    """Reads one scale of a comparison.
-
-    Args:
-        file: the file.
-        given: its fields, with those of the scale.
-        recipe: the recipe that all models of the scale share.
-        source, recipe_source: the places of both, for messages.
-    """
+    """Reads one scale: the fields of the file with its own, and the recipe of its models; messages name the places of both."""
     models, baseline = given["models"], given["baseline"]
     check_seeds(source, given.get("seeds"))
     rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
@@ -211,13 +204,7 @@ def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, An
 def _scales_in(
     given: Mapping[str, Any], path: str, entries: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yields the name of each scale, its entry, and the fields of the file with those of the scale; a single one has no name.
-
-    Args:
-        given: the fields of the file.
-        path: its place, for messages.
-        entries: the entries of its scales, as the field `scales` has them.
-    """
+    """Yields name and entry of each scale, and the fields of the file with those of the scale; a single one has no name."""
     if given.get("scales") is None:
         entries = {"": {}}
     else:
@@ -388,8 +375,7 @@ def read_model(
 
     Args:
         path: the place of `models`, for messages.
-        name: the name of the model.
-        entry: its entry.
+        name, entry: the model and its entry.
         shared: the recipe that all models share.
         learning_rates, match: those of the comparison, where the entry has none.
         budget: the size to match.

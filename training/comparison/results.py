@@ -41,10 +41,9 @@ class Tuning:
 
 
 class RunStore:
-    """The finished runs in the folder of a scale. The metrics of a run are read once, and a step of a search is made once.
+    """The finished runs in the folder of a scale, which may be an address (see `storage`).
 
-    Attributes:
-        folder: the folder of the scale, or an address (see `storage`).
+    The metrics of a run are read once, and a step of a search is made once.
     """
 
     def __init__(self, folder: Path):

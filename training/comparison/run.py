@@ -133,16 +133,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path, target: Path) -> bool:
     """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside it.
 
-    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged.
-
-    Args:
-        comparison: the comparison.
-        outcome: its results.
-        folder: the folder of its runs, or an address.
-        target: the folder of the page. An old one there is removed.
-
-    Returns:
-        Whether there is a page.
+    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one goes.
     """
     (target / PAGE_FILE).unlink(missing_ok=True)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest

@@ -157,12 +157,7 @@ def _row_name(factors: list[str], rate: float) -> str:
 def _check_factors(
     factors: Mapping[str, Mapping[str, Any]], choices: Sequence[Sequence[str]], build: Callable[[str, dict[str, Any]], Variant]
 ) -> dict[str, Size]:
-    """Builds the baseline, each factor alone, and each pair, before anything is trained.
-
-    Args:
-        factors: the changes by name.
-        choices: groups of factors that are never on together.
-        build: function from a name and a change to a `Variant`.
+    """Builds the baseline, each factor alone, and each pair that may be on together, before anything is trained.
 
     Returns:
         The sizes of the baseline and of the single factors.
