@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of "
         "an earlier comparison that measured it. It makes the smallest difference a percentage",
     )
-    command.set_defaults(run=_compare, module="comparison.run")
+    command.set_defaults(run=_compare, module="screening.run")
 
     command = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     command.add_argument("model", help="folder or Hub name of a saved model")
@@ -315,7 +315,8 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
-    from modeling_nlq.training.comparison.reading import load_comparison, read_default_folder
+    from modeling_nlq.training.api import describe_results, load_plan, run_and_report
+    from modeling_nlq.training.comparison.reading import read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import open_folder
 
@@ -328,12 +329,10 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
         print("\n".join(describe_status(folder)))
         return
     from modeling_nlq.training.comparison.plan import default_folder
-    from modeling_nlq.training.comparison.report import describe
-    from modeling_nlq.training.comparison.run import is_main_process, make_engine, run_and_report
-    from modeling_nlq.training.comparison.screening import Screening
-    from modeling_nlq.training.comparison.screening_report import describe_screening
+    from modeling_nlq.training.comparison.run import is_main_process, make_engine
+    from modeling_nlq.training.screening.plan import Screening
 
-    comparison = load_comparison(arguments.comparison, read_overrides(words), arguments.trust_parts)
+    comparison = load_plan(arguments.comparison, read_overrides(words), arguments.trust_parts)
     folder = open_folder(arguments.output_dir or default_folder(comparison.name))
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
@@ -351,13 +350,12 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
                 print(f"warning: {warning}", flush=True)
     results = run_and_report(comparison, folder, engine)
     if is_main_process():
-        outcome = (describe_screening if isinstance(comparison, Screening) else describe)(results)
-        print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
+        print(f"\n{describe_results(results)}\n\nreport: {folder / 'report.html'}")
 
 
 def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
     from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors
-    from modeling_nlq.training.comparison.screening import Screening
+    from modeling_nlq.training.screening.plan import Screening
 
     given = arguments.noise_floor
     noise_floors = None if given is None else read_noise_floors(given, comparison)

@@ -34,8 +34,9 @@ from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 
 from ..card import converted_base, render
+from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
-from ..comparison.screening import CONFIRMATION, SCREENING
+from ..comparison.status import CONFIRMATION, SCREENING
 from ..files import (
     ADAPTER,
     CARD_FILE,
@@ -278,7 +279,7 @@ def _collect(
         try:
             results = read_json(comparison_folder / RESULTS_FILE)
             scale = place.parents[2].name if is_part and "scales" in results else None
-            text = verdicts(results, variant, run, scale)
+            text = verdicts(read_outcome(results), variant, run, scale)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
         text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
