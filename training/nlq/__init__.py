@@ -235,13 +235,14 @@ def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
     if metrics.get("eval_perplexity") is None:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
-    parts = [f"{kind} {metrics['eval_perplexity']:.2f}"]
-    if metrics.get("unigram_perplexity"):
-        parts.append(f"unigram baseline {metrics['unigram_perplexity']:.2f}")
-    parts.append(f"loss {metrics['eval_loss']:.4f} nats per token")
-    if metrics.get("eval_bits_per_byte"):
-        parts.append(f"{metrics['eval_bits_per_byte']:.3f} bits per byte")
-    parts.append(f"token accuracy {metrics['eval_token_accuracy']:.1%}")
+    said = {
+        "eval_perplexity": f"{kind} {{:.2f}}",
+        "unigram_perplexity": "unigram baseline {:.2f}",
+        "eval_loss": "loss {:.4f} nats per token",
+        "eval_bits_per_byte": "{:.3f} bits per byte",
+        "eval_token_accuracy": "token accuracy {:.1%}",
+    }
+    parts = [text.format(metrics[name]) for name, text in said.items() if metrics.get(name) is not None]
     if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
         parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
     return ", ".join(parts)
