@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .explorer.of_runs import explore_runs
 from .files import PAGE_FILE
 from .run.lease import driver_lock
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
@@ -72,6 +71,8 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
         metrics = train_on_ray(resolved, **given) if engine == "ray" else train_recipe(resolved)
         folder = open_folder(place)
         if is_first and resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+            from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
+
             name = folder.resolve().name if isinstance(folder, Path) else folder.name
             explore_runs(resolved.recipe, {name: folder}, "validation", folder)
     return metrics

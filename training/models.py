@@ -1,7 +1,7 @@
 """Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -180,15 +180,21 @@ def read_config(name: str) -> dict[str, Any]:
     return values
 
 
-def load_parts_beside(name: str) -> None:
-    """Runs the files of attention parts that a saved model brings: those that its `parts_nlq.py` imports.
+def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
+    """Runs files of attention parts, and those that saved models bring: what their `parts_nlq.py` import.
+
+    Args:
+        files: paths of the files.
+        models: names of models whose files are trusted; a name of a configuration has none.
 
     Raises:
         ValueError: as `load_attention_parts` does.
     """
-    if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-        for module in filter(str.isidentifier, get_relative_imports(path)):
-            load_attention_parts(cached_file(name, f"{module}.py"))
+    for file in files:
+        load_attention_parts(file)
+    for name in filter(is_saved_model, models):
+        if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
+            load_parts(cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier())
 
 
 def check_layers(values: dict[str, Any], source: str) -> None:

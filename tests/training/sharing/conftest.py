@@ -112,15 +112,8 @@ def converted(nlq, run, tmp_path_factory) -> tuple[Path, Path]:
     """A GPT-2 whose card says what it was made from, and one without card, both converted; both have the run's tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("gpt2")
-    sizes = {
-        "vocab_size": 512,
-        "n_embd": 32,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     for name in ("with-card", "without"):
         GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder / name)
