@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
@@ -154,20 +155,22 @@ def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
     layer.conv_states.update({index: function(state) for index, state in layer.conv_states.items() if state is not None})
 
 
-class _RowsTogether:
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        _map_convolutions(self, lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        _map_convolutions(self, lambda state: state[indices])
+def _repeat_rows(layer: DynamicLayer, repeats: int) -> None:
+    DynamicLayer.batch_repeat_interleave(layer, repeats)
+    _map_convolutions(layer, lambda state: state.repeat_interleave(repeats, dim=0))
 
 
-class _FullLayer(_RowsTogether, LinearAttentionAndFullAttentionLayer): ...
+def _select_rows(layer: DynamicLayer, indices: torch.Tensor) -> None:
+    DynamicLayer.batch_select_indices(layer, indices)
+    _map_convolutions(layer, lambda state: state[indices])
 
 
-class _SlidingLayer(_RowsTogether, LinearAttentionAndSlidingWindowAttentionLayer): ...
+class _FullLayer(LinearAttentionAndFullAttentionLayer):
+    batch_repeat_interleave, batch_select_indices = _repeat_rows, _select_rows
+
+
+class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
+    batch_repeat_interleave, batch_select_indices = _repeat_rows, _select_rows
 
 
 def keep_rows_together(layer: CacheLayerMixin) -> None:
@@ -176,8 +179,10 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
     Transformers' own layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache chooses the
     class, so the class of the layer is exchanged.
     """
-    own = {base: own for own in (_FullLayer, _SlidingLayer) for base in own.__bases__[1:]}
-    layer.__class__ = own.get(type(layer), type(layer))
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        layer.__class__ = _FullLayer
+    elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        layer.__class__ = _SlidingLayer
 
 
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer
