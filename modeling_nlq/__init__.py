@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
-from .attention_parts_nlq import AttentionCall, AttentionPart, Places, ScoreBias
+from .attention_parts_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .configuration_nlq import NLQConfig, __version__
 from .kernels import kernelize
 from .modeling_nlq import (
@@ -46,8 +46,8 @@ __all__ = [
     "NLQForTokenClassification",
     "NLQModel",
     "NLQPreTrainedModel",
-    "Places",
     "ScoreBias",
+    "TokenContext",
     "__version__",
     "kernelize",
     "load_attention_parts",

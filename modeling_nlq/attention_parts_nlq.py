@@ -17,7 +17,7 @@ from transformers import cache_utils
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from .masking_nlq import Places
+from .masking_nlq import TokenContext
 
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class AttentionCall:
     Attributes:
         layer: the attention layer.
         hidden_states: `(batch, query, hidden)`, its input.
-        places: where the tokens stand. Only parts with `needs_places` may read it.
+        token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context` may read
+            it.
         first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
             `needs_first_values` may read it.
         cache: the cache of the call, or `None`.
@@ -65,7 +66,7 @@ class AttentionCall:
 
     layer: "NLQAttentionProjections"
     hidden_states: torch.Tensor
-    places: Places | None = None
+    token_context: TokenContext | None = None
     first_values: torch.Tensor | None = None
     cache: Cache | None = None
     values: torch.Tensor | None = None
@@ -114,7 +115,7 @@ class AttentionPart(nn.Module):
             name in the field `attention_parts`.
         formula: what it computes, in one line.
         source: where the formula comes from.
-        needs_places: whether its hooks read `call.places`.
+        needs_token_context: whether its hooks read `call.token_context`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
         needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
             computed in float32, except by flash attention, which cannot.
@@ -125,7 +126,7 @@ class AttentionPart(nn.Module):
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
-    needs_places: ClassVar[bool] = False
+    needs_token_context: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
     supports_crop: ClassVar[bool] = True
 

@@ -78,7 +78,7 @@ class NLQAttentionProjections(nn.Module):
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.materializes = materialized_by(parts.values())
-        self.needs_places = any(part.needs_places for part in parts.values())
+        self.needs_token_context = any(part.needs_token_context for part in parts.values())
         self.readers_of_first_values = [part.name for part in parts.values() if part.needs_first_values]
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them

@@ -6,7 +6,7 @@ from transformers import initialization as init
 
 from .attention_parts_nlq import AttentionCall, AttentionPart
 from .cache_nlq import keep_rows_together
-from .masking_nlq import Places
+from .masking_nlq import TokenContext
 from .parallel_nlq import own_heads
 
 
@@ -25,14 +25,14 @@ class ShortConvolution(nn.Module):
         init.uniform_(self.weight, -0.5, 0.5)  # PyTorch's own range of a convolution over 4 tokens of one channel
 
     def forward(
-        self, states: torch.Tensor, earlier: torch.Tensor | None, places: Places, mesh=None
+        self, states: torch.Tensor, earlier: torch.Tensor | None, context: TokenContext, mesh=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the sums, and what later tokens need.
 
         Args:
             states: `(batch, query, width)`, or some of the channels where several processes share the heads.
             earlier: `(batch, 3, width)`, the last tokens before, 0 for none; `None` is 0.
-            places: where the tokens stand. Padding is passed over, wherever it is.
+            context: that of the call. Padding is passed over, wherever it is.
             mesh: the processes that share the heads, or `None`.
 
         Returns:
@@ -43,8 +43,8 @@ class ShortConvolution(nn.Module):
             earlier = states.new_zeros(batch, kept, width)
         full = torch.cat([earlier, states], dim=1)
         place = None
-        if places.is_valid is not None:  # tokens move together, and padding to the end
-            is_valid = nn.functional.pad(places.is_valid, (kept, 0), value=True)
+        if context.is_valid is not None:  # tokens move together, and padding to the end
+            is_valid = nn.functional.pad(context.is_valid, (kept, 0), value=True)
             order = torch.argsort(is_valid.logical_not().byte(), dim=1, stable=True)
             full = full.gather(1, order[..., None].expand_as(full))
             place = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
@@ -52,7 +52,9 @@ class ShortConvolution(nn.Module):
         sums = full[:, kept:] * (1.0 + weight[:, -1])
         for back in range(1, KERNEL):
             term = full[:, kept - back : kept - back + length] * weight[:, -1 - back]
-            sums = sums + (term if places.steps is None else term * (places.steps >= back)[..., None])
+            sums = sums + (
+                term if context.position_in_document is None else term * (context.position_in_document >= back)[..., None]
+            )
         if place is None:
             return sums.to(states.dtype), full[:, length:]
         last = is_valid.sum(dim=1)[:, None] + torch.arange(-kept, 0, device=states.device)
@@ -71,7 +73,7 @@ class Canon(AttentionPart):
     name = "canon"
     formula = "h_t + sum_{k < 4} w_k * h_{t-k}"
     source = "Allen-Zhu 2025, arXiv 2512.17351"
-    needs_places = True
+    needs_token_context = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -124,7 +126,7 @@ class Canon(AttentionPart):
     def _convolve(self, name: str, call: AttentionCall, states: torch.Tensor, is_split: bool = False) -> torch.Tensor:
         if name not in self.convolutions:
             return states
-        if call.places.has_own_mask:
+        if call.token_context.has_own_mask:
             raise ValueError(
                 "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; give a "
                 "padding mask (batch, key), or position_ids of packed documents"
@@ -136,11 +138,11 @@ class Canon(AttentionPart):
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = nn.functional.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
         mesh = call.tp_mesh if is_split else None
-        states, latest = self.convolutions[name](given := states, earlier, call.places, mesh)
+        states, latest = self.convolutions[name](given := states, earlier, call.token_context, mesh)
         if cache_layer is not None:
             kept = latest
             if cache_layer.record_past:  # it may have to go back, and wants all new tokens; padding comes before them
-                is_valid = call.places.is_valid
+                is_valid = call.token_context.is_valid
                 kept = given if is_valid is None else given.masked_fill(~is_valid[..., None], 0.0)
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return states

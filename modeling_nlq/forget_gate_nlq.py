@@ -39,7 +39,7 @@ class ForgetGate(AttentionPart):
     name = "forget_gate"
     formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
     source = "Lin et al. 2025, arXiv 2503.02130"
-    needs_places = True
+    needs_token_context = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -81,15 +81,15 @@ class ForgetGate(AttentionPart):
         else:
             gate = self.proj(call.hidden_states)
             log_gate = nn.functional.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
-        if call.places.is_valid is not None:
-            log_gate = log_gate.masked_fill(~call.places.is_valid[..., None], 0.0)
+        if call.token_context.is_valid is not None:
+            log_gate = log_gate.masked_fill(~call.token_context.is_valid[..., None], 0.0)
         return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
         # In float64, because only differences of these sums count
         dtype = torch.float64 if _has_float64(state.device) else torch.float32
         total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
-        return ScoreBias(total[..., call.places.query_index], total)
+        return ScoreBias(total[..., call.token_context.query_index], total)
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         return {"mean_log_forget_gate": self.token_state(call).mean(dim=(0, 2)).flatten()}

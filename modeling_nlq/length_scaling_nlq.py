@@ -15,7 +15,7 @@ class LengthScaling(AttentionPart):
     name = "attention_length_scaling"
     formula = "s_h log(n_i) s_ij"
     source = "Nakanishi 2025, arXiv 2501.19399"
-    needs_places = True
+    needs_token_context = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -38,6 +38,6 @@ class LengthScaling(AttentionPart):
         return "its factor depends on the number of keys"
 
     def change_qkv(self, call: AttentionCall, query, key, value):
-        log_count = call.places.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
+        log_count = call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
         return (query * factor[..., None]).to(query.dtype), key, value

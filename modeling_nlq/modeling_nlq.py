@@ -34,12 +34,9 @@ from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, co
 from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
     ATTENTION_BACKENDS,
-    LINEAR_ATTENTION,
-    Inputs,
-    Needs,
+    AttentionRequest,
     choose_implementation,
     create_masks_for_generate,
-    find_backend,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
@@ -141,20 +138,11 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns the name of the backend that computes this layer in this call.
-
-        Args:
-            implementation: the model's `attn_implementation`.
-            weights: whether this call returns the weights.
-            inputs: the inputs of this call.
-
-        Raises:
-            ValueError: if `implementation` names a backend that cannot compute it.
-        """
+    def attention_request(self, *of_call) -> AttentionRequest:
+        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
-        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.materializes, dropout, weights, inputs)
-        return find_backend(implementation, [self.layer_idx], needs)
+        parts = (self.has_score_bias, self.materializes)
+        return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
 
     def prepare(
         self,
@@ -216,8 +204,8 @@ class NLQAttention(NLQAttentionProjections):
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
-        name, mask, places = masks.of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
+        name, mask, token_context = masks.of(self.layer_idx)
+        call = self.make_call(hidden_states, token_context, first_values, cache)
         positions = self.own_positions(position_embeddings)
         query_states, key_states, value_states, bias = self.prepare(call, positions, cache, kwargs)
         if bias is not None:
@@ -275,18 +263,9 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
-
-        Raises:
-            ValueError: if the weights are needed.
-        """
-        if weights:
-            raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
-                "weights; leave output_attentions out, or use another activation there"
-            )
-        return LINEAR_ATTENTION
+    def attention_request(self, weights: bool, *of_call) -> AttentionRequest:
+        """Returns what the layer would need from a backend, of which it asks none: no weights."""
+        return AttentionRequest(self.activation, weights=weights)
 
     def forward(
         self,
@@ -302,8 +281,8 @@ class NLQLinearAttention(NLQAttentionProjections):
         """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
+        _, mask, token_context = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
+        call = self.make_call(hidden_states, token_context, first_values, cache)
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         cache_layer = state = None
         if cache is not None:
@@ -409,8 +388,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
-            *_, places = masks.of(self.self_attn.layer_idx)
-            call = AttentionCall(self.self_attn, inputs, places, cache=cache)
+            *_, token_context = masks.of(self.self_attn.layer_idx)
+            call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
             (inputs,) = call.change_mlp("change_mlp_input", inputs)
         output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))

@@ -16,7 +16,7 @@ from .parts_nlq import PARTS
 
 # What a file may import of this package: names that every saved model brings, and their modules
 _MODULES = {
-    **dict.fromkeys(("AttentionCall", "AttentionPart", "Places", "ScoreBias"), "attention_parts_nlq"),
+    **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "attention_parts_nlq"),
     "register_attention_activation": "activations_nlq",
 }
 _ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())))
@@ -36,6 +36,7 @@ _RENAMED_HOOKS = {
     "change_attended": "change_cached_qkv",
     "reweigh": "change_weights",
     "can_go_back": "supports_crop",
+    "needs_places": "needs_token_context",
 }
 
 

@@ -17,7 +17,7 @@ class SelectiveAttention(AttentionPart):
     name = "selective_attention"
     formula = "s_ij - sum_{j < k < i} relu(s_kj of the first head)"
     source = "Leviathan et al. 2024, arXiv 2410.02703"
-    needs_places = True
+    needs_token_context = True
     supports_crop = False
     state_size = 3  # the sum, the number of tokens that it covers, and whether the key is a document's first
 
@@ -39,29 +39,29 @@ class SelectiveAttention(AttentionPart):
     def token_state(self, call: AttentionCall) -> torch.Tensor:
         query, groups = call.hidden_states, call.layer.config.num_key_value_heads
         state = query.new_zeros(*query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32))
-        state[..., 2] = call.places.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
+        state[..., 2] = call.token_context.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
         return state[:, None].expand(-1, groups, -1, -1)
 
     def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        state, places = call.states[self.name][:, 0], call.places
+        state, token_context = call.states[self.name][:, 0], call.token_context
         earlier_sum, covered, is_first = state.unbind(dim=-1)  # (batch, key) each
-        before = places.query_index[0]
+        before = token_context.query_index[0]
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if has_numbers and covered.max() > before:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which assisted "
                 "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
             )
-        own = torch.arange(scores.shape[-1], device=scores.device) == places.query_index[:, None]
+        own = torch.arange(scores.shape[-1], device=scores.device) == token_context.query_index[:, None]
         selects = nn.functional.relu(scores[:, 0]).masked_fill(own | is_first.bool()[:, None], 0.0)
         if visible is not None:
             selects = selects.masked_fill(~visible[:, 0], 0.0)
-        if places.is_valid is not None:
-            selects = selects.masked_fill(~places.is_valid[..., None], 0.0)
+        if token_context.is_valid is not None:
+            selects = selects.masked_fill(~token_context.is_valid[..., None], 0.0)
         # What a query selects holds for later queries
         sums = nn.functional.pad(selects, (0, 0, 1, 0)).cumsum(dim=1) + earlier_sum[:, None]
         if call.cache is not None:
-            covered = torch.zeros_like(earlier_sum) + (places.query_index[-1] + 1)
+            covered = torch.zeros_like(earlier_sum) + (token_context.query_index[-1] + 1)
             state = torch.stack([sums[:, -1], covered, is_first], dim=-1)[:, None]
             call.store_state(self.name, state.expand_as(call.states[self.name]))
         return scores - sums[:, None, :-1]

@@ -18,9 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, eager_chunked_nlq, load_attention_parts
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, attention_nlq, load_attention_parts
 from modeling_nlq.attention_parts_nlq import HOOKS
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 
 from .text import one_line
 
@@ -281,11 +281,11 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(2, length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
-        if not all(ATTENTION_BACKENDS[name].supports_layer(needs_of(layer)) for layer in model.config.per_layer_config):
+        if not all(ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
-        rows = 2 if length <= SHORT else eager_chunked_nlq.ROWS  # blocks that short texts have too
-        with patch.object(eager_chunked_nlq, "ROWS", rows):
+        rows = 2 if length <= SHORT else attention_nlq.ROWS  # blocks that short texts have too
+        with patch.object(attention_nlq, "ROWS", rows):
             difference = _largest(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
         yield f"{_count(length)} on {name}, gradients included", difference

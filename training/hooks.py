@@ -47,9 +47,9 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
         if "mlp_hook" in keywords:
             return
-        *_, places = keywords["attention_mask"].of(layer.layer_idx)
+        *_, token_context = keywords["attention_mask"].of(layer.layer_idx)
         positions = layer.own_positions(keywords["position_embeddings"])
-        receive(layer, layer.make_call(*positional, places, keywords["first_values"]), positions)
+        receive(layer, layer.make_call(*positional, token_context, keywords["first_values"]), positions)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]

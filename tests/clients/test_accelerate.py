@@ -32,7 +32,7 @@ def test_offloading(activation, query, trained, tmp_path):
 class EveryHook(AttentionPart):
     """An own part that reads its parameter in every hook."""
 
-    name, state_size, needs_places, needs_first_values = "every_hook", 1, True, True
+    name, state_size, needs_token_context, needs_first_values = "every_hook", 1, True, True
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
@@ -53,7 +53,7 @@ class EveryHook(AttentionPart):
 
     def score_bias(self, call, state):
         bias = self.gain * state[:, :1, :, 0].expand(-1, call.layer.num_heads, -1)
-        return ScoreBias(bias[..., call.places.query_index], bias)
+        return ScoreBias(bias[..., call.token_context.query_index], bias)
 
     def change_scores(self, call, scores, visible):
         return self.gain * scores

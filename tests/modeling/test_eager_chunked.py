@@ -6,15 +6,14 @@ from support.attention_cases import LAYOUTS, SCALING, chunk, layer, layer_for, r
 from support.live_memory import LiveMemory
 from support.model_cases import PART_SWITCHES, random_tokens
 
-from modeling_nlq import eager_chunked_nlq
-from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq import attention_nlq
+from modeling_nlq.attention_nlq import chunked_attention_forward, eager_attention_forward
 from modeling_nlq.attention_parts_nlq import ScoreBias
-from modeling_nlq.eager_chunked_nlq import rows_attention_forward
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(eager_chunked_nlq, "ROWS", 4)
+    monkeypatch.setattr(attention_nlq, "ROWS", 4)
 
 
 def equal(actual, expected):
@@ -25,10 +24,10 @@ def equal(actual, expected):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_eager(monkeypatch, name):
     layout = LAYOUTS[name]
-    monkeypatch.setattr(eager_chunked_nlq, "ROWS", max(4, layout.query_length // 5))
+    monkeypatch.setattr(attention_nlq, "ROWS", max(4, layout.query_length // 5))
     activation = ("softpick", "stick_breaking", "entmax15", "squared")[list(LAYOUTS).index(name) % 4]
     module, states = layer_for(layout, activation), layout.states(torch.float64)
-    equal(*(run(function, layout, module, states) for function in (rows_attention_forward, eager_attention_forward)))
+    equal(*(run(function, layout, module, states) for function in (chunked_attention_forward, eager_attention_forward)))
 
 
 @pytest.mark.parametrize("activation", ["softpick", "stick_breaking"])
@@ -38,7 +37,7 @@ def test_gradients(activation):
     bias = torch.randn(2, 1, layout.heads, 6, dtype=torch.float64).requires_grad_()
 
     def attend(query, key, value, bias):
-        return rows_attention_forward(module, query, key, value, layout.mask(), SCALING, score_bias=ScoreBias(*bias))[0]
+        return chunked_attention_forward(module, query, key, value, layout.mask(), SCALING, score_bias=ScoreBias(*bias))[0]
 
     assert torch.autograd.gradcheck(attend, (*states, bias))
 
@@ -49,7 +48,7 @@ def test_dropout_is_the_same_in_backward():
 
     def attend(*states):
         torch.manual_seed(1)
-        return rows_attention_forward(module, *states, layout.mask(), SCALING, dropout=0.3)[0]
+        return chunked_attention_forward(module, *states, layout.mask(), SCALING, dropout=0.3)[0]
 
     assert torch.autograd.gradcheck(attend, states)
 
@@ -65,8 +64,8 @@ def peak(function, activation, length):
 
 @pytest.mark.parametrize("activation", ["softpick", "stick_breaking", "sparsemax"])
 def test_memory_is_linear(monkeypatch, activation):
-    monkeypatch.setattr(eager_chunked_nlq, "ROWS", 16)
-    first, second, third = (peak(rows_attention_forward, activation, length).peak for length in (128, 256, 512))
+    monkeypatch.setattr(attention_nlq, "ROWS", 16)
+    first, second, third = (peak(chunked_attention_forward, activation, length).peak for length in (128, 256, 512))
     assert second <= 2.2 * first
     assert third <= 2.2 * second
     assert peak(eager_attention_forward, activation, 256).peak > 3 * peak(eager_attention_forward, activation, 128).peak

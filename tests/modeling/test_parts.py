@@ -33,7 +33,7 @@ from modeling_nlq.attention_parts_nlq import (
 from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.canon_nlq import ShortConvolution
 from modeling_nlq.compat_nlq import CACHE_NAME
-from modeling_nlq.masking_nlq import Places
+from modeling_nlq.masking_nlq import TokenContext
 from modeling_nlq.modeling_nlq import NLQDecoderLayer
 from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
 from modeling_nlq.selective_attention_nlq import SelectiveAttention
@@ -360,7 +360,7 @@ def test_convolution_is_that_of_pytorch(earlier):
     with torch.no_grad():
         theirs.weight.copy_(ours.weight[:, None])
     full = torch.cat([before if earlier else torch.zeros_like(before), states], dim=1)
-    output, latest = ours(states, before if earlier else None, Places(torch.ones(1, 1, 9)))
+    output, latest = ours(states, before if earlier else None, TokenContext(torch.ones(1, 1, 9)))
     torch.testing.assert_close(output, states + theirs(full.transpose(1, 2)).transpose(1, 2))
     assert torch.equal(latest, states[:, -3:])
 
@@ -403,7 +403,7 @@ class TestNaiveForms:
         assert not self.broken(model)
 
         def naive(self, states, earlier, places, mesh=None):
-            return forward(self, states, earlier, places._replace(is_valid=None, steps=None), mesh)
+            return forward(self, states, earlier, places._replace(is_valid=None, position_in_document=None), mesh)
 
         monkeypatch.setattr(ShortConvolution, "forward", naive)
         assert {self.PADDING, self.PACKING} <= self.broken(model)
@@ -437,7 +437,7 @@ class TestNaiveForms:
 
         def naive(self, call):
             state = state_of(self, call).clone()
-            state[..., 2] = call.places.query_index == 0
+            state[..., 2] = call.token_context.query_index == 0
             return state
 
         monkeypatch.setattr(SelectiveAttention, "token_state", naive)

@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
-from modeling_nlq.dispatch_nlq import forget_used_kernels, used_kernels
+from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
 from ..files import (
