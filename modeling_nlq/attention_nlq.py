@@ -35,9 +35,7 @@ def keep_from_overflow(
     powers of 2, which are exact, and 1 where no score can be large.
 
     Args:
-        query: `(batch, heads, query, head_dim)`.
-        key: `(batch, key_value_heads, key, head_dim)`.
-        scaling: factor of the scores.
+        query, key, scaling: as in `eager_attention_forward`.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
     """
@@ -234,46 +232,34 @@ def eager_attention_forward(
         query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
-    inputs = (query, columns, key, visible, visible_count, scaling, score_bias, call)
-    _, weights = scores_and_weights(module, *inputs)
+    _, weights = scores_and_weights(module, query, columns, key, visible, visible_count, scaling, score_bias, call)
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
 
 
 def chunked_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    call: AttentionCall | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no weights.
 
     The weights of a block of queries are computed, used and forgotten, and backward computes them again. The keys after the
     last query of a block are left out. The arguments are those of `eager_attention_forward`.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    if queries <= ROWS:
-        inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias, call)
-        return eager_attention_forward(*inputs)[0], None
-    mask, _ = read_mask(attention_mask, query, key)
 
     def attend(*inputs):
         return eager_attention_forward(module, *inputs)[0]
 
-    outputs = []
+    queries, keys = query.shape[2], key.shape[2]
+    if queries <= ROWS:
+        return attend(query, key, value, attention_mask, scaling, dropout, score_bias, call), None
+    mask, _ = read_mask(attention_mask, query, key)
+    outputs, bias = [], None
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
         # At most that many keys come before the first query, so no query of the block sees more
         last = end + keys - queries if isinstance(mask, Visibility) else keys
         rows = mask.rows(start, end, last) if isinstance(mask, Visibility) else mask[:, :, start:end]
-        bias = None
         if score_bias is not None:
             bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])
         inputs = (query[:, :, start:end], key[:, :, :last], value[:, :, :last], rows, scaling, dropout, bias, call)

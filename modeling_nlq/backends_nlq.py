@@ -4,9 +4,8 @@
 activation of a layer is an error. It never computes softmax instead.
 
 This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes. A
-backend itself refuses tensors that it cannot take, such as a dtype or a device. `choose_paged_implementation` chooses for
-continuous batching.
+`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks that a
+backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
 """
 
 import functools
@@ -36,21 +35,13 @@ from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .integrations_nlq import CACHE_NAME, choose_cache
 from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
 from .ops_nlq import autocast_dtype, record_use
-from .parts_base_nlq import ScoreBias, materialized_by
+from .parts_base_nlq import materialized_by
 from .parts_builtin_nlq import parts_of
 from .tiled_nlq import tiled_attention_forward
 
 
 def sdpa_with_sink_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
@@ -197,15 +188,8 @@ def _has_tiles(request: AttentionRequest) -> bool:
     return request.activation.is_elementwise or (request.bias and _is_softmax_without_sink(request))
 
 
-_flash_attention = AttentionBackend(
-    flash_attention_forward,
-    _is_softmax_without_sink,
-    weights="omitted",
-    mask="padding",
-    is_paged=True,
-    has_float32=False,
-    is_portable=False,
-)
+_flash_options = {"weights": "omitted", "mask": "padding", "is_paged": True, "has_float32": False, "is_portable": False}
+_flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
 # Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash attention
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
@@ -217,9 +201,7 @@ ATTENTION_BACKENDS = {
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
-    "flash_attention_2": _flash_attention,
-    "flash_attention_3": _flash_attention,
-    "flash_attention_4": _flash_attention,
+    **{f"flash_attention_{version}": _flash_attention for version in (2, 3, 4)},
     "flex_attention": AttentionBackend(
         flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
     ),
@@ -302,8 +284,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
-    layers = [layer for layer in _requests(config) if layer.activation.kind != "linear"]
-    return all(map(_flash_attention.supports_layer, layers))
+    return all(_flash_attention.supports_layer(layer) for layer in _requests(config) if layer.activation.kind != "linear")
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -371,12 +352,7 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
 
 
 def make_layer_masks(
-    layers: Sequence[nn.Module],
-    hidden_states: torch.Tensor,
-    sequences: Sequences,
-    cache: Cache | None = None,
-    output_attentions: bool | None = None,
-    **kwargs,
+    layers: Sequence[nn.Module], hidden_states: torch.Tensor, sequences: Sequences, cache: Cache | None = None, **kwargs
 ) -> LayerMasks:
     """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
 
@@ -385,14 +361,14 @@ def make_layer_masks(
         hidden_states: `(batch, query, hidden)`, the input of the first.
         sequences: padding, packed documents and positions of this call.
         cache: the cache, before the tokens of this call.
-        output_attentions: whether the call returns the weights; by default the configuration's value.
-        kwargs: other arguments of the call.
+        kwargs: other arguments of the call, such as `output_attentions`.
 
     Raises:
         ValueError: as `find_backend` and `make_mask` do.
     """
     config = layers[0].config
-    weights = config.output_attentions if output_attentions is None else output_attentions
+    weights = kwargs.get("output_attentions")
+    weights = config.output_attentions if weights is None else weights
     tensors = (hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
     kinds, made = {}, {}
     for layer in layers:
@@ -486,14 +462,7 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     if sliding_window is not None:
         config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
-    causal_mask = make(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=mask,
-        **{CACHE_NAME: cache},
-        position_ids=positions,
-        layer_idx=layer_idx,
-    )
+    causal_mask = make(config, inputs_embeds, mask, **{CACHE_NAME: cache}, position_ids=positions, layer_idx=layer_idx)
     if kind == "block":
         return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
     return causal_mask
@@ -526,8 +495,9 @@ def create_masks_for_generate(
     needs_padding = takes_padding or any(layer.needs_token_context for layer in layers)
     if not needs_padding and not any(is_linear) and not has_windows:
         layer_idx = layers[0].layer_idx
-        given = {CACHE_NAME: cache, "position_ids": position_ids, "layer_idx": layer_idx}
-        return create_causal_mask(config, inputs_embeds, attention_mask, **given)
+        return create_causal_mask(
+            config, inputs_embeds, attention_mask, **{CACHE_NAME: cache}, position_ids=position_ids, layer_idx=layer_idx
+        )
     if attention_mask is None:
         return None
     indices = {layer.sliding_window: layer.layer_idx for layer in layers}.values()
@@ -559,23 +529,13 @@ def _of_nlq_models_only(*args, **kwargs):
 
 
 def _register(name: str) -> None:
-    """Makes Transformers accept a name of NLQ's.
-
-    Its tables belong to the whole process, where several revisions of this code may be loaded, so NLQ's layers never read them:
-    they use the table above.
-    """
+    # Makes Transformers accept the name. NLQ's layers read the table above: Transformers' belongs to all revisions of this code
     ALL_ATTENTION_FUNCTIONS.register(name, _of_nlq_models_only)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
 
 
 def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
-    """Adds a row to the table.
-
-    Args:
-        name: its name, which begins with `"nlq_"`.
-        backend: the row.
-        is_preferred: whether the automatic choice tries it, and before all others so far.
-    """
+    """Adds a row to the table under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it first."""
     ATTENTION_BACKENDS[name] = backend
     if is_preferred:
         PREFERENCE.insert(0, name)

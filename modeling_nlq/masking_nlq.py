@@ -217,8 +217,7 @@ def read_visible(
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
     """Reads the mask argument of a backend that takes booleans.
 
-    Args:
-        attention_mask, query, key: as in `read_mask`.
+    The arguments are those of `read_mask`.
 
     Returns:
         A boolean mask, or `None` if there is a single query that sees all keys; and how many keys each query sees, as in
@@ -372,7 +371,7 @@ def read_sequences(
             raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
         if batch != 1 or attention_mask is not None:
             raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
-        position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, inputs_embeds, position_ids)
+        position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, query_length, position_ids)
     elif cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
         raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
     segments = None
@@ -418,10 +417,10 @@ def _check_mask(
         for mask in attention_mask.values():
             _check_mask(mask, batch, query_length, query_offset)
         return None
-    if not isinstance(attention_mask, torch.Tensor):
-        if attention_mask is not None and not isinstance(attention_mask, BlockMask):
-            raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+    if attention_mask is None or isinstance(attention_mask, BlockMask):
         return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim not in (2, 4):
         raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
@@ -434,10 +433,9 @@ def _check_mask(
 
 
 def _positions_from_boundaries(
-    boundaries: torch.Tensor, of_keys: torch.Tensor | None, inputs_embeds: torch.Tensor, position_ids: torch.Tensor | None
+    boundaries: torch.Tensor, of_keys: torch.Tensor | None, query_length: int, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns the positions `(1, query)`, which restart at each boundary, as padding-free collators mean `cu_seq_lens_q`."""
-    query_length = inputs_embeds.shape[1]
     if not isinstance(boundaries, torch.Tensor) or boundaries.ndim != 1 or boundaries.is_floating_point():
         raise ValueError(f"cu_seq_lens_q={boundaries!r} must be a tensor (documents + 1,) of integers")
     if of_keys is not None and not is_tracing(boundaries) and not torch.equal(of_keys, boundaries):

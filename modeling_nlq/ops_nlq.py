@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from .masking_nlq import Visibility, read_mask
 
@@ -207,17 +206,7 @@ class DifferentiableAttention:
 
         self.function = Attention
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Visibility | torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-        score_bias: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
         """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
         mask, visible_count = read_mask(attention_mask, query, key)
         if isinstance(mask, Visibility):

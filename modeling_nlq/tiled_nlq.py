@@ -22,7 +22,6 @@ import bisect
 import functools
 import math
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -30,9 +29,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
-from .masking_nlq import Visibility
 from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
-from .parts_base_nlq import ScoreBias
 
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
@@ -381,26 +378,11 @@ _attention = DifferentiableAttention(
 
 
 def tiled_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Attention for every elementwise activation, and softmax without a sink, in memory linear in the length.
 
-    Args:
-        module: the attention layer, whose `activation` and `normalization` say what to compute.
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight, drawn from PyTorch's random number generator.
-        score_bias: a bias of the scores.
+    The arguments are those of `eager_attention_forward`. Dropout is drawn from PyTorch's random number generator.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -409,17 +391,7 @@ def tiled_attention_forward(
     return attend_in_scale(_attention.attend, *inputs, score_bias), None
 
 
-def attend_in_scale(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    score_bias: ScoreBias | None = None,
-) -> torch.Tensor:
+def attend_in_scale(attend, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
     """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
     It computes a single query by an operation of its own, and calls the function again, with smaller queries, where sums of
@@ -427,19 +399,14 @@ def attend_in_scale(
     """
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (key, value, attention_mask, scaling)
-    is_single = query.shape[2] == 1 and not (dropout and module.training)
-    if score_bias is not None:  # which no common factor of the scores leaves as it is
-        if is_single:
-            return one_query_by_pytorch(module, query, *inputs, score_bias)
-        return attend(module, query, *inputs, dropout, score_bias)
-    if is_single:
+    if query.shape[2] == 1 and not (dropout and module.training):
         # A single query needs no tiles, and hardly any memory
-        attend = one_query_attention
+        attend = one_query_attention if score_bias is None else functools.partial(one_query_by_pytorch, score_bias=score_bias)
     else:
-        inputs += (dropout,)
+        inputs += (dropout, score_bias)
     activation, normalization = module.activation, module.normalization
-    is_free_of_scale = normalization == "sum" and activation.is_homogeneous
-    if not is_free_of_scale:
+    # With a bias, no common factor of the scores leaves the weights as they are
+    if score_bias is not None or normalization != "sum" or not activation.is_homogeneous:
         return attend(module, query, *inputs)
     rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
     if is_tracing(query) or query.is_meta:

@@ -58,14 +58,7 @@ LINEAR_ATTENTION = Kernel("fla", kernel_form, computes_linear_attention)
 
 
 def sparse_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Computes projections onto the simplex: entmax15 by the kernel of `adasplash` where it can, the rest as `eager` does.
 

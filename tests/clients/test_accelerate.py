@@ -6,35 +6,27 @@ import typing
 import accelerate
 import pytest
 import torch
-from support.client_cases import CASES, TEXT, greedy, make_tokenizer, run_script
+from support.client_cases import CASES, IDS, greedy, load, logits, run_script
 from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES, random_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, parts_user_nlq, register_attention_part
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
-
-
-IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
 
 
 @pytest.mark.parametrize("activation, query", CASES)
 def test_offloading(activation, query, trained, tmp_path):
     """One layer on disk, and all of them fetched for each call."""
     folder = trained(activation, query)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        expected = model(IDS).logits
+    model = load(folder)
     others = ("model.embed_tokens", "model.embed_positions", "model.layers.1", "model.norm", "lm_head")
     places = {**dict.fromkeys(others, "cpu"), "model.layers.0": "disk"}
-    on_disk = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
+    on_disk = load(folder, device_map=places, offload_folder=tmp_path)
     assert on_disk.model.layers[0].mlp.fc1.weight.is_meta
     out = on_disk.generate(IDS[:1], max_new_tokens=6, do_sample=False)
     assert out[0, IDS.shape[1] :].tolist() == greedy(model, IDS[0], 6)
-    offloaded = accelerate.cpu_offload(AutoModelForCausalLM.from_pretrained(folder), execution_device="cpu")
-    with torch.no_grad():
-        torch.testing.assert_close(on_disk(IDS).logits, expected, atol=0, rtol=0)
-        torch.testing.assert_close(offloaded(IDS).logits, expected, atol=0, rtol=0)
+    for offloaded in (on_disk, accelerate.cpu_offload(load(folder), execution_device="cpu")):
+        torch.testing.assert_close(logits(offloaded), logits(model), atol=0, rtol=0)
 
 
 class EveryHook(AttentionPart):

@@ -386,8 +386,9 @@ class TestNaiveForms:
 
     @staticmethod
     def broken(model):
-        findings = (checking._try(name, check, {"it": model}) for name, check in checking.INVARIANTS.items())
-        return {finding.invariant for finding in findings if finding.case is not None}
+        return {
+            name for name, (check, lengths) in checking.INVARIANTS.items() if checking._try(check, lengths, {"it": model})[1]
+        }
 
     PADDING, PACKING = "a padded text equals the text alone", "packed documents equal separate ones"
     CACHED, STATIC = "cached decoding equals the full pass", "a static cache equals the full pass"

@@ -20,7 +20,7 @@ from ..run.ray_jobs import (
 from ..run.shared_files import share_data, share_model
 from ..storage import check_writable
 from ..text import bar_options
-from .plan import Comparison, Run
+from .plan import Run, Scale
 from .results import RunStore, next_runs, run_folder
 
 
@@ -58,7 +58,7 @@ class RayEngine:
         return Resources(cpus, self.gpus_per_run, self.workers_per_run)
 
     @contextmanager
-    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> Iterator[None]:
+    def connected(self, comparisons: Sequence[Scale], folder: Path) -> Iterator[None]:
         """Connects to the cluster.
 
         Raises:
@@ -80,12 +80,12 @@ class RayEngine:
         """
         return driver_lock(folder / _LEASE_FILE)
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
         return share_data(recipe, (folder.absolute() if isinstance(folder, Path) else folder) / "data")
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished. A search goes on as soon as its own runs are finished.
 
         Raises:

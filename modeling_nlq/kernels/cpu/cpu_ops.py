@@ -13,7 +13,7 @@ from ...activations_nlq import get_attention_activation
 from ...attention_nlq import LARGEST_SUM, eager_attention_forward
 from ...backends_nlq import AttentionBackend, AttentionRequest
 from ...configuration_nlq import AUTOMATIC
-from ...masking_nlq import Visibility, read_visible
+from ...masking_nlq import read_visible
 from ...ops_nlq import AttentionInputs, DifferentiableAttention, in_autocast_precision, operator_namespace
 from ...tiled_nlq import attend_in_scale, tiled_attention_forward
 from .build import FOLDER, instructions, is_enabled, load
@@ -87,16 +87,7 @@ def _log_count(inputs: AttentionInputs) -> torch.Tensor | None:
 attention = DifferentiableAttention(_attention, _attention_backward)
 
 
-def attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+def attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs) -> tuple[torch.Tensor, None]:
     """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
 
     Raises:
@@ -138,15 +129,8 @@ def computes_attention(request: AttentionRequest) -> bool:
 BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
 
 
-def computes_one_query(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-) -> bool:
-    """Tells whether `one_query` computes this. Compiled models fuse PyTorch's operators instead."""
+def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others) -> bool:
+    """Tells whether `one_query` computes this, from the same arguments. Compiled models fuse PyTorch's operators instead."""
     if module.activation.name not in ACTIVATIONS or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -157,33 +141,25 @@ def computes_one_query(
     return fits and forward_ad.unpack_dual(query).tangent is None and is_built("one_query")
 
 
-def one_query(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
+def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
     """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the scores."""
     activation, normalization = module.activation, module.normalization
     visible, count = read_visible(attention_mask, query, key)
-    if not isinstance(count, torch.Tensor):
-        count = None if count == key.shape[2] else torch.tensor([[[count]]])
+    count = count if isinstance(count, torch.Tensor) else None  # a number is that of all keys
     has_bias = activation.subtract_log_count and normalization == "none"
     options = (activation.name, normalization, has_bias, activation.is_homogeneous, scaling)
     return operators.one_query(query, key, value, visible, count, *options)
 
 
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tells whether `loss` computes this."""
+    """Tells whether the operator computes what `loss_in_slices` computes, from the same arguments."""
     is_right = logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu" and logits.numel() > 0
     return is_right and is_built("loss")
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes what `loss_in_slices` computes, from the same arguments."""
-    return operators.loss(logits, targets, weights)
+    return operators.loss(*inputs)
 
 
 MOST_ROWS = 8
@@ -194,9 +170,8 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` -> `(..., out_features)`."""
-        if torch.is_grad_enabled() or input.is_nested or not 0 < input.numel() <= MOST_ROWS * self.in_features:
-            return super().forward(input)
-        if not self._is_plain(input):
+        has_few_rows = not input.is_nested and 0 < input.numel() <= MOST_ROWS * self.in_features
+        if torch.is_grad_enabled() or not has_few_rows or not self._is_plain(input):
             return super().forward(input)
         return operators.linear(input, self.weight, self.bias)
 
@@ -238,9 +213,8 @@ def kernelize(model: nn.Module) -> nn.Module:
 
 def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):
     batch, heads, queries, head_dim = query.shape
-    normalization = options[1]
     output = query.new_empty(batch, queries, heads, head_dim)
-    has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
+    has_remainder = options[1] == "sum" and query.dtype == torch.bfloat16
     remainder = torch.empty_like(output) if has_remainder else output.new_empty(0)
     return output, remainder, query.new_empty(batch, heads, queries, dtype=torch.float32)
 

@@ -16,7 +16,7 @@ from support.runs import logged_losses
 from modeling_nlq.configuration import find
 from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -84,11 +84,12 @@ class TestFSDP2:
         assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
         assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
 
-    @pytest.mark.parametrize("processes", [1, 2])
-    def test_goes_on_with(self, processes, run, sharded_run, recipe_file, tmp_path):
+    @pytest.mark.parametrize("processes, step", [(1, 4), (2, 4), (2, 8)])
+    def test_goes_on_with(self, processes, step, run, sharded_run, recipe_file, tmp_path):
+        """With as many processes as before or fewer, also after the last step."""
         finished, state_dict_type = sharded_run
         folder = tmp_path / "run"
-        cut(finished, folder)
+        cut(finished, folder, step)
         done = launch(recipe_file, folder, processes, state_dict_type)
         assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
         check_same_run(folder, run, processes)
@@ -102,20 +103,12 @@ class TestFSDP2:
         assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
         check_same_run(two, run, processes=2)
 
-    def test_run_cut_after_its_last_step(self, run, sharded_run, recipe_file, tmp_path):
-        finished, state_dict_type = sharded_run
-        folder = tmp_path / "run"
-        cut(finished, folder, step=8)
-        done = launch(recipe_file, folder, 2, state_dict_type)
-        assert done.returncode == 0, done.stderr[-3000:]
-        check_same_run(folder, run, processes=2)
-
     def test_damaged_checkpoint(self, sharded_run, tmp_path):
         finished, state_dict_type = sharded_run
         folder = tmp_path / "run"
         cut(finished, folder, step=6)
         broken = folder / "checkpoint-6"
-        assert is_complete_checkpoint(broken)
+        assert fault_of(broken) is None
         if state_dict_type == SHARDED:
             (broken / "optimizer_0" / ".metadata").unlink()
         else:

@@ -73,7 +73,7 @@ class TestFolder:
         assert not Path(order.folder).exists()
 
     def test_run_that_fails(self, order):
-        faulty = {**order.content, "training": {**order.content["training"], "optim": "adamw_bnb_8bit"}}
+        faulty = {**order.content, "attn_implementation": "no_such_backend"}
         error = in_a_process(dataclasses.replace(order, content=faulty))
         progress = read_json(Path(f"{order.folder}.progress.json"))
         assert progress["state"] == "failed" and str(error) == f"failed: {progress['error']}"

@@ -2,35 +2,31 @@
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import zlib
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.golden import check_golden
 from support.paths import REPOSITORY
-from support.runs import without_times
+from support.planted import Interrupted, PlantedEngine
 
 
 pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
 
-from modeling_nlq.training.comparison.factors import (
-    RATE,
-    analyse_effects,
-    make_design,
-    merged_change,
-    runs_one_at_a_time,
-    standard_error,
-)
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.outcome import from_json
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.screening import CONFIRMATION, SCREENING, run_screening
-from modeling_nlq.training.comparison.screening_report import describe_screening, write_screening_report
+from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.status import CONFIRMATION
+from modeling_nlq.training.screening.design import RATE, make_design, merged_change, runs_one_at_a_time
+from modeling_nlq.training.screening.effects import analyse_effects, standard_error
+from modeling_nlq.training.screening.run import run_and_report, run_screening
+from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
 from nlq import main
 
 
@@ -80,13 +76,13 @@ def test_effects_are_those_of_least_squares(seed, count, seeds):
     losses = 4 + rng.normal(size=(len(design.rows), seeds)) + rng.normal(size=(1, seeds))
     found = analyse_effects(design, losses)
     effects, errors, freedom = least_squares(design, losses)
-    assert found["freedom"] == freedom
+    assert found.freedom == freedom
     for name, effect, error in zip(design.factors, effects, errors):
-        own = found["main"][name]
-        assert own["effect"] == pytest.approx(effect)
-        assert own["p"] == pytest.approx(2 * stats.t.sf(abs(effect) / error, freedom))
-        assert own["high"] - own["low"] == pytest.approx(2 * stats.t.ppf(0.975, freedom) * error)
-        assert own["improvement"] == pytest.approx(-100 * effect / losses.mean())
+        own = found.main[name]
+        assert own.effect == pytest.approx(effect)
+        assert own.p == pytest.approx(2 * stats.t.sf(abs(effect) / error, freedom))
+        assert own.high - own.low == pytest.approx(2 * stats.t.ppf(0.975, freedom) * error)
+        assert own.improvement == pytest.approx(-100 * effect / losses.mean())
 
 
 def test_planted_truths():
@@ -96,25 +92,23 @@ def test_planted_truths():
     losses = 4 - 0.1 * on["helps"] + 0.1 * on["harms"] - 0.2 * (on["with"] & on["helps"]) + 0.05 * on[RATE]
     losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
     found = analyse_effects(design, losses)
-    assert found["survivors"] == ["helps", "with"]
-    assert found["main"]["harms"]["holm_p"] < 0.001 and found["main"]["harms"]["effect"] == pytest.approx(0.1, abs=0.02)
-    assert found["main"]["helps"]["effect"] == pytest.approx(-0.2, abs=0.02), "an average over `with` on and off"
-    strongest = max(found["interactions"], key=lambda group: abs(group["effect"]))
-    assert ["helps", "with"] in strongest["aliases"] and strongest["p"] < 0.001
-    assert min(found["main"][name]["holm_p"] for name in ("without", "twin")) > 0.05
-    assert found["p_of_interactions"] < 0.001
-    assert found["interaction_size"] ** 2 == pytest.approx(np.mean([group["effect"] ** 2 for group in found["interactions"]]))
+    assert found.survivors == ["helps", "with"]
+    assert found.main["harms"].holm_p < 0.001 and found.main["harms"].effect == pytest.approx(0.1, abs=0.02)
+    assert found.main["helps"].effect == pytest.approx(-0.2, abs=0.02), "an average over `with` on and off"
+    strongest = max(found.interactions, key=lambda group: abs(group.effect))
+    assert ["helps", "with"] in strongest.aliases and strongest.p < 0.001
+    assert min(found.main[name].holm_p for name in ("without", "twin")) > 0.05
+    assert found.p_of_interactions < 0.001
+    assert found.interaction_size**2 == pytest.approx(np.mean([group.effect**2 for group in found.interactions]))
 
 
 @pytest.mark.parametrize("choices", [[], [["x", "y"]]], ids=["factors", "a choice"])
 def test_interactions_are_seldom_found_where_there_are_none(choices):
     design, rng = make_design(NAMES[:3], choices=choices), np.random.default_rng(0)
     found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2))) for _ in range(400)]
-    assert stats.kstest([effects["p_of_interactions"] for effects in found], "uniform").pvalue > 0.01
+    assert stats.kstest([effects.p_of_interactions for effects in found], "uniform").pvalue > 0.01
     errors = [standard_error(design.product(group[0]), 2, 1.0) for group in design.aliases()]
-    assert np.mean([effects["interaction_size"] ** 2 for effects in found]) == pytest.approx(
-        np.mean(np.square(errors)), rel=0.1
-    )
+    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(np.mean(np.square(errors)), rel=0.1)
 
 
 def test_choices():
@@ -131,21 +125,21 @@ def test_choices():
     losses = 4 - 0.1 * (design.rows[:, 3] > 0) - 0.3 * (design.rows[:, 4] > 0) - 0.2 * (design.rows[:, 0] > 0)
     losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
     found = analyse_effects(design, losses)
-    assert found["survivors"] == ["a", "y"], "x helps too, and y more"
+    assert found.survivors == ["a", "y"], "x helps too, and y more"
     rows, seeds = losses.shape
     indicators = np.column_stack([design.rows[:, :3] / 2, design.rows[:, 3:5] > 0, design.rows[:, 5:] / 2])
     inputs = np.column_stack(
         [np.repeat(np.column_stack([np.ones(rows), indicators]), seeds, axis=0), np.tile(np.eye(seeds)[:, 1:], (rows, 1))]
     ).astype(float)
     coefficients = np.linalg.lstsq(inputs, losses.ravel(), rcond=None)[0][1:7]
-    covariance = found["noise"] ** 2 * np.linalg.inv(inputs.T @ inputs)
+    covariance = found.noise**2 * np.linalg.inv(inputs.T @ inputs)
     for name, effect, error in zip(design.factors, coefficients, np.sqrt(np.diag(covariance))[1:7]):
-        assert found["main"][name]["effect"] == pytest.approx(effect)
-        half = (found["main"][name]["high"] - found["main"][name]["low"]) / 2
-        assert half == pytest.approx(stats.t.ppf(0.975, found["freedom"]) * error)
+        assert found.main[name].effect == pytest.approx(effect)
+        half = (found.main[name].high - found.main[name].low) / 2
+        assert half == pytest.approx(stats.t.ppf(0.975, found.freedom) * error)
     # 24 rows: 12 runs each for a, b, c and the baseline; x and y, of 8 rows, need 6 beside them: 1 / 6 + 1 / 12 = 2 / 8
     assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 6 + 12) * seeds
-    assert found["p_of_interactions"] > 0.01
+    assert found.p_of_interactions > 0.01
 
 
 def test_interactions_with_an_option_are_found():
@@ -157,17 +151,9 @@ def test_interactions_with_an_option_are_found():
         size=(len(design.rows), 2)
     )
     found = analyse_effects(design, losses)
-    assert found["p_of_interactions"] < 1e-6
-    largest = sorted(found["interactions"], key=lambda group: -abs(group["effect"]))[:2]
-    assert {frozenset(group["aliases"][0]) for group in largest} == {frozenset({"a", "x"}), frozenset({"x", RATE})}
-
-
-def test_runs_one_at_a_time():
-    """Differences of two means of m runs, and the effects of the design, have the same variance."""
-    design = make_design(NAMES[:7])
-    runs = runs_one_at_a_time(design, 3)
-    each = runs / 8  # seven factors, and the baseline
-    assert 2 / each == pytest.approx(4 / (len(design.rows) * 3))
+    assert found.p_of_interactions < 1e-6
+    largest = sorted(found.interactions, key=lambda group: -abs(group.effect))[:2]
+    assert {frozenset(group.aliases[0]) for group in largest} == {frozenset({"a", "x"}), frozenset({"x", RATE})}
 
 
 def test_merged_changes():
@@ -196,79 +182,81 @@ def make_screening(make_file):
     return make
 
 
-def test_the_plan(make_screening, capsys):
-    screening = load_comparison(make_screening(confirm={"seeds": [0, 1, 2, 3], "stop": "early"}))
-    assert len(screening.runs.variants) == 8 and screening.runs.baseline == "off, rate 0.005"
-    for name, row in zip(screening.runs.variants, screening.design.rows):
-        variant, levels = screening.runs.variants[name], row > 0
+def test_the_plan(make_screening):
+    screening = load_plan(make_screening(confirm={"seeds": [0, 1, 2, 3], "stop": "early"}))
+    variants = screening.runs.largest.variants
+    assert len(variants) == 8 and screening.runs.baseline == "off, rate 0.005"
+    for (name, variant), row in zip(variants.items(), screening.design.rows):
         fields = ("position_embedding", "attention_gate", "initializer_range")
-        assert [field in variant.content["switches"] for field in fields] == levels[:3].tolist()
-        assert variant.rates.first == [1e-2 if levels[3] else 5e-3]
+        assert [field in variant.content["switches"] for field in fields] == (row > 0)[:3].tolist()
+        assert variant.rates.first == [1e-2 if row[3] > 0 else 5e-3]
         assert name.startswith("+".join(factor for factor, on in zip(screening.factors, row > 0) if on) or "off")
-    confirmation = screening.confirm(["rope", "gate"])
-    assert confirmation.variants["best"].content["switches"] == {
-        **confirmation.variants["off"].content["switches"],
-        "position_embedding": "rope",
-        "attention_gate": "headwise",
-    }
+    confirmation = screening.confirm(["rope", "gate"]).largest
+    changes = {"position_embedding": "rope", "attention_gate": "headwise"}
+    off = confirmation.variants["off"].content["switches"]
+    assert confirmation.variants["best"].content["switches"] == {**off, **changes}
     assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
     text = "\n".join(screening.describe())
     assert "16 runs" in text and "one factor at a time, the same intervals take 32 runs" in text
     assert "cannot be told apart" in text
 
 
-def fake_runs(effect_of):
-    """Results of runs whose losses are a function of the models' names, in place of training."""
+def planted(effect_of):
+    """An engine whose losses are a function of the models' names and seeds, with a little noise."""
 
-    def run(comparison, folder):
-        rng = np.random.default_rng(1)
-        shared = rng.normal(size=len(comparison.seeds))
+    def loss(scale, run):
+        effect = effect_of(run.model, run.seed)
+        noise = zlib.crc32(f"{scale.name}, {run.name}".encode()) / 2**32
+        return None if effect is None else effect + 0.02 * noise + 0.1 * run.seed
 
-        def loss_of(name, seed, noise):
-            effect = effect_of(name, seed)
-            return None if effect is None else effect + 0.01 * rng.normal() + 0.1 * noise
-
-        models = {
-            name: {"runs": [{"test_loss": loss_of(name, *of_seed)} for of_seed in zip(comparison.seeds, shared)]}
-            for name in comparison.variants
-        }
-        return {"models": models, "seeds": comparison.seeds, "same_tokens": True}
-
-    return run
+    return PlantedEngine(loss)
 
 
-def test_what_survives_is_confirmed(make_screening, tmp_path):
-    screening = load_comparison(make_screening())
-    confirmed = []
-
-    def confirm(comparison, folder):
-        confirmed.append((comparison, folder))
-        return {"seeds": comparison.seeds}
-
-    def effect(name, _):
-        return 4.0 - 0.5 * ("gate" in name) + 0.5 * ("harm" in name)
-
-    results = run_screening(screening, tmp_path / "out", fake_runs(effect), confirm)
-    ((comparison, folder),) = confirmed
-    assert results["effects"]["survivors"] == ["gate"] and folder == tmp_path / "out" / CONFIRMATION
-    assert comparison.variants["best"].content["switches"]["attention_gate"] == "headwise"
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
-    # The same screening goes on, another one is refused
-    run_screening(screening, tmp_path / "out", fake_runs(effect), confirm)
-    other = load_comparison(make_screening(seeds=[0, 1, 2]))
+def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
+    """From the file to the report, and on from there; another screening is refused."""
+    factors = {
+        "gate": _switch(attention_gate="headwise"),
+        "harm": _switch(initializer_range=0.1),
+        "position": {"one_of": {"none": _switch(position_embedding="none"), "rope": _switch(position_embedding="rope")}},
+    }
+    file, folder = make_screening(factors=factors, name="planted"), tmp_path / "out"
+    engine = planted(lambda name, _: 4.0 - 0.5 * ("gate" in name or name == "best") + 0.5 * ("harm" in name))
+    for most in (5, 50):  # killed in the middle of the design, and while what survives is confirmed
+        engine.most_runs = most
+        with pytest.raises(Interrupted):
+            run_and_report(load_plan(file, {"explore": False}), folder, engine)
+    engine.most_runs = None
+    results = run_and_report(load_plan(file, {"explore": False}), folder, engine)
+    assert len(engine.made) == len(set(engine.made))
+    made, outcome = len(engine.made), from_json(ScreeningOutcome, results)
+    assert outcome.effects.survivors == ["gate"] and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
+    best = load_comparison(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
+    assert best.content["switches"]["attention_gate"] == "headwise"
+    assert json.loads((folder / "results.json").read_text()) == results
+    golden = Path(__file__).with_name("golden")
+    check_golden({golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)})
+    assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png", "half-normal.png"}
+    assert "Half-normal plot" in (folder / "report.html").read_text()
+    assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
+    assert "48 of 48 runs finished" in capsys.readouterr().out
+    assert run_and_report(load_plan(file, {"explore": False}), folder, engine) == results and len(engine.made) == made
     with pytest.raises(ValueError, match="holds another comparison"):
-        run_screening(other, tmp_path / "out", fake_runs(effect), confirm)
+        run_and_report(load_plan(make_screening(seeds=[0, 1, 2])), folder, engine)
 
 
 def test_nothing_survives_or_a_run_diverges(make_screening, tmp_path):
-    screening = load_comparison(make_screening())
-    nothing = run_screening(screening, tmp_path / "nothing", fake_runs(lambda *_: 4.0), None)
-    assert nothing["confirmation"] is None
-    assert "there was nothing to confirm" in describe_screening(nothing)
-    losing = fake_runs(lambda name, seed: None if (name, seed) == ("off, rate 0.005", 1) else 4.0)
-    lost = run_screening(screening, tmp_path / "lost", losing, None)
-    assert lost["effects"] is None and lost["diverged"] == ["off, rate 0.005"]
-    assert "No effects: off, rate 0.005 diverged" in describe_screening(lost)
+    screening = load_plan(make_screening())
+
+    def outcome(folder, effect_of):
+        run = partial(run_comparison, engine=planted(effect_of))
+        return from_json(ScreeningOutcome, run_screening(screening, tmp_path / folder, run, None))
+
+    nothing = outcome("nothing", lambda *_: 4.0)
+    assert nothing.confirmation is None and "there was nothing to confirm" in describe(nothing)
+    lost = outcome("lost", lambda name, seed: None if (name, seed) == ("off, rate 0.005", 1) else 4.0)
+    assert lost.effects is None and lost.diverged == ["off, rate 0.005"]
+    assert "No effects: off, rate 0.005 diverged" in describe(lost)
+    write_report(lost, tmp_path)
 
 
 def _switch(**switches):
@@ -317,96 +305,19 @@ def _switch(**switches):
 )
 def test_refused(make_screening, fields, message):
     with pytest.raises(ValueError, match=message):
-        load_comparison(make_screening(**fields))
-
-
-@pytest.mark.slow
-def test_from_file_to_report(make_screening, tmp_path, capsys):
-    factors = {
-        "gate": _switch(attention_gate="headwise"),
-        "harm": _switch(initializer_range=0.1),
-        "position": {"one_of": {"none": _switch(position_embedding="none"), "rope": _switch(position_embedding="rope")}},
-    }
-    file = make_screening(factors=factors, confirm={"learning_rates": [1e-2], "seeds": [0, 1, 2]})
-    folder = tmp_path / "out"
-    assert main(["compare", file, "--output_dir", str(folder)]) == 0
-    out = capsys.readouterr().out
-    results = json.loads((folder / "results.json").read_text())
-    assert results["effects"]["main"]["harm"]["effect"] > 0 and "harm" in out
-    page, text = (folder / "report.html").read_text(), (folder / "results.md").read_text()
-    for part in ("Main effects", "Half-normal plot", "cannot separate the interactions", "They are no verdict"):
-        assert part in page and part in text
-    assert "rope (one of none or rope)" in page and "repeated without any of none, rope, and with each" in text
-    assert len(list((folder / SCREENING).glob("runs/*/*/metrics.json"))) == 48
-    assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
-    assert "48 of 48 runs finished" in capsys.readouterr().out
-    write_screening_report(results, tmp_path)
-    assert (tmp_path / "report.html").read_text() == page
-    assert yaml.safe_load((folder / "comparison.yaml").read_text())["factors"]
-
-
-def plan_with_truths(make_screening) -> str:
-    """The file of a screening with factors whose effects are known."""
-    factors = {
-        "helps": _switch(final_logit_softcapping=None),  # the baseline's logits stay small
-        "harms": {"training": {"warmup_steps": 100}},  # hardly a step is made
-        "twin": {"training": {"logging_steps": 2}},  # the same run
-    }
-    training = {"max_steps": 8, "save_strategy": "no", "eval_strategy": "no", "report_to": "none"}
-    confirm = {"learning_rates": [1e-2], "seeds": [0, 1, 2, 3], "stop": "early"}
-    switches = {"final_logit_softcapping": 0.3}
-    return make_screening(factors=factors, training=training, switches=switches, confirm=confirm, fold=True)
-
-
-@pytest.mark.slow
-class TestPlantedTruths:
-    """Real runs: one factor helps, one harms, they interact, and a twin changes nothing."""
-
-    def test_all_are_found_also_after_a_kill(self, make_screening, tmp_path):
-        file, whole, killed = plan_with_truths(make_screening), tmp_path / "whole", tmp_path / "killed"
-        command = ["compare", file, "--explore", "false", "--output_dir"]
-        # A process of its own is killed in the middle of the design, and again while it confirms
-        for folder, count in ((SCREENING, 5), (CONFIRMATION, 3)):
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "modeling_nlq.training", *command, str(killed)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            while len(list(killed.glob(f"{folder}/runs/*/*/metrics.json"))) < count:
-                assert process.poll() is None
-                time.sleep(0.02)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert not (killed / "results.json").exists()
-        assert main([*command, str(killed)]) == 0 and main([*command, str(whole)]) == 0
-        again, results = (json.loads((folder / "results.json").read_text()) for folder in (killed, whole))
-        for part in ("runs", "confirmation"):
-            assert without_times(again[part]) == without_times(results[part])
-        assert again["effects"] == results["effects"]
-
-        effects = results["effects"]
-        main_effects = effects["main"]
-        assert effects["survivors"] == ["helps"] and main_effects["helps"]["holm_p"] < 0.001
-        assert main_effects["harms"]["holm_p"] < 0.001 and main_effects["harms"]["effect"] > 0
-        assert main_effects["twin"]["holm_p"] > 0.05
-        strongest = max(effects["interactions"], key=lambda group: abs(group["effect"]))
-        assert ["helps", "harms"] in strongest["aliases"] and strongest["p"] < 0.001
-        confirmed = results["confirmation"]["statistics"]["effects"]["best"]
-        assert confirmed["verdict"] == "better" and len(results["confirmation"]["models"]["best"]["runs"]) == 3
+        load_plan(make_screening(**fields))
 
 
 @pytest.mark.parametrize("name", ["83k", "197k"])
 def test_the_shipped_results_are_those_of_their_runs(name, tmp_path):
     shipped = REPOSITORY / "docs" / "results" / "screening" / name
-    results = json.loads((shipped / "results.json").read_text())
-    design = make_design(list(results["factors"]))
-    assert design.rows.tolist() == results["design"]["rows"] and design.factors == results["design"]["factors"]
-    losses = [[run["test_loss"] for run in model["runs"]] for model in results["runs"]["models"].values()]
+    results = from_json(ScreeningOutcome, json.loads((shipped / "results.json").read_text()))
+    design = make_design(list(results.factors))
+    assert (design.rows == results.design.rows).all() and design.factors == results.design.factors
+    losses = [list(losses.values()) for losses in results.runs.largest.losses.values()]
     found = analyse_effects(design, np.array(losses))
-    assert found["survivors"] == results["effects"]["survivors"]
-    for name, effect in found["main"].items():
-        assert effect["effect"] == pytest.approx(results["effects"]["main"][name]["effect"])
-        assert effect["p"] == pytest.approx(results["effects"]["main"][name]["p"])
-    write_screening_report(results, tmp_path)
+    assert found.survivors == results.effects.survivors
+    for name, effect in found.main.items():
+        assert (effect.effect, effect.p) == pytest.approx((results.effects.main[name].effect, results.effects.main[name].p))
+    write_report(results, tmp_path)
     assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()
