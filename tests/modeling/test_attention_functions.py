@@ -65,7 +65,7 @@ def module_for(layout, case, dtype=torch.float32, **options):
 
 def computes(backend, case, dtype=torch.float32, **others):
     activation, normalization, sink = case
-    if backend == "nlq_tiled" and activation == "softmax" or backend == "sdpa" and activation != "softmax":
+    if (backend == "nlq_tiled" and activation == "softmax") or (backend == "sdpa" and activation != "softmax"):
         return False
     if backend == "nlq_cpp" and (sink or activation not in (*IN_CPP, "softmax") or dtype == torch.float16):
         return False

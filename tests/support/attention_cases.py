@@ -163,24 +163,24 @@ def causal(batch, head, query, key):
 
 
 @st.composite
-def drawn_layouts(draw, most=3, longest=12):
-    """Any lengths, groups, offsets, windows, paddings and packings."""
+def drawn_layouts(draw, most=3, longest=12, is_linear=False):
+    """Any lengths, groups, offsets, windows, paddings and packings; of linear attention no windows, and no cache."""
     key_value_heads = draw(st.integers(1, most))
     batch = draw(st.integers(1, most))
     sizes = {"heads": key_value_heads * draw(st.integers(1, most)), "key_value_heads": key_value_heads}
     query_length = draw(st.integers(1, longest))
-    kind = draw(st.sampled_from(["none", "cache", "padding", "packed"]))
+    kind = draw(st.sampled_from(["none", "padding", "packed"] if is_linear else ["none", "cache", "padding", "packed"]))
     if kind == "none":
-        key_length = query_length + draw(st.integers(0, 4))
+        key_length = query_length + (0 if is_linear else draw(st.integers(0, 4)))
         return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
-    sizes["window"] = draw(st.sampled_from([None, None, 1, 3, 6]))
+    sizes["window"] = None if is_linear else draw(st.sampled_from([None, None, 1, 3, 6]))
     if kind == "packed":
         begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
         rows = [draw(begins) for _ in range(batch)]  # whether a document begins at a token
         letters = [[chr(97 + sum(row[: index + 1])) for index in range(query_length)] for row in rows]
         return packed(*map("".join, letters), **sizes)
-    offset = draw(st.integers(0, 9))
-    key_length = query_length + offset + draw(st.integers(0, 4))
+    offset = 0 if is_linear else draw(st.integers(0, 9))
+    key_length = query_length + (0 if is_linear else offset + draw(st.integers(0, 4)))
     given_offset = torch.tensor(offset) if draw(st.booleans()) else offset
     if kind == "cache":
         return chunk(query_length, key_length, given_offset, batch=batch, **sizes)
