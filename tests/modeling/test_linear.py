@@ -323,7 +323,7 @@ class TestRefusals:
     def test_caches_of_other_models(self, make_model, kind, tokens):
         model, softmax = make_model(**MODELS[kind]), make_model()
         layer = int(kind == "linear_last")
-        message = rf"'linear_attention' \(layer {layer}\) needs a cache that stores its state.*DynamicCache\(config=model.config\)"
+        message = rf"'linear_attention' \(layer {layer}\) needs a cache that stores its state.*\(config=model.config\)"
         caches = DynamicCache(), DynamicCache(config=softmax.config), StaticCache(config=softmax.config, max_cache_len=12)
         for cache in caches:
             with pytest.raises(ValueError, match=message):
