@@ -180,17 +180,15 @@ class TestKernelize:
         expected = torch.func.jvp(linear, (states,), (states,))
         torch.testing.assert_close(torch.func.jvp(kernelize(linear), (states,), (states,)), expected)
 
-    def test_bias_of_another_size(self, no_grad):
-        linear, states = torch.nn.Linear(5, 3), torch.randn(2, 5)
-        linear.bias = torch.nn.Parameter(torch.ones(1))
-        expected = linear(states)
-        assert torch.equal(kernelize(linear)(states), expected)
-
-    def test_weights_of_other_kinds(self, no_grad):
-        linear, states = torch.nn.Linear(6, 4, bias=False), torch.randn(2, 6)
-        expected = linear(states)
-        linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
-        torch.testing.assert_close(kernelize(linear)(states), expected)
+    def test_other_weights(self, no_grad):
+        for case in ("bias of another size", "sparse"):
+            linear, states = torch.nn.Linear(6, 4, bias=case != "sparse"), torch.randn(2, 6)
+            if case != "sparse":
+                linear.bias = torch.nn.Parameter(torch.ones(1))
+            expected = linear(states)
+            if case == "sparse":
+                linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
+            torch.testing.assert_close(kernelize(linear)(states), expected)
 
 
 class Answers(Dataset):

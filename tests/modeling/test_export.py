@@ -87,30 +87,23 @@ def test_prompt(kinds, make_model):
     check(program, model, batch_of(2, 7))
 
 
-@pytest.mark.slow
-def test_switches(make_model):
-    switches = {**SWITCHES["everything_after_the_heads"], "num_key_value_heads": 2, "position_embedding": "rope"}
-    layers = {0: {**KINDS["sigmoid"], "qk_norm": "l2"}, 1: {**KINDS["linear_learned"], "qk_norm": "rms"}}
-    model = make_model(implementation="nlq", use_cache=False, query_projection="linear", per_layer_config=layers, **switches)
-    program = export(model, batch_of(2, 5, padding=2))
-    check(program, model, batch_of(3, 11, padding=4))
+RICH = {
+    **SWITCHES["everything_after_the_heads"],
+    "num_key_value_heads": 2,
+    "position_embedding": "rope",
+    "query_projection": "linear",
+    "per_layer_config": {0: {**KINDS["sigmoid"], "qk_norm": "l2"}, 1: {**KINDS["linear_learned"], "qk_norm": "rms"}},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PART_SWITCHES)
-def test_parts(make_model, name):
-    model = make_model(implementation="nlq", use_cache=False, **PART_SWITCHES[name])
-    program = export(model, batch_of(2, 5, padding=2))
+@pytest.mark.parametrize("padding", [0, 2])  # a mask of ones in the sample is not taken for "no padding"
+@pytest.mark.parametrize("name", [*PART_SWITCHES, "rich"])
+def test_parts(make_model, name, padding):
+    model = make_model(implementation="nlq", use_cache=False, **{**PART_SWITCHES, "rich": RICH}[name])
+    program = export(model, batch_of(2, 5, padding=padding))
     assert operators(program) == {"aten"}
     check(program, model, batch_of(3, 11, padding=4))
-
-
-@pytest.mark.slow
-def test_a_sample_without_padding(make_model):
-    """A mask of ones in the sample is not taken for "no padding"."""
-    layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax_sink_learned"]}
-    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=3, per_layer_config=layers)
-    check(export(model, batch_of(2, 5)), model, batch_of(3, 11, padding=4))
 
 
 @pytest.mark.slow
