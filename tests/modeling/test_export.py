@@ -4,8 +4,6 @@
 """
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -195,28 +193,3 @@ def test_cache_of_a_window(make_model):
         register_cache_pytrees_for_model(model)
         with pytest.raises(ValueError, match=r"layer 0.*without a config"):
             torch.export.export(model, (text["input_ids"][:, 5:],), {"past_key_values": cache}, strict=False)
-
-
-LOAD = """
-import sys
-sys.modules["modeling_nlq"] = None
-import torch
-import transformers.modeling_outputs
-
-program = torch.export.load(sys.argv[1])
-inputs, expected = torch.load(sys.argv[2])
-torch.testing.assert_close(program.module()(**inputs)["logits"], expected, rtol=1e-4, atol=1e-5)
-print("equal")
-"""
-
-
-@pytest.mark.slow
-def test_loads_without_this_code(make_model, tmp_path):
-    model = make_model(implementation="nlq", use_cache=False, **KINDS["sigmoid"])
-    torch.export.save(export(model, batch_of(2, 5, padding=2)), tmp_path / "program.pt2")
-    inputs = batch_of(3, 11, padding=4)
-    with torch.no_grad():
-        torch.save((inputs, model(**inputs).logits), tmp_path / "expected.pt")
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "program.pt2"), str(tmp_path / "expected.pt")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "equal\n", done.stderr[-3000:]

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -214,44 +213,30 @@ class TestLong:
 
     def test_bfloat16(self):
         generator = torch.Generator().manual_seed(0)
-        count = len(self.RATES)
-        draw = functools.partial(torch.randn, 1, count, self.LENGTH, 4, generator=generator)
+        draw = functools.partial(torch.randn, 1, len(self.RATES), self.LENGTH, 4, generator=generator)
         states = [draw().to(torch.bfloat16).requires_grad_() for _ in range(3)]
         with torch.no_grad():
             states[2].add_(1.0)  # sums that grow with the length
         logits = [math.log(rate / (1 - rate)) if rate < 1 else 40.0 for rate in self.RATES.values()]
-        logits = torch.tensor(logits, requires_grad=True)
-        log_decay = torch.nn.functional.logsigmoid(logits)
-        output, state = linear_attention(*states, None, SCALING, log_decay=log_decay)
-        assert output.dtype == torch.bfloat16
-
-        expected = self.in_float64(*(tensor.detach().double()[0].numpy() for tensor in states))
-        difference = np.abs(output.detach()[0].transpose(0, 1).double().numpy() - expected)
-        scale = np.abs(expected).max(axis=(1, 2))
-        rounding = torch.finfo(torch.bfloat16).eps
-        assert (difference.max(axis=(1, 2)) <= rounding * scale).all(), dict(zip(self.RATES, difference.max(axis=(1, 2))))
-
-        factors = random_factors(output)
-        gradients = torch.autograd.grad(output, [*states, logits], factors)
-        wide = [tensor.detach().double().requires_grad_() for tensor in [*states, logits]]
-        log_decay = torch.nn.functional.logsigmoid(wide[3])
-        exact, last_state = linear_attention(*wide[:3], None, SCALING, log_decay=log_decay)
-        for one, other in zip(gradients, torch.autograd.grad(exact, wide, factors.double()), strict=True):
-            assert one.isfinite().all()
-            assert error(one, other) <= 2 * rounding
-        for one, other in zip(state, last_state, strict=True):
+        inputs = [*states, torch.tensor(logits, requires_grad=True)]
+        wide, rounding = [tensor.detach().double().requires_grad_() for tensor in inputs], torch.finfo(torch.bfloat16).eps
+        outputs, all_gradients, all_states = [], [], []
+        for tensors in (inputs, wide):
+            log_decay = torch.nn.functional.logsigmoid(tensors[3])
+            output, state = linear_attention(*tensors[:3], None, SCALING, log_decay=log_decay)
+            outputs.append(output)
+            all_states.append(state)
+            all_gradients.append(torch.autograd.grad(output, tensors, random_factors(output)))
+        assert outputs[0].dtype == torch.bfloat16
+        for head in range(len(self.RATES)):
+            assert error(outputs[0][:, :, head], outputs[1][:, :, head]) <= rounding
+        for one, other in zip(*all_gradients, strict=True):
+            assert one.isfinite().all() and error(one, other) <= 2 * rounding
+        for one, other in zip(*all_states, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
-
-    def in_float64(self, query, key, value):
-        """`(heads, length, head_dim)`, token by token."""
-        rate = np.array(list(self.RATES.values()))
-        scaled = (SCALING * 2 * query, key)  # heads of 4
-        query, key = (np.where(states > 0, states + 1, np.exp(np.minimum(states, 0))) for states in scaled)
-        numerator, denominator = np.zeros((len(rate), 4, 4)), np.zeros((len(rate), 4))
-        output = np.empty_like(value)
-        for index in range(value.shape[1]):
-            numerator = rate[:, None, None] * numerator + key[:, index, :, None] * value[:, index, None, :]
-            denominator = rate[:, None] * denominator + key[:, index]
-            total = (query[:, index] * denominator).sum(axis=-1)
-            output[:, index] = np.einsum("hd,hde->he", query[:, index], numerator) / total[:, None]
-        return output
+        # The step of one token at a time, which is the formula, gives the last state too
+        first, rest = ([tensor[:, :, part] for tensor in wide[:3]] for part in (slice(None, -1), slice(-1, None)))
+        log_decay = torch.nn.functional.logsigmoid(wide[3])
+        state = linear_attention(*first, None, SCALING, log_decay=log_decay)[1]
+        _, state = linear_attention(*rest, None, SCALING, log_decay=log_decay, state=state)
+        torch.testing.assert_close(list(state), list(all_states[1]))

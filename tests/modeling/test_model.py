@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.version import Version
 from support.grids import slow_except
-from support.model_cases import PART_SWITCHES
+from support.model_cases import PART_SWITCHES, RICH
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,21 +16,6 @@ from modeling_nlq.masking_nlq import make_visibility
 
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
-# As many switches at once as go together, for some activations, one beside a layer of another
-RICH = {
-    "softmax": {"attention_sink": "learned", "qk_norm": "l2", "attention_gate": "headwise", "head_projection": True},
-    "sigmoid": {"position_embedding": "rope", "qk_norm": "rms", "norm_position": "post", "residual_activation": "relu"},
-    "squared": {"query_projection": "upcycled", "num_key_value_heads": 2, "use_bias": True, "attention_gate": "elementwise"},
-    "entmax15": {"qk_norm": "rms", "attention_gate": "headwise", "num_key_value_heads": 2},
-    "linear_attention": {
-        "linear_attention_decay": "learned",
-        "position_embedding": "rope",
-        "qk_norm": "l2",
-        "num_key_value_heads": 2,
-        "head_projection": True,
-        "per_layer_config": {1: {"attention_activation": "softmax", "linear_attention_decay": None}},
-    },
-}
 
 
 def make(activation="softmax", **switches) -> NLQForCausalLM:

@@ -360,38 +360,6 @@ def test_old_revision_lives_beside_the_installed_package(tmp_path):
     assert type(AutoModelForSequenceClassification.from_config(tiny_config()).model) is modeling_nlq.NLQModel
 
 
-REGISTERED = """
-import sys
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-folder, out = sys.argv[1:]
-try:
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-except StrictDataclassError as error:
-    assert "attention_activation='cube' is unknown" in str(error), error
-    assert "register_attention_activation('cube', function) first" in str(error), error
-else:
-    raise AssertionError("a function was found that had not been registered")
-register = get_class_from_dynamic_module("activations_nlq.register_attention_activation", folder)
-register("cube", lambda scores: scores**3)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-torch.save(model(torch.arange(12).reshape(2, 6) % 50).logits.detach(), out)
-"""
-
-
-@pytest.mark.slow
-def test_registered_activation_elsewhere(tmp_path, monkeypatch):
-    """A saved model names the activation, which is registered through the model's own code before loading."""
-    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    activations_nlq.register_attention_activation("cube", lambda scores: scores**3)
-    model = save(tmp_path / "folder", attention_activation="cube")
-    run_python(REGISTERED, tmp_path / "folder", tmp_path / "logits.pt", cache=tmp_path)
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits_of(model))
-
-
 def test_registered_activations_belong_to_the_process(tmp_path):
     """Registered with the installed package, an activation is known to a model loaded as remote code."""
     name = "cube_of_the_process"
