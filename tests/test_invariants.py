@@ -491,7 +491,7 @@ def additive(visible):
 
 
 class TestMasks:
-    """A caller's own 4-D masks, which linear layers (`test_linear_model.py`) and canon layers refuse."""
+    """A caller's own 4-D masks, which linear layers (`test_linear.py`) and canon layers refuse."""
 
     @cases(without=["flex_attention"], kinds=WITH_WEIGHTS)
     @examples(4)

@@ -37,8 +37,8 @@ from support.model_cases import ROW_KINDS
 from support.properties import examples
 from torch import nn
 
+from modeling_nlq import ScoreBias
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
-from modeling_nlq.attention_parts_nlq import ScoreBias
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 from modeling_nlq.masking_nlq import make_visibility
 

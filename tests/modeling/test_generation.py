@@ -277,7 +277,7 @@ class TestBeamSearch:
 class TestAssisted:
     """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache.
 
-    A state cannot go back: models with linear layers refuse (`test_linear_cache.py`).
+    A state cannot go back: models with linear layers refuse (`test_linear.py`).
     """
 
     @one_of_each([case for case in CASES if case[0] not in ONE_WAY])
