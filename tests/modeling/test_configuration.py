@@ -224,6 +224,15 @@ BAD = [
     ({"mlp_type": "glu"}, ["mlp_type", "glu", "gated"]),
     ({"per_layer_config": {1: {"norm_type": "rmsnorm"}}}, ["per_layer_config", "norm_type"]),
     ({"position_embedding": "rope", "head_dim": 7, "query_projection": "linear"}, ["head_dim=7"]),
+    (
+        {
+            "position_embedding": "rope",
+            "head_dim": 7,
+            "query_projection": "linear",
+            "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 1.0, "partial_rotary_factor": 0.5},
+        },
+        ["head_dim=7"],
+    ),
     ({"is_causal": False}, ["is_causal=False"]),
     ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
     ({"per_layer_config": {0: {"hidden_size": 64}}}, ["per_layer_config", "hidden_size"]),
