@@ -433,7 +433,8 @@ class NLQConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """The linear layers that tensor parallelism splits, and how, for Transformers.
 
-        Norms, and parameters with a row for each head, are whole on every process. `integrations_nlq.py` cuts what needs cutting.
+        Norms, and parameters with a row for each head, are whole on every process; `integrations_nlq.py` cuts what needs
+        cutting.
         """
         plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
         for layer in self.distinct_layers:

@@ -43,24 +43,14 @@ def test_cover(strength, allowed):
     assert all(mark.name == "slow" for parameter in parameters for mark in parameter.marks)
 
 
-def test_arguments_of_a_joined_axis_are_apart_in_the_slow_cover():
-    axes = {"one, two": [(i, j) for i in range(3) for j in range(3)], "three": range(3)}
-    assert len(values_of(grid(axes, strength=1), quick=True)) == 9
-    assert len(grid(axes, strength=1)) < 27
-
-
 def test_values_that_cannot_be_hashed():
     assert len(grid({"one": [{"a": 1}, {"b": 2}], "two": {"x": [1], "y": [2]}}, strength=1)) == 4
 
 
-def test_same_each_time():
+def test_same_each_time_and_ids():
     assert grid(AXES) == grid(AXES)
-
-
-def test_ids():
     assert grid(AXES)[0].id == "a-one-True-x-0.5"
-    mark = parametrize_grid(AXES).mark
-    assert mark.args[0] == "letter, digit, pair, other, last"
+    assert parametrize_grid(AXES).mark.args[0] == "letter, digit, pair, other, last"
 
 
 def test_slow_except():

@@ -108,77 +108,25 @@ NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
 RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
 
 # The tests that are not run: name (`*` stands for any characters), the configurations it is not run for, and why.
+_SDPA = "It selects SDPA, which computes softmax only."
+_WEIGHTS = "It asks for attention weights, which linear layers never form."
 DESELECTED = (
-    (
-        "test_generation_tester_mixin_inheritance",
-        EVERY,
-        "It asks for the tests of `generate`, which the source distribution leaves out.",
-    ),
-    (
-        "test_model_rope_scaling_from_config_*",
-        NOT_ROPE,
-        "It scales rotary positions, which this configuration does not have; the mere field `rope_parameters` makes it run.",
-    ),
-    (
-        "test_model_rope_scaling_from_config_*_dynamic",
-        ROPE,
-        "NLQ refuses the rope type 'dynamic': its angles would change what is already cached.",
-    ),
-    (
-        "test_can_set_attention_dynamically",
-        NOT_SOFTMAX,
-        "It selects SDPA, which computes softmax only.",
-    ),
-    (
-        "test_sdpa_can_dispatch_non_composite_models",
-        (*NOT_SOFTMAX, "parts"),
-        "It expects SDPA by default, which computes softmax only, and a bias of the scores as a matrix.",
-    ),
-    (
-        "test_sdpa_can_dispatch_on_flash",
-        NOT_SOFTMAX,
-        "It selects SDPA, which computes softmax only.",
-    ),
-    (
-        "test_sdpa_can_compile_dynamic",
-        NOT_SOFTMAX,
-        "It selects SDPA, which computes softmax only.",
-    ),
-    (
-        "test_flash_attn_*",
-        NOT_SOFTMAX,
-        "It selects flash attention, which computes softmax only.",
-    ),
-    (
-        "test_attention_outputs",
-        RECURRENT,
-        "It asks for attention weights, which linear layers never form.",
-    ),
-    (
-        "test_capture_outputs_decorator",
-        RECURRENT,
-        "It asks for attention weights, which linear layers never form.",
-    ),
-    (
-        "test_retain_grad_hidden_states_attentions",
-        ("parts",),
-        "It looks for a gradient of the weights. Those of differential attention are differences, returned beside the output.",
-    ),
-    (
-        "test_retain_grad_hidden_states_attentions",
-        RECURRENT,
-        "It asks for attention weights, which linear layers never form.",
-    ),
-    (
-        "test_model_outputs_equivalence",
-        RECURRENT,
-        "It asks for attention weights too, which linear layers never form; its other parts run with the other configurations.",
-    ),
-    (
-        "test_eager_matches_sdpa_inference_*",
-        RECURRENT,
-        "It sets a sliding window, which linear layers refuse.",
-    ),
+    ("test_generation_tester_mixin_inheritance", EVERY, "The source distribution leaves out the tests of `generate`."),
+    ("test_model_rope_scaling_from_config_*", NOT_ROPE, "This configuration has no rotary positions to scale, only the field."),
+    ("test_model_rope_scaling_from_config_*_dynamic", ROPE, "NLQ refuses it: its angles would change what is already cached."),
+    ("test_can_set_attention_dynamically", NOT_SOFTMAX, _SDPA),
+    ("test_sdpa_can_dispatch_non_composite_models", (*NOT_SOFTMAX, "parts"), "It expects SDPA by default; parts have a bias."),
+    ("test_sdpa_can_dispatch_on_flash", NOT_SOFTMAX, _SDPA),
+    ("test_sdpa_can_compile_dynamic", NOT_SOFTMAX, _SDPA),
+    ("test_flash_attn_*", NOT_SOFTMAX, "It selects flash attention, which computes softmax only."),
+    ("test_attention_outputs", RECURRENT, _WEIGHTS),
+    ("test_capture_outputs_decorator", RECURRENT, _WEIGHTS),
+    ("test_retain_grad_hidden_states_attentions", RECURRENT, _WEIGHTS),
+    # Those of differential attention are differences, returned beside the output
+    ("test_retain_grad_hidden_states_attentions", ("parts",), "It looks for a gradient of the weights."),
+    # Its other parts run with the other configurations
+    ("test_model_outputs_equivalence", RECURRENT, _WEIGHTS),
+    ("test_eager_matches_sdpa_inference_*", RECURRENT, "It sets a sliding window, which linear layers refuse."),
 )
 
 # Tests that run in `make test-all` only, and the configurations that this holds for: the others show the same faults.
@@ -269,40 +217,9 @@ def matching_tests(pattern: str) -> list[str]:
     return [name for name in names if callable(getattr(TransformersSuite, name))]
 
 
-class NonlinearSoftmaxTest(TransformersSuite, unittest.TestCase):
-    configuration = "nonlinear-softmax"
-
-
-class IdentitySigmoidTest(TransformersSuite, unittest.TestCase):
-    configuration = "identity-sigmoid"
-
-
-class LinearReluRopeGroupedTest(TransformersSuite, unittest.TestCase):
-    configuration = "linear-relu-rope-grouped"
-
-
-class NonlinearSquaredPostTest(TransformersSuite, unittest.TestCase):
-    configuration = "nonlinear-squared-post"
-
-
-class NonlinearLinearAttentionTest(TransformersSuite, unittest.TestCase):
-    configuration = "nonlinear-linear-attention"
-
-
-class LinearHybridRopeTest(TransformersSuite, unittest.TestCase):
-    configuration = "linear-hybrid-rope"
-
-
-class NonlinearEntmax15Test(TransformersSuite, unittest.TestCase):
-    configuration = "nonlinear-entmax15"
-
-
-class PartsTest(TransformersSuite, unittest.TestCase):
-    configuration = "parts"
-
-
-class UpcycledSoftmaxModernTest(TransformersSuite, unittest.TestCase):
-    configuration = "upcycled-softmax-modern"
+for name in CONFIGURATIONS:
+    test_name = f"{name.title().replace('-', '')}Test"
+    globals()[test_name] = type(test_name, (TransformersSuite, unittest.TestCase), {"configuration": name})
 
 
 @pytest.mark.parametrize("configuration", NOT_SOFTMAX)
@@ -318,10 +235,6 @@ def test_deselected_test_exists(pattern):
 
 def test_deselected_configurations_exist():
     assert {name for row in DESELECTED for name in row[1]} <= set(CONFIGURATIONS)
-
-
-def test_every_configuration_runs():
-    assert sorted(suite.configuration for suite in TransformersSuite.__subclasses__()) == sorted(CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("name", transformers_suite.STUBS)

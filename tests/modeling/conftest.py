@@ -4,18 +4,18 @@ import functools
 
 import pytest
 import torch
-from support.elementwise_backends import allow_cpp, cpp_or_tiled, set_tiled_tiles
+from support.attention_cases import allow_cpp, set_rows, set_tiles
 from support.model_cases import VOCABULARY
 
 from modeling_nlq import linear_nlq
 from modeling_nlq.kernels.cpu import cpu_ops
-from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the batch."""
-    set_tiled_tiles(monkeypatch, 4, 3, 4)
+    set_tiles(monkeypatch, 4, 3, 4)
+    set_rows(monkeypatch, 4)
 
 
 @pytest.fixture
@@ -39,15 +39,6 @@ def cpp_passes(cpp_allowed, monkeypatch):
 
     monkeypatch.setattr(cpu_ops, "operators", Counted())
     return calls
-
-
-@pytest.fixture(params=["pytorch", "cpp"])
-def tiled(request):
-    """Attention in linear memory: `nlq_tiled`, and again the C++ code where it computes the same."""
-    if request.param == "pytorch":
-        return tiled_attention_forward
-    request.getfixturevalue("cpp_passes")
-    return cpp_or_tiled
 
 
 @pytest.fixture

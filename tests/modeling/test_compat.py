@@ -39,7 +39,6 @@ def test_both_names_at_once(make_model):
     model = make_model()
     one, two = (DynamicCache(config=model.config) for _ in range(2))
     assert model(TOKENS, cache=one, past_key_values=one)[CACHE_NAME] is one
-    assert model(TOKENS, cache=None, past_key_values=two)[CACHE_NAME] is two
     for module in (model, model.model):
         with pytest.raises(ValueError, match=r"cache and past_key_values are two names for one argument"):
             module(TOKENS, cache=one, past_key_values=two)
@@ -59,7 +58,6 @@ def test_unknown_arguments_are_refused(make_model, value):
 
 def test_known_and_harmless_arguments(make_model):
     model = make_model()
-    expected = model(TOKENS).logits
     harmless = dict.fromkeys(IGNORED_ARGUMENTS, torch.ones_like(TOKENS))
     switches = {
         "return_dict": True,
@@ -69,7 +67,7 @@ def test_known_and_harmless_arguments(make_model):
         "some_name": "x",
         "nothing": None,
     }
-    assert torch.equal(model(TOKENS, **harmless, **switches).logits, expected)
+    assert torch.equal(model(TOKENS, **harmless, **switches).logits, model(TOKENS).logits)
 
 
 def test_documented_arguments():

@@ -207,12 +207,8 @@ class TestGreedy:
         model = make_kind(kind, implementation, position_embedding=position_embedding)
         generated = model.generate(**padded_prompts(), use_cache=use_cache, **OPTIONS)
         assert new_tokens(generated) == expected_tokens(kind, position_embedding=position_embedding)
-
-    @one_of_each(CASES)
-    def test_rows_alone(self, make_kind, expected_tokens, kind, implementation):
-        model = make_kind(kind, implementation)
-        generated = [new_tokens(model.generate(**row(prompt), **OPTIONS))[0] for prompt in PROMPTS[:2]]
-        assert generated == expected_tokens(kind)[:2]
+        alone = model.generate(**row(PROMPTS[1]), use_cache=use_cache, **OPTIONS)
+        assert new_tokens(alone) == new_tokens(generated)[1:2]
 
     @parametrize_grid({"kind, implementation": CASES_WITH_STATIC_CACHE, "position_embedding": ("learned", "rope")}, strength=1)
     def test_static_cache(self, make_kind, expected_tokens, kind, implementation, position_embedding):
@@ -227,15 +223,7 @@ class TestGreedy:
         "kind, implementation",
         slow_except(
             tuple(itertools.product(COMPILED_KINDS, ("nlq", "eager"))),
-            (
-                ("softmax_sink_learned", "nlq"),
-                ("sigmoid", "nlq"),
-                ("hybrid", "eager"),
-                ("linear_last", "nlq"),
-                ("all_parts", "nlq"),
-                ("more_parts", "eager"),
-                ("selective", "nlq"),
-            ),
+            (("sigmoid", "nlq"), ("linear_last", "nlq"), ("all_parts", "nlq"), ("more_parts", "eager")),
         ),
     )
     def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
@@ -277,19 +265,11 @@ class TestBeamSearch:
         alone = model.generate(**row(PROMPTS[1]), **BEAMS, **OPTIONS)
         assert new_tokens(alone.sequences) == new_tokens(generated.sequences)[1:2]
 
-    def test_finds_more_than_greedy(self, make_kind, expected_tokens):
-        """Beams and greedy decoding differ for most kinds; otherwise the tests above would say nothing of beams."""
-        different = 0
-        for kind in KINDS:
-            generated = make_kind(kind).generate(**padded_prompts(), **BEAMS, **OPTIONS)
-            different += new_tokens(generated.sequences) != expected_tokens(kind)
-        assert different > len(KINDS) / 2
-
 
 class TestAssisted:
     """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache.
 
-    A state cannot go back: models with linear layers refuse (`test_linear_cache.py`).
+    A state cannot go back: models with linear layers refuse (`test_linear.py`).
     """
 
     @one_of_each([case for case in CASES if case[0] not in ONE_WAY])
@@ -307,10 +287,3 @@ class TestAssisted:
         assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind, **switches)
         assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"
         assert sum(lengths) > sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS), "no proposal was wrong"
-
-    @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "hybrid", "all_parts", "more_parts"])
-    def test_first_layer_of_the_model_itself(self, make_kind, expected_tokens, kind):
-        model = make_kind(kind)
-        generated = [model.generate(**row(prompt), assistant_early_exit=1, **OPTIONS) for prompt in PROMPTS]
-        assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind)
-        assert model.config.num_hidden_layers == len(model.model.layers) > 1

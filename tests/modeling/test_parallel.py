@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES
+from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, RICH, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
@@ -18,32 +18,9 @@ from modeling_nlq.integrations_nlq import check_distribution
 
 # Few models with many switches each, so that every part that belongs to heads is in one of them
 CASES = {
-    "sigmoid": {
-        "attention_activation": "sigmoid",
-        "query_projection": "nonlinear",
-        "qk_norm": "rms",
-        "head_projection": True,
-        "attention_gate": "headwise",
-        "use_bias": True,
-        "norm_position": "post",
-    },
-    "softmax": {
-        "query_projection": "upcycled",
-        "attention_sink": "learned",
-        "qk_norm": "l2",
-        "attention_gate": "elementwise",
-        "use_bias": True,
-        "tie_word_embeddings": False,
-    },
-    "squared": {
-        "attention_activation": "squared",
-        "query_projection": "residual",
-        "key_projection": "upcycled",
-        "value_projection": "bottleneck",
-        "num_key_value_heads": 2,
-        "position_embedding": "rope",
-    },
-    "linear_attention": {
+    **{name: {"attention_activation": name, **switches} for name, switches in RICH.items()},
+    "projections": {"key_projection": "upcycled", "value_projection": "bottleneck", "num_key_value_heads": 2, "use_bias": True},
+    "identity": {
         "attention_activation": "linear_attention",
         "linear_attention_decay": "fixed",
         "query_projection": "identity",
@@ -62,26 +39,11 @@ CASES = {
         "norm_position": "sandwich",
         "mlp_type": "gated",
         "query_key_value_bias": True,
+        "tie_word_embeddings": False,
         "per_layer_config": {1: {"sliding_window": None, "position_embedding": "none"}},
     },
-    "layers_differ": {
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "learned",
-        "query_projection": "linear",
-        "qk_norm": "l2",
-        "per_layer_config": {
-            1: {
-                "attention_activation": "softmax",
-                "linear_attention_decay": None,
-                "attention_sink": "zero",
-                "query_projection": "nonlinear",
-                "qk_norm": "rms",
-                "head_projection": True,
-            }
-        },
-    },
 }
-QUICK = ("sigmoid", "softmax", "layers_differ", "modern")
+QUICK = ("softmax", "sigmoid", "linear_attention", "modern")
 SIZES = {
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
@@ -154,17 +116,20 @@ def test_plan_names_existing_modules(make_model):
         }
 
 
-def test_impossible_sizes(make_model):
+def test_impossible_sizes():
     config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
     check_distribution(config, DistributedConfig(tp_size=2), can_be_staged=False)
     check_distribution(config, DistributedConfig(pp_size=2), can_be_staged=True)
-    with pytest.raises(ValueError, match=r"^tp_size=2 with pp_size=2 is not supported by Transformers; set one of them to 1$"):
-        check_distribution(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
-    with pytest.raises(ValueError, match=r"^tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"):
-        check_distribution(config, DistributedConfig(tp_size=3), can_be_staged=True)
-    with pytest.raises(ValueError, match=r"^tp_plan: NLQ models are split by their own plan only"):
-        check_distribution(config, DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise"}), can_be_staged=True)
-    with pytest.raises(ValueError, match=r"^pp_size=4 must be at most num_hidden_layers=2$"):
-        check_distribution(config, DistributedConfig(pp_size=4), can_be_staged=True)
-    with pytest.raises(ValueError, match=r"^pp_size=2: pipeline stages exist for NLQForCausalLM only"):
-        check_distribution(config, DistributedConfig(pp_size=2), can_be_staged=False)
+    for sizes, can_be_staged, message in (
+        (
+            {"tp_size": 2, "pp_size": 2},
+            True,
+            "tp_size=2 with pp_size=2 is not supported by Transformers; set one",
+        ),
+        ({"tp_size": 3}, True, "tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"),
+        ({"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, True, "tp_plan: NLQ models are split by their own plan only"),
+        ({"pp_size": 4}, True, "pp_size=4 must be at most num_hidden_layers=2$"),
+        ({"pp_size": 2}, False, "pp_size=2: pipeline stages exist for NLQForCausalLM only"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            check_distribution(config, DistributedConfig(**sizes), can_be_staged=can_be_staged)

@@ -1,160 +1,52 @@
-"""`nlq_tiled` and `eager` against the formulas; the tiles that `nlq_tiled` skips, and the memory it takes."""
+"""Attention in linear memory: the tiles that are skipped, the memory, and `torch.compile`, autocast and checkpointing."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.attention_cases import (
-    ALL_COMBINATIONS,
-    HALF_PRECISION,
     LAYOUTS,
-    LONG_LAYOUTS,
-    PRODUCT,
     SCALING,
     THREE,
-    check,
-    check_rounding,
+    attend,
     chunk,
-    combinations,
     dense,
-    drawn_layouts,
-    error,
-    expected_of,
-    has_sum,
     layer,
     layer_for,
     packed,
     padded,
-    reference,
+    random_factors,
     results,
     run,
+    set_rows,
+    set_tiles,
 )
-from support.elementwise_backends import set_tiled_tiles
-from support.grids import parametrize_grid
+from support.grids import parametrize_grid, slow_except
 from support.live_memory import LiveMemory
-from support.properties import examples
+from torch.utils.checkpoint import checkpoint
 
 from modeling_nlq import activations_nlq, tiled_nlq
-from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
-from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.kernels.cpu import cpu_ops
+from modeling_nlq.masking_nlq import Visibility, read_mask
 from modeling_nlq.ops_nlq import AttentionInputs
-from modeling_nlq.tiled_nlq import tiled_attention_forward
-
-
-@pytest.mark.usefixtures("small_tiles")
-class TestAgreement:
-    """Outputs and all gradients of `nlq_tiled` and `eager` are those of the formulas."""
-
-    @parametrize_grid(PRODUCT, allowed=has_sum)
-    def test_float32(self, tiled, activation, normalization, layout):
-        module, states = layer_for(layout, activation, normalization), layout.states()
-        expected = expected_of(layout, activation, normalization, states)
-        actual = run(tiled, layout, module, states)
-        eager = run(eager_attention_forward, layout, module, states)
-        assert all(tensor.dtype == torch.float32 for tensor in actual)
-        check(actual, expected, 1e-5)
-        check(eager, expected, 1e-5)
-        check(actual, eager, 1e-5)
-
-    @parametrize_grid({"dtype, activation, normalization": HALF_PRECISION, "layout": LAYOUTS}, strength=1)
-    def test_half_precision(self, tiled, dtype, activation, normalization, layout):
-        module, states = layer_for(layout, activation, normalization), layout.states(dtype)
-        actual = run(tiled, layout, module, states)
-        eager = run(eager_attention_forward, layout, module, states)
-        check_rounding(actual, eager, expected_of(layout, activation, normalization, states))
-
-    @pytest.mark.parametrize("name", LIBRARY_ACTIVATIONS)
-    def test_functions_of_transformers(self, name):
-        layout = LAYOUTS["one_key_value_head"]
-        module, states = layer_for(layout, name), layout.states()
-        tiled = run(tiled_attention_forward, layout, module, states)
-        check(tiled, run(eager_attention_forward, layout, module, states), 1e-5)
-        with torch.no_grad():
-            scores = SCALING * states[0].double() @ states[1].double().transpose(2, 3)
-            count = layout.visible.sum(dim=-1, keepdim=True).clamp(min=1)
-            weights = torch.where(layout.visible, module.activation.function(scores), 0.0) / count
-            check([tiled[0]], [(weights @ states[2].double()).transpose(1, 2)], 1e-5)
-
-    @pytest.mark.parametrize("query_length, key_length", [(1, 2000), (2000, 1)], ids=["one_query", "one_key"])
-    def test_sums_over_many_tiles(self, tiled, query_length, key_length):
-        """They are taken in float32: in bfloat16, terms of one sign would soon be too small to change the sum."""
-        lengths = (query_length, key_length, key_length)
-        states = [torch.rand(1, 1, length, 4).to(torch.bfloat16).requires_grad_() for length in lengths]
-        visible = torch.ones(1, 1, query_length, key_length).bool()
-        for activation, normalization in (("softplus", "none"), ("relu", "length")):
-            output, _ = tiled(layer(activation, normalization), *states, visible, scaling=SCALING)
-            expected = reference(*states, visible, activation, normalization, SCALING)
-            gradients = [torch.autograd.grad(tensor.sum(), states) for tensor in (output, expected)]
-            for one, other in zip((output, *gradients[0]), (expected, *gradients[1]), strict=True):
-                assert error(one, other) <= 2 * 2**-7
-
-
-class TestUsualTiles:
-    """The same with tiles as large as they are in use."""
-
-    @parametrize_grid({"activation, normalization": THREE, "layout": LONG_LAYOUTS}, strength=1)
-    def test_float32(self, tiled, activation, normalization, layout):
-        module, states = layer_for(layout, activation, normalization), layout.states(head_dim=8)
-        check(
-            run(tiled, layout, module, states),
-            expected_of(layout, activation, normalization, states),
-            1e-5,
-        )
-
-
-def check_any_layout(layout, combination, tile, head_dim):
-    """In float64, where nothing but a wrong tile, mask or head is left to differ."""
-    states = layout.states(torch.float64, head_dim)
-    expected = expected_of(layout, *combination, states)
-    module = layer_for(layout, *combination)
-    with pytest.MonkeyPatch.context() as patch:
-        set_tiled_tiles(patch, tile, tile, 0)
-        check(run(tiled_attention_forward, layout, module, states), expected, 1e-9)
-    check(run(eager_attention_forward, layout, module, states), expected, 1e-9)
-
-
-@examples(100)
-@given(drawn_layouts(), st.sampled_from(ALL_COMBINATIONS), st.integers(1, 6), st.integers(1, 5))
-def test_any_layout(layout, combination, tile, head_dim):
-    check_any_layout(layout, combination, tile, head_dim)
-
-
-@pytest.mark.slow
-@examples(250)
-@given(drawn_layouts(), st.sampled_from(ALL_COMBINATIONS), st.integers(1, 6), st.integers(1, 5))
-def test_many_layouts(layout, combination, tile, head_dim):
-    check_any_layout(layout, combination, tile, head_dim)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@combinations(ALL_COMBINATIONS)
-def test_tiled_attention_on_a_gpu(activation, normalization):
-    module = layer(activation, normalization)
-    shape, device = (2, 4, 300, 64), torch.device("cuda")
-    states = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-    expected = results(eager_attention_forward(module, *states, None, scaling=SCALING)[0], states)
-    actual = results(tiled_attention_forward(module, *states, None, scaling=SCALING)[0], states)
-    check(actual, expected, 1e-4)
 
 
 class TestWork:
     """Tiles that are all hidden are not computed, and memory grows linearly with the length."""
 
-    @pytest.mark.parametrize(
-        "layout, pairs",
-        [
-            pytest.param(chunk(16, 16, 0, batch=1), 10, id="causal"),
-            pytest.param(chunk(4, 16, 4, batch=1), 2, id="static_cache"),
-            pytest.param(packed("aaaabbbbccccdddd"), 4, id="packed"),
-            pytest.param(packed("aaaabbbbccccdddd", "aaaaaaaabbbbbbbb"), 6, id="packed_differently"),
-            pytest.param(padded("0000000011111111", "0000111111111111"), 6, id="left_padding"),
-            pytest.param(dense(torch.eye(16).bool()[None, None]), 4, id="dense_mask"),
-            pytest.param(chunk(16, 16, 0, batch=1, window=4), 7, id="window"),
-        ],
-    )
+    # With the number of tiles of 4 x 4 that hold a visible pair
+    SPARSE = {
+        "causal": (chunk(16, 16, 0, batch=1), 10),
+        "static_cache": (chunk(4, 16, 4, batch=1), 2),
+        "packed": (packed("aaaabbbbccccdddd"), 4),
+        "packed_differently": (packed("aaaabbbbccccdddd", "aaaaaaaabbbbbbbb"), 6),
+        "left_padding": (padded("0000000011111111", "0000111111111111"), 6),
+        "dense_mask": (dense(torch.eye(16).bool()[None, None]), 4),
+        "window": (chunk(16, 16, 0, batch=1, window=4), 7),
+    }
+    sparse = pytest.mark.parametrize("layout, pairs", SPARSE.values(), ids=SPARSE)
+
+    @sparse
     def test_hidden_tiles_are_skipped(self, monkeypatch, layout, pairs):
-        set_tiled_tiles(monkeypatch, 4, 4, 0)
+        set_tiles(monkeypatch, 4, 4, 0)
         sizes = []
 
         def function(scores):
@@ -164,49 +56,175 @@ class TestWork:
         monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
         activations_nlq.register_attention_activation("counted", function)
         sizes.clear()
-        module, states = layer_for(layout, "counted"), layout.states()
-        output, _ = tiled_attention_forward(module, *states, layout.mask(), scaling=SCALING)
+        output = attend("nlq_tiled", layer_for(layout, "counted"), *layout.states(), mask=layout.mask())
         assert sizes == [(4, 4)] * pairs
         output.sum().backward()
         assert sizes == [(4, 4)] * pairs * 2
 
-    @parametrize_grid(
-        {"activation, normalization": (*THREE, ("softmax", "sum")), "mask": ("causal", "padding", "packed", "window")},
-        strength=1,
-    )
-    def test_memory_is_linear(self, monkeypatch, activation, normalization, mask):
-        monkeypatch.setenv("NLQ_CPP", "0")  # the C++ code takes its memory elsewhere
-        set_tiled_tiles(monkeypatch, 16, 16, 0)
-        peaks = {length: self.measure(activation, normalization, mask, length, tiled=True) for length in (128, 256, 512)}
-        eager = {length: self.measure(activation, normalization, mask, length, tiled=False) for length in (128, 256)}
-        assert eager[256].largest == 4 * eager[128].largest  # it measures what it should
-        for name in ("peak", "largest"):
-            first, second, third = (getattr(peaks[length], name) for length in (128, 256, 512))
-            assert second <= 2.05 * first
-            assert third <= 2.05 * second
-        assert peaks[512].largest <= 2 * 512 * 8 * 4  # (heads, length, head_dim) in float32: the inputs' size
+    @sparse
+    def test_hidden_tiles_are_skipped_in_cpp(self, cpp_passes, monkeypatch, layout, pairs):
+        """A weight of 0 times NaN would be NaN, so whatever is finite did not visit the tile."""
+        set_tiles(monkeypatch, 4, 4, 0)
+        for passes in ("FORWARD_TILES", "BACKWARD_TILES"):
+            monkeypatch.setattr(cpu_ops, passes, (4, 4))
+        for start in range(0, layout.key_length, 4):
+            states = layout.states()
+            states[2].data[:, :, start : start + 4] = torch.nan
+            output, gradient, *_ = run("nlq_cpp", layout, layer_for(layout, "tanh"), states)
+            seen = layout.visible[..., start : start + 4].any(dim=-1)  # (batch, heads, query)
+            seen = seen.unflatten(-1, (-1, 4)).any(dim=-1).repeat_interleave(4, dim=-1)
+            assert output.transpose(1, 2)[~seen].isfinite().all() and gradient[~seen].isfinite().all()
+            assert output.transpose(1, 2)[seen].isnan().all()
 
     @staticmethod
-    def measure(activation, normalization, mask, length, tiled):
-        layout = {
+    def layout(mask, length):
+        return {
             "causal": chunk(length, length, 0, batch=1),
             "padding": padded("0" * 5 + "1" * (length - 5)),
             "packed": packed("a" * 30 + "b" * (length - 30)),
             "window": chunk(length, length, 0, batch=1, window=20),
         }[mask]
-        states = [torch.randn(1, 2, length, 8) for _ in range(3)]
+
+    @staticmethod
+    def memory_of_tiles(pair, layout):
+        states = [torch.randn(1, 2, layout.query_length, 8) for _ in range(3)]
         # Of softmax, `nlq_tiled` computes what has a bias
-        total = torch.rand(1, 2, length, dtype=torch.float64)
-        biases = [total, total] if activation == "softmax" else [None, None]
-        visibility = layout.mask()
+        total = torch.rand(1, 2, layout.query_length, dtype=torch.float64)
+        biases = [total, total] if pair[0] == "softmax" else [None, None]
+        mask = layout.mask()
+        # The functions behind the operators: a dispatch mode cannot look inside operators
+        masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
+        rest = (mask.visible_count[:, None], *masks, None, *pair, SCALING, 0.0)
         with LiveMemory() as memory:
-            if tiled:
-                # The functions behind the operators: a dispatch mode cannot look inside operators
-                masks = (visibility.last_key, visibility.key_is_valid, visibility.first_key, None)
-                rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
-                inputs = AttentionInputs(*states, *biases, *rest)
-                results = tiled_nlq._tiled_attention(inputs)
-                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), inputs, results)
-            else:
-                eager_attention_forward(layer(activation, normalization), *states, visibility, scaling=SCALING)
+            inputs = AttentionInputs(*states, *biases, *rest)
+            outputs = tiled_nlq._tiled_attention(inputs)
+            tiled_nlq._tiled_attention_backward(torch.ones_like(outputs[0]), inputs, outputs)
         return memory
+
+    @staticmethod
+    def memory_of(backend, pair, layout):
+        states = [torch.randn(1, 2, layout.query_length, 8, requires_grad=True) for _ in range(3)]
+        with LiveMemory() as memory:
+            results(attend(backend, layer(*pair), *states, mask=layout.mask()), states)
+        return memory
+
+    @parametrize_grid(
+        {
+            "pair": {"-".join(pair): pair for pair in (*THREE, ("softmax", "sum"))},
+            "mask": ("causal", "padding", "packed", "window"),
+        },
+        strength=1,
+    )
+    def test_memory_of_tiles_is_linear(self, monkeypatch, pair, mask):
+        set_tiles(monkeypatch, 16, 16, 0)
+        first, second, third = (self.memory_of_tiles(pair, self.layout(mask, length)) for length in (128, 256, 512))
+        for name in ("peak", "largest"):
+            assert getattr(second, name) <= 2.05 * getattr(first, name)
+            assert getattr(third, name) <= 2.05 * getattr(second, name)
+        assert third.largest <= 2 * 512 * 8 * 4  # (heads, length, head_dim) in float32: the inputs' size
+
+    @pytest.mark.parametrize("activation", ["softpick", "stick_breaking", "sparsemax"])
+    def test_memory_of_rows_is_linear(self, monkeypatch, activation):
+        set_rows(monkeypatch, 16)
+        first, second, third = (
+            self.memory_of("nlq_rows", (activation,), self.layout("causal", length)).peak for length in (128, 256, 512)
+        )
+        assert second <= 2.2 * first and third <= 2.2 * second
+        eager = [self.memory_of("eager", (activation,), self.layout("causal", length)).peak for length in (128, 256)]
+        assert eager[1] > 3 * eager[0]  # it measures what it should
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def equal(actual, expected):
+    return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.usefixtures("small_tiles", "fresh_compiler")
+class TestPyTorch:
+    """`torch.compile`, autocast, gradient checkpointing, and PyTorch's checks of operators."""
+
+    @staticmethod
+    def function(layout, activation, **options):
+        module, mask = layer_for(layout, activation, training=bool(options)), layout.mask()
+        return lambda *states: attend("nlq_tiled", module, *states, mask=mask, **options)
+
+    @pytest.mark.parametrize(
+        "name, dtype",
+        slow_except(
+            (
+                ("causal", "bfloat16"),  # half precision keeps the remainder of each rounding beside the sum
+                ("one_key_value_head", "float32"),
+                ("packed", "float32"),
+                ("mask_of_one_row", "float32"),
+                ("mask_per_head", "float32"),
+            ),
+            (("causal", "bfloat16"), ("packed", "float32"), ("mask_of_one_row", "float32")),
+        ),
+    )
+    def test_compile(self, name, dtype):
+        states = LAYOUTS[name].states(getattr(torch, dtype))
+        function = self.function(LAYOUTS[name], "sigmoid")
+        expected, actual = (results(call(*states), states) for call in (function, compiled(function)))
+        assert equal(actual, expected)
+        with torch.no_grad():
+            assert torch.equal(compiled(function)(*states), expected[0])
+        frozen = [tensor.detach() for tensor in states]  # outside of `no_grad`
+        assert torch.equal(compiled(function)(*frozen), expected[0])
+
+    @pytest.mark.slow
+    def test_compile_with_dropout(self):
+        states = LAYOUTS["causal"].states()
+        call, runs = compiled(self.function(LAYOUTS["causal"], "gelu", dropout=0.3)), []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            runs.append(results(call(*states), states))
+        assert equal(runs[0], runs[1]) and not torch.allclose(runs[0][0], runs[2][0])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+    def test_autocast(self, dtype):
+        layout = LAYOUTS["left_padding"]
+        states = layout.states()
+        with torch.autocast("cpu", dtype):
+            output = self.function(layout, "softplus")(*states)
+        actual = results(output, states)
+        assert [tensor.dtype for tensor in actual] == [dtype, *[torch.float32] * 3]
+        rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in states]
+        expected = run("nlq_tiled", layout, layer_for(layout, "softplus"), rounded)
+        assert equal(actual, [other.to(one.dtype) for one, other in zip(actual, expected)])
+
+    @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
+    def test_checkpointing(self, use_reentrant):
+        states = LAYOUTS["causal"].states()
+        function = self.function(LAYOUTS["causal"], "relu", dropout=0.3)
+        torch.manual_seed(1)
+        expected = results(function(*states), states)
+        torch.manual_seed(1)
+        output = checkpoint(function, *states, use_reentrant=use_reentrant)
+        torch.rand(3)  # between the two passes others draw random numbers too
+        output.backward(random_factors(output))
+        assert equal([output.detach(), *(tensor.grad for tensor in states)], expected)
+
+    @parametrize_grid(
+        {
+            "name": ("causal", "one_key_value_head", "packed", "mask_per_head"),
+            "dropout": {"": 0.0, "dropout": 0.3},
+            "dtype": ("float32", "bfloat16"),
+        },
+        strength=1,
+    )
+    def test_operators(self, name, dropout, dtype):
+        layout = LAYOUTS[name]
+        states = [tensor.detach() for tensor in layout.states(getattr(torch, dtype))]
+        mask, count = read_mask(layout.mask(), *states[:2])
+        masks = (None, None, None, mask)
+        if isinstance(mask, Visibility):
+            masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
+        rest = (count, *masks, torch.tensor(5) if dropout else None, "softplus", "sum", SCALING, dropout)
+        biases = [torch.rand(*tensor.shape[:1], states[0].shape[1], tensor.shape[2]).double() for tensor in states[:2]]
+        states += biases if name == "packed" else [None, None]
+        torch.library.opcheck(tiled_nlq.FORWARD, (*states, *rest))
+        outputs = tiled_nlq.FORWARD(*states, *rest)
+        torch.library.opcheck(tiled_nlq.BACKWARD, (torch.randn_like(outputs[0]), *states, *rest, *outputs))

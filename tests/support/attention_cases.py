@@ -3,6 +3,7 @@
 Shapes: query and key `(batch, heads, length, head_dim)`, outputs `(batch, query, heads, head_dim)`.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -15,7 +16,10 @@ import torch
 from hypothesis import strategies as st
 from support.reference import NON_NEGATIVE, PHI
 
+from modeling_nlq import tiled_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
+from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.masking_nlq import make_visibility
 
 
@@ -27,11 +31,6 @@ ALL_COMBINATIONS = [
 def combinations(pairs):
     ids = [f"{name}-{normalization}" for name, normalization in pairs]
     return pytest.mark.parametrize("activation, normalization", pairs, ids=ids)
-
-
-def has_sum(activation, normalization, **others):
-    """True unless weights that may be negative are to be divided by their sum."""
-    return normalization != "sum" or activation in NON_NEGATIVE
 
 
 def reference(query, key, value, visible, activation, normalization, scaling, sink=None, kept=1.0):
@@ -164,24 +163,24 @@ def causal(batch, head, query, key):
 
 
 @st.composite
-def drawn_layouts(draw, most=3, longest=12):
-    """Any lengths, groups, offsets, windows, paddings and packings."""
+def drawn_layouts(draw, most=3, longest=12, is_linear=False):
+    """Any lengths, groups, offsets, windows, paddings and packings; of linear attention no windows, and no cache."""
     key_value_heads = draw(st.integers(1, most))
     batch = draw(st.integers(1, most))
     sizes = {"heads": key_value_heads * draw(st.integers(1, most)), "key_value_heads": key_value_heads}
     query_length = draw(st.integers(1, longest))
-    kind = draw(st.sampled_from(["none", "cache", "padding", "packed"]))
+    kind = draw(st.sampled_from(["none", "padding", "packed"] if is_linear else ["none", "cache", "padding", "packed"]))
     if kind == "none":
-        key_length = query_length + draw(st.integers(0, 4))
+        key_length = query_length + (0 if is_linear else draw(st.integers(0, 4)))
         return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
-    sizes["window"] = draw(st.sampled_from([None, None, 1, 3, 6]))
+    sizes["window"] = None if is_linear else draw(st.sampled_from([None, None, 1, 3, 6]))
     if kind == "packed":
         begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
         rows = [draw(begins) for _ in range(batch)]  # whether a document begins at a token
         letters = [[chr(97 + sum(row[: index + 1])) for index in range(query_length)] for row in rows]
         return packed(*map("".join, letters), **sizes)
-    offset = draw(st.integers(0, 9))
-    key_length = query_length + offset + draw(st.integers(0, 4))
+    offset = 0 if is_linear else draw(st.integers(0, 9))
+    key_length = query_length + (0 if is_linear else offset + draw(st.integers(0, 4)))
     given_offset = torch.tensor(offset) if draw(st.booleans()) else offset
     if kind == "cache":
         return chunk(query_length, key_length, given_offset, batch=batch, **sizes)
@@ -227,17 +226,10 @@ LONG_LAYOUTS = {
     "one_query_long_cache": chunk(1, 600, 599, heads=4),
     "many_heads": chunk(141, 141, 0, batch=3, heads=11, key_value_heads=1),
 }
-all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 # A sum of weights that is too small to divide by
 almost_nothing = pytest.mark.parametrize(
     "activation, score", [("relu", 1e-40), ("relu_squared", 1e-21), ("squared", -1e-21), ("softplus", -95.0)]
 )
-# All of `ALL_COMBINATIONS` with every layout
-PRODUCT = {"activation": tuple(PHI), "normalization": ("sum", "length", "none"), "layout": LAYOUTS}
-HALF_PRECISION = {
-    **{"-".join(("bfloat16", *pair)): (torch.bfloat16, *pair) for pair in ALL_COMBINATIONS},
-    **{f"float16-{name}-sum": (torch.float16, name, "sum") for name in NON_NEGATIVE},
-}
 # One of each normaliser; the first has a bias, the second a mean gradient
 THREE = [("sigmoid", "none"), ("softplus", "sum"), ("gelu", "length")]
 SCALING = 0.5  # a power of two: exact in every precision
@@ -255,7 +247,7 @@ def layer(activation, normalization=None, *, heads=1, key_value_heads=1, trainin
         attention_sink=attention_sink,
         is_causal=True,
         layer_idx=0,
-        config=SimpleNamespace(_attn_implementation=None),
+        config=SimpleNamespace(_attn_implementation="nlq"),  # for which C++ code hands over what it does not compute
     )
 
 
@@ -274,14 +266,64 @@ def results(output, inputs):
     return [output.detach(), *torch.autograd.grad(output, inputs, random_factors(output))]
 
 
-def run(function, layout, module, states, mask=None, **options):
-    output, _ = function(module, *states, layout.mask() if mask is None else mask, scaling=SCALING, **options)
-    return results(output, states)
+def inputs_of(module, states):
+    return [*states, module.sink] if module.attention_sink == "learned" else states
 
 
-def expected_of(layout, activation, normalization, states, **options):
-    output = reference(*states, layout.visible, activation, normalization, SCALING, **options)
-    return [tensor.double() for tensor in results(output, states)]
+def attend(backend, module, *states, mask=None, scaling=SCALING, **options):
+    """The output of a backend by name, `nlq_tiled` where there is no C++ code for the activation."""
+    if backend == "nlq_cpp" and module.activation.name not in (*cpu_ops.ACTIVATIONS, "softmax"):
+        backend = "nlq_tiled"
+    return ATTENTION_BACKENDS[backend].function(module, *states, mask, scaling=scaling, **options)[0]
+
+
+def run(backend, layout, module, states, scaling=SCALING, **options):
+    """The output and gradients of a backend."""
+    mask = layout.mask()
+    if backend == "sdpa" and mask is not None:
+        mask = layout.visible
+    output = attend(backend, module, *states, mask=mask, scaling=scaling, **options)
+    return results(output, inputs_of(module, states))
+
+
+def expected_of(layout, activation, normalization, states, scaling=SCALING, sink=None, kept=1.0):
+    output = reference(*states, layout.visible, activation, normalization, scaling, sink, kept)
+    inputs = [*states, sink] if sink is not None and sink.requires_grad else states
+    return [tensor.double() for tensor in results(output, inputs)]
+
+
+def set_tiles(patch, large, small, many_heads):
+    """Sizes of the tiles of `nlq_tiled` and of the C++ code, which are of an even number of queries or keys."""
+    for name, value in {"LARGE_TILE": large, "SMALL_TILE": small, "MANY_HEADS": many_heads}.items():
+        patch.setattr(tiled_nlq, name, value)
+    tile = (large + 1) // 2 * 2
+    patch.setattr(cpu_ops, "FORWARD_TILES", (tile, tile + 2))
+    patch.setattr(cpu_ops, "BACKWARD_TILES", (tile + 2, tile))
+
+
+def set_rows(patch, count):
+    """The number of queries that `nlq_rows` computes at a time."""
+    patch.setitem(ATTENTION_BACKENDS["nlq_rows"].function.__globals__, "ROWS", count)
+
+
+def allow_cpp(patch):
+    """Lets attention run in C++ here, and tells whether it does. On CPUs without AVX-512 its products are plain loops."""
+    patch.delenv("NLQ_CPP", raising=False)
+    if build.instructions() != "AVX512":
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DNLQ_PLAIN_PRODUCTS"))
+        patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built("attention"))
+    return cpu_ops._multiplies(True)
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """New memory is NaN, or the largest number if it holds integers: PyTorch fills it under deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 NAMES = ("output", "query", "key", "value", "sink")

@@ -13,10 +13,7 @@ from support.attention_cases import LAYOUTS, SCALING, Layout, causal, packed, pa
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from modeling_nlq import (
-    NLQConfig,
-    linear_nlq,
-)
+from modeling_nlq import NLQConfig, linear_nlq
 from modeling_nlq.linear_nlq import chunked_form, linear_attention, recurrent_form
 
 
@@ -131,14 +128,6 @@ BOTH_CACHES = {
 both_caches = pytest.mark.parametrize("make_cache", BOTH_CACHES.values(), ids=BOTH_CACHES)
 
 
-def gradients(model, loss):
-    return torch.autograd.grad(loss, list(model.parameters()))
-
-
 def linear_layers(cache):
     # By name: Transformers' table may hold the class of a downloaded copy of the same file
     return [layer for layer in cache.layers if type(layer).__name__ == "NLQLinearAttentionCacheLayer"]
-
-
-def state_bytes(layer):
-    return sum(part.untyped_storage().nbytes() for part in layer.get_state())

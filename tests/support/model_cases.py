@@ -166,6 +166,21 @@ PART_SWITCHES = {
         "value_residual": "learned",
     },
 }
+# As many switches at once as go together, for some activations, one beside a layer of another
+RICH = {
+    "softmax": {"attention_sink": "learned", "qk_norm": "l2", "attention_gate": "headwise", "head_projection": True},
+    "sigmoid": {"position_embedding": "rope", "qk_norm": "rms", "norm_position": "post", "residual_activation": "relu"},
+    "squared": {"query_projection": "upcycled", "num_key_value_heads": 2, "use_bias": True, "attention_gate": "elementwise"},
+    "entmax15": {"qk_norm": "rms", "attention_gate": "headwise", "num_key_value_heads": 2},
+    "linear_attention": {
+        "linear_attention_decay": "learned",
+        "position_embedding": "rope",
+        "qk_norm": "l2",
+        "num_key_value_heads": 2,
+        "head_projection": True,
+        "per_layer_config": {1: {"attention_activation": "softmax", "linear_attention_decay": None}},
+    },
+}
 LINEAR_SWITCHES = {
     "plain": {},
     "fixed_decay": {"linear_attention_decay": "fixed"},
