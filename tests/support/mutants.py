@@ -1,11 +1,12 @@
-"""Measures the strength of the tests: plants one fault at a time in the code and counts the faults that the tests find.
+"""Measures the strength of the tests: makes one small fault at a time, and counts those that the tests find.
 
-    python tests/support/mutants.py --per_module 20 --output mutants.jsonl        # the quick tests, `make test`
-    python tests/support/mutants.py --all --survivors_of mutants.jsonl --output survivors.jsonl   # the slow ones, `make
-    test-all`
+    pip install -e ".[mutation]"
+    pytest -n 2 -m "not slow and not gpu" tests/test_*.py tests/modeling tests/training --cov --cov-context=test --cov-report=
+    python tests/support/mutants.py --output mutants.jsonl
 
-Each mutant changes one token of one line: a comparison, an operator, a number, a condition. It runs the tests of its module in
-a copy of the repository and stops at the first failure. A mutant that no test fails for has survived.
+The faults are the mutations of cosmic-ray. From each group of files some places are drawn by a seed, and one mutation for each.
+A mutant runs tests that reach its statement, as the contexts of coverage.py tell, and stops at the first failure. The files of
+this checkout are changed and put back, so work in a clone; several clones may share the mutants by `--shard`.
 """
 
 import argparse
@@ -14,281 +15,144 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-import venv
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Queue
 
 import pytest
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.provider import OperatorProvider
+from coverage import CoverageData
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# The files to change, and the tests that run for each, in stages. A fault that one stage finds needs no other.
-M = "tests/modeling/test_"
-TESTS = {
-    "modeling_nlq/attention_nlq.py": [
-        [f"{M}weights.py", f"{M}extremes.py"],
-        [f"{M}formulas.py", f"{M}activations.py", f"{M}elementwise_gradients.py", f"{M}softmax_sinks.py", f"{M}sparse.py"],
-        ["tests/test_invariants.py"],
-    ],
-    "modeling_nlq/masking_nlq.py": [
-        [f"{M}model.py", f"{M}tiled.py"],
-        [f"{M}generation.py", f"{M}formulas.py", f"{M}linear_model.py"],
-        ["tests/test_invariants.py"],
-    ],
-    "modeling_nlq/projections_nlq.py": [[f"{M}formulas.py", f"{M}initial_state.py"], ["tests/training/conversion"]],
-    "modeling_nlq/tiled_nlq.py": [
-        [f"{M}tiled.py", f"{M}elementwise_gradients.py"],
-        [f"{M}elementwise_dropout.py", f"{M}elementwise_pytorch.py", f"{M}extremes.py"],
-    ],
-    "modeling_nlq/linear_nlq.py": [
-        [f"{M}linear_forms.py"],
-        [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py", f"{M}optional_kernels.py"],
-        ["tests/test_invariants.py"],
-    ],
-    "modeling_nlq/ops_nlq.py": [
-        [f"{M}tiled.py", f"{M}elementwise_pytorch.py"],
-        [f"{M}elementwise_dropout.py", f"{M}sharing.py"],
-    ],
-    "training/comparison/inference.py": [
-        ["tests/training/comparison/test_inference.py"],
-        ["tests/training/comparison/test_report.py"],
-    ],
-    "training/conversion/upcycling.py": [["tests/training/conversion/test_upcycling.py"], ["tests/training/conversion"]],
-    "training/sharing/publishing.py": [["tests/training/sharing"]],
+# How many mutants of which files
+GROUPS = {
+    "modeling": (100, ("modeling_nlq/*.py", "modeling_nlq/kernels/**/*.py")),
+    "comparison": (60, ("training/comparison/*.py", "training/screening/*.py")),
+    "run": (40, ("training/run/**/*.py",)),
 }
-SECONDS = 900
-
-COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
-COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
-OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.BitAnd: "|"}
-OPERATORS |= {ast.BitOr: "&", ast.Pow: "*", ast.MatMult: "+"}
+TESTS = 100  # of one mutant, at most
+SECONDS = 300  # of its tests; a mutant that never ends is found
+# Names that are exchanged or inserted need a list of names, which we have not
+OPERATORS = {name: OperatorProvider()[name]() for name in OperatorProvider() if not name.startswith("Variable")}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: the text from `start` to `end`, offsets in the file, becomes `new`."""
+    """One fault: the mutation `operator` at its place number `occurrence` in a file."""
 
+    group: str
     file: str
     line: int
-    start: int
-    end: int
-    old: str
-    new: str
+    operator: str
+    occurrence: int
 
 
-def find_mutants(file: str) -> Iterator[Mutant]:
-    """All mutants of a file. Strings, annotations and messages of errors are left alone."""
-    source = (ROOT / file).read_text()
-    offsets = [0]
-    for line in source.encode().splitlines(keepends=True):
-        offsets.append(offsets[-1] + len(line))
-
-    def place(node: ast.AST) -> tuple[int, int]:
-        return offsets[node.lineno - 1] + node.col_offset, offsets[node.end_lineno - 1] + node.end_col_offset
-
-    def mutant(node: ast.AST, start: int, end: int, new: str) -> Mutant:
-        return Mutant(file, node.lineno, start, end, source.encode()[start:end].decode(), new)
-
-    def visit(node: ast.AST) -> Iterator[Mutant]:
-        if isinstance(node, ast.Raise | ast.JoinedStr | ast.arg | ast.Import | ast.ImportFrom):
-            return
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-            start, end = place(node.left)[1], place(node.comparators[0])[0]
-            yield mutant(node, start, end, f" {COMPARISONS[type(node.ops[0])]} ")
-        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not isinstance(node.left, ast.JoinedStr):
-            start, end = place(node.left)[1], place(node.right)[0]
-            if "(" not in source.encode()[start:end].decode() and ")" not in source.encode()[start:end].decode():
-                yield mutant(node, start, end, f" {OPERATORS[type(node.op)]} ")
-        elif isinstance(node, ast.BoolOp) and node.lineno == node.end_lineno:
-            start, end = place(node.values[0])[1], place(node.values[1])[0]
-            text = source.encode()[start:end].decode()
-            if text.strip() in ("and", "or"):
-                yield mutant(node, start, end, " or " if isinstance(node.op, ast.And) else " and ")
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert | ast.USub):
-            yield mutant(node, place(node)[0], place(node.operand)[0], "")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            yield mutant(node, *place(node), str(not node.value))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            yield mutant(node, *place(node), str(node.value + 1))
-        elif isinstance(node, ast.If | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            start, end = place(node.test)
-            yield mutant(node.test, start, end, f"(not {source.encode()[start:end].decode()})")
-        for name, value in ast.iter_fields(node):
-            if name in ("annotation", "returns", "decorator_list"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from visit(child)
-
-    tree = ast.parse(source)
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield from visit(node)
+def draw_mutants(seed: int) -> list[Mutant]:
+    """Draws places uniformly, but none in annotations and in the messages of errors, and one mutation for each."""
+    drawn = []
+    for group, (number, patterns) in GROUPS.items():
+        places: dict[tuple, list[Mutant]] = {}
+        for file in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
+            source = file.read_text(encoding="utf-8")
+            left_alone, nodes = list(_spans_left_alone(source)), list(ast_nodes(get_ast(source)))
+            for name, operator in OPERATORS.items():
+                starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+                for occurrence, start in enumerate(map(tuple, starts)):
+                    if not any(first <= start < end for first, end in left_alone):
+                        mutant = Mutant(group, str(file.relative_to(ROOT)), start[0], name, occurrence)
+                        places.setdefault((mutant.file, start), []).append(mutant)
+        generator = random.Random(f"{seed} {group}")
+        drawn += [generator.choice(places[place]) for place in generator.sample(sorted(places), number)]
+    return drawn
 
 
-def choose(per_module: int, seed: int) -> list[Mutant]:
-    """A random sample of the mutants of each file, at most one per line and operator."""
-    chosen = []
-    for file in TESTS:
-        by_line = {(mutant.line, mutant.start): mutant for mutant in find_mutants(file)}
-        mutants = sorted(by_line.values(), key=lambda mutant: mutant.start)
-        chosen += sorted(
-            random.Random(f"{seed} {file}").sample(mutants, min(per_module, len(mutants))), key=lambda mutant: mutant.start
-        )
-    return chosen
+def _spans_left_alone(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    for node in ast.walk(ast.parse(source)):
+        inner = [getattr(node, name, None) for name in ("annotation", "returns")]
+        for each in [node] if isinstance(node, ast.Raise) else filter(None, inner):
+            yield (each.lineno, each.col_offset), (each.end_lineno, each.end_col_offset)
 
 
-def make_copy(folder: Path) -> Path:
-    """A copy of the tracked files with an environment that imports them; the packages are those of this environment."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
-    for command in (["git", "init", "--quiet"], ["git", "add", "--all"]):
-        subprocess.run(command, cwd=folder, check=True)  # some tests ask git for the tracked files
-    if (ROOT / ".cache").is_dir():
-        (folder / ".cache").symlink_to(ROOT / ".cache")
-    venv.create(folder / ".venv", symlinks=True)
-    python = folder / ".venv" / "bin" / "python"
-    packages = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
-    own = folder / ".venv" / "lib" / packages.parent.name / "site-packages"
-    (own / "base.pth").write_text(f"{packages}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--editable",
-        str(folder),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+def tests_of(mutant: Mutant, contexts: dict[int, list[str]], seed: int) -> list[str]:
+    """Draws from the tests that reach the statement of a mutant, or its file if that runs at import only."""
+    lines = {mutant.line}
+    for node in ast.walk(ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno <= mutant.line <= node.end_lineno:
+            lines.update(range(node.lineno, node.end_lineno + 1))
+    reaching = {test for line in lines for test in contexts.get(line, ()) if test}
+    reaching = reaching or {test for tests in contexts.values() for test in tests if test}
+    tests = sorted({test.partition("|")[0] for test in reaching})
+    return random.Random(f"{seed} {mutant}").sample(tests, min(TESTS, len(tests)))
 
 
-SERVER = """
-import os, sys
-# What takes seconds to import and does not change; every mutant starts as a fork of this process
-import accelerate, datasets, evaluate, hypothesis, matplotlib.pyplot, pytest, scipy.stats, torch, transformers
-import transformers.models.llama.modeling_llama, transformers.integrations.flex_attention, transformers.trainer
-torch.set_num_threads(1)
-for line in sys.stdin:
-    arguments = [argument.replace("\\0", " ") for argument in line.split()]
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        log = os.open("pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2), os.close(0)
-        os._exit(int(pytest.main(arguments)))
-    print(child, flush=True)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), flush=True)
-"""
-
-
-class Worker:
-    """A copy of the repository and a process that runs tests in it."""
-
-    def __init__(self, folder: Path):
-        self.folder = make_copy(folder)
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment |= {"TOKENIZERS_PARALLELISM": "false"}
-        command = [str(self.folder / ".venv" / "bin" / "python"), "-c", SERVER]
-        self.process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def _pytest(self, tests: list[str], markers: str) -> int:
-        """Runs tests up to the first failure, in a fork of the process; returns pytest's exit status."""
-        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", markers.replace(" ", "\0"), *tests]
-        self.process.stdin.write(" ".join(arguments) + "\n")
-        self.process.stdin.flush()
-        child = int(self.process.stdout.readline())
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(self.process.stdout.readline)
-            try:
-                return int(waiting.result(timeout=SECONDS))
-            except TimeoutError:
+def run(mutant: Mutant, tests: list[str]) -> dict:
+    """Runs tests with a fault, in a fork of this process, which has imported what takes long and does not change."""
+    path, start = ROOT / mutant.file, time.monotonic()
+    original = path.read_text(encoding="utf-8")
+    path.write_text(mutate_code(original, OPERATORS[mutant.operator], mutant.occurrence), encoding="utf-8")
+    try:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1), os.dup2(silent, 2)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not slow and not gpu"]
+            os._exit(int(pytest.main([*options, *tests])))
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            time.sleep(0.05)
+            if time.monotonic() - start > SECONDS:
                 os.killpg(child, signal.SIGKILL)
-                return int(waiting.result())
-
-    def run(self, mutant: Mutant, markers: str) -> dict:
-        """Runs the tests with a fault; tells whether it was found, by which test, and after how many seconds."""
-        path = self.folder / mutant.file
-        original = path.read_bytes()
-        path.write_bytes(original[: mutant.start] + mutant.new.encode() + original[mutant.end :])
-        start = time.monotonic()
-        try:
-            code = next((code for stage in TESTS[mutant.file] if (code := self._pytest(stage, markers)) != 0), 0)
-        finally:
-            path.write_bytes(original)
-        log = (self.folder / "pytest.log").read_text(errors="replace")
-        if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-            raise RuntimeError(f"no tests for {mutant.file}: {log[-1000:]}")
-        failed = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        found = failed[0][:200] if failed else "" if code == 0 else f"exit {code}"
-        return {**asdict(mutant), "killed": code != 0, "by": found, "seconds": round(time.monotonic() - start, 1)}
+                ended = os.waitpid(child, 0)
+                break
+    finally:
+        path.write_text(original, encoding="utf-8")
+    status = os.waitstatus_to_exitcode(ended[1])
+    seconds = round(time.monotonic() - start, 1)
+    return {**asdict(mutant), "found": status != 0, "status": status, "tests": len(tests), "seconds": seconds}
 
 
 def main() -> None:
-    """Runs the mutants and prints a line for each file."""
+    """Runs the mutants, a line of JSON for each, and prints how many were found. Goes on where an earlier call stopped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--per_module", type=int, default=20)
+    parser.add_argument("--coverage", default=".coverage")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--all", action="store_true", help="run the slow tests too, as `make test-all` does")
-    parser.add_argument("--survivors_of", type=Path, help="run only the mutants that survived in this file")
+    parser.add_argument("--shard", default="0/1", help="this clone's number, and how many share the mutants")
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"))
     arguments = parser.parse_args()
-    mutants = choose(arguments.per_module, arguments.seed)
-    if arguments.survivors_of:
-        rows = [json.loads(line) for line in arguments.survivors_of.read_text().splitlines()]
-        names = Mutant.__dataclass_fields__
-        mutants = [Mutant(**{name: row[name] for name in names}) for row in rows if not row["killed"]]
-    done = {}
-    if arguments.output.exists():  # go on where an earlier call stopped
-        rows = [json.loads(line) for line in arguments.output.read_text().splitlines()]
-        done = {(row["file"], row["start"]): row for row in rows}
-    markers = "not gpu" if arguments.all else "not slow and not gpu"
-    with tempfile.TemporaryDirectory() as folder:
-        workers: Queue[Worker] = Queue()
-        for index in range(arguments.workers):
-            (copy := Path(folder) / f"worker-{index}").mkdir()
-            workers.put(Worker(copy))
+    os.chdir(ROOT)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
 
-        def run(mutant: Mutant) -> None:
-            worker = workers.get()
-            try:
-                row = worker.run(mutant, markers)
-            finally:
-                workers.put(worker)
-            done[mutant.file, mutant.start] = row
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(
-                "killed  " if row["killed"] else "SURVIVED", f"{row['seconds']:6.1f} s", f"{mutant.file}:{mutant.line}", end=" "
-            )
-            print(f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}", row["by"], flush=True)
+    import datasets  # noqa: F401
+    import matplotlib.pyplot
+    import scipy.stats  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama
+    import transformers.trainer  # noqa: F401
 
-        with ThreadPoolExecutor(arguments.workers) as pool:
-            list(pool.map(run, [mutant for mutant in mutants if (mutant.file, mutant.start) not in done]))
-        while not workers.empty():
-            workers.get().process.kill()
-    for file in TESTS:
-        rows = [row for row in done.values() if row["file"] == file]
-        print(f"{file}: {sum(row['killed'] for row in rows)} of {len(rows)} killed")
+    torch.set_num_threads(1)
+    matplotlib.use("agg")
+    data = CoverageData(arguments.coverage)
+    data.read()
+    files = {os.path.relpath(name, ROOT): name for name in data.measured_files()}
+    number, shards = map(int, arguments.shard.split("/"))
+    lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
+    done = {Mutant(*[json.loads(line)[name] for name in Mutant.__dataclass_fields__]) for line in lines}
+    for mutant in draw_mutants(arguments.seed)[number::shards]:
+        if mutant not in done:
+            contexts = data.contexts_by_lineno(files[mutant.file]) if mutant.file in files else {}
+            tests = tests_of(mutant, contexts, arguments.seed)
+            row = run(mutant, tests) if tests else {**asdict(mutant), "found": False, "tests": 0}
+            with arguments.output.open("a") as output:
+                output.write(json.dumps(row) + "\n")
+    rows = [json.loads(line) for line in arguments.output.read_text().splitlines()]
+    for group in GROUPS:
+        print(f"{group}: {sum(row['found'] for row in rows if row['group'] == group)} found")
 
 
 if __name__ == "__main__":
