@@ -93,5 +93,5 @@ def test_evaluate_and_generate_from_a_folder_with_an_odd_name(run, tmp_path, cap
     results = [
         main(["evaluate", str(model), "--dataset", str(dataset)]) or capsys.readouterr().out for model in (folder, run[0])
     ]
-    assert results[0] == results[1] and "perplexity" in results[0]
+    assert len({result.partition(": ")[2] for result in results}) == 1 and "perplexity" in results[0]
     assert main(["generate", str(folder), "import", "--max_new_tokens", "3"]) == 0
