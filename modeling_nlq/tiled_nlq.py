@@ -43,24 +43,28 @@ def _cut(length: int, size: int) -> list[tuple[int, int]]:
 _start, _end = operator.itemgetter(0), operator.itemgetter(1)
 
 
-class _Masks:
-    """The hidden keys of each pair of tiles. `query_tiles[i]` and `key_tiles[j]` are half-open ranges."""
+class _Tiles:
+    """The tiles of one call, half-open ranges, and the hidden keys of each pair: query tile `i` and key tile `j`."""
 
-    def __init__(self, query_tiles: list[tuple[int, int]], key_tiles: list[tuple[int, int]], inputs: AttentionInputs):
-        self.query_tiles, self.key_tiles = query_tiles, key_tiles
+    def __init__(self, inputs: AttentionInputs):
+        (batch, heads, query_length, _), key_length = inputs.query.shape, inputs.key.shape[2]
+        tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
+        query_tile = max(min(tile, query_length), 1)
+        self.query_tiles = _cut(query_length, query_tile)
+        self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
         self.last_key, self.first_key = inputs.last_key, inputs.first_key
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         # Read from the device once for all tiles, because each read makes a GPU wait
         if self.visible is None:
-            self.key_index = torch.arange(inputs.key.shape[2], device=inputs.key.device)
+            self.key_index = torch.arange(key_length, device=inputs.key.device)
         if self.last_key is not None:
             self.first_query = int(self.last_key[0])
         if self.key_is_valid is not None:
-            tiles = [self.key_is_valid[:, start:end] for start, end in key_tiles]
+            tiles = [self.key_is_valid[:, start:end] for start, end in self.key_tiles]
             self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
             self.are_all_valid = torch.stack([tile.all() for tile in tiles]).tolist()
         if self.first_key is not None:
-            tiles = [self.first_key[:, start:end] for start, end in query_tiles]
+            tiles = [self.first_key[:, start:end] for start, end in self.query_tiles]
             self.first_start = torch.stack([tile.min() for tile in tiles]).tolist()
             self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
 
@@ -103,14 +107,15 @@ class _Masks:
         return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
 
 
-class _TiledCall:
+class _TiledCall(_Tiles):
     """One call of attention: its tiles, and its tensors with the key-value heads folded into the batch.
 
     The forward and the backward pass build the same object, so they use the same tiles and drop the same weights.
     """
 
     def __init__(self, inputs: AttentionInputs):
-        (batch, heads, query_length, _), (_, key_value_heads, key_length, _) = inputs.query.shape, inputs.key.shape
+        super().__init__(inputs)
+        (batch, heads, *_), key_value_heads = inputs.query.shape, inputs.key.shape[1]
         self.shape = (batch, key_value_heads, heads // key_value_heads)
         self.activation = get_attention_activation(inputs.activation)
         self.is_softmax = self.activation.name == "softmax"
@@ -128,12 +133,6 @@ class _TiledCall:
         self.log_count = self.count.log() if has_bias else None
         self.query_bias, self.key_bias = inputs.query_bias, inputs.key_bias
         self.log_normalizer: torch.Tensor | None = None  # of softmax in the backward pass, `(batch, heads, query)`
-
-        tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
-        query_tile = max(min(tile, query_length), 1)
-        self.query_tiles = _cut(query_length, query_tile)
-        self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
-        self.masks = _Masks(self.query_tiles, self.key_tiles, inputs)
 
     def _by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(batch, 1 or heads, ...)` -> `(batch, 1 or key_value_heads, 1 or group, ...)`."""
@@ -155,7 +154,7 @@ class _TiledCall:
 
     def hide(self, i: int, j: int, *tiles: torch.Tensor, value: float = 0.0) -> list[torch.Tensor]:
         """Returns tiles `(batch * key_value_heads, group * query tile, key tile)` with `value` for hidden keys."""
-        hidden = self.masks.hidden(i, j)
+        hidden = self.hidden(i, j)
         if hidden is None:
             return list(tiles)
         start, end = self.query_tiles[i]
@@ -235,7 +234,7 @@ class _TiledCall:
         delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
-            for j in self.masks.key_tiles_of(i):
+            for j in self.key_tiles_of(i):
                 total = (self.weights(i, j) * self.weights_gradient(rows, j, self.dropout_factors(i, j))).sum(dim=-1)
                 delta[:, :, start:end, 0] += total.view(*delta.shape[:2], end - start)
         return delta * self.by_group(inverse_normalizer[..., None])
@@ -262,7 +261,7 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
                 continue
             weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
             total = torch.zeros_like(weighted[..., 0])
-            for j in call.masks.key_tiles_of(i):
+            for j in call.key_tiles_of(i):
                 weights = call.weights(i, j)
                 if normalization == "sum":
                     total += weights.sum(dim=-1)
@@ -290,7 +289,7 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
     weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
     total = torch.zeros_like(weighted[..., 0])
     largest = torch.full_like(total, torch.finfo(total.dtype).min)
-    for j in call.masks.key_tiles_of(i):
+    for j in call.key_tiles_of(i):
         scores = call.hide(i, j, call.scores(i, j), value=-torch.inf)[0]
         before, largest = largest, torch.maximum(largest, scores.amax(dim=-1))
         weights, factor = exp_(scores - largest[..., None]), torch.exp(before - largest)
@@ -323,7 +322,7 @@ def _tiled_attention_backward(
         for j, (key_start, key_end) in enumerate(call.key_tiles):
             keys = call.columns(call.key, j)
             key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))
-            for i in call.masks.query_tiles_of(j):
+            for i in call.query_tiles_of(j):
                 start, end = call.query_tiles[i]
                 rows, factors = call.rows(scaled, i), call.dropout_factors(i, j)
                 weights_gradient = call.weights_gradient(rows, j, factors)
@@ -395,7 +394,7 @@ def attend_in_scale(attend, module, query, key, value, attention_mask, scaling, 
     """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
     It computes a single query by an operation of its own, and calls the function again, with smaller queries, where sums of
-    weights overflow. It casts as autocast does.
+    weights overflow. It casts inputs as autocast would.
     """
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (key, value, attention_mask, scaling)
