@@ -3,9 +3,10 @@
 import functools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from datasets import disable_progress_bars
 from ..files import (
     COMPARISON_FILE,
     RESULTS_FILE,
-    atomic_dir,
     differences,
     read_json,
     write_text,
@@ -22,7 +22,7 @@ from ..files import (
 from ..models import config_differences, weights_fingerprint
 from ..run.recipe import public_recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..storage import open_folder, remove_folder
+from ..storage import open_folder, publish
 from .downstream import read_scores, score_runs
 from .explored import explore_best
 from .ladder import gather_ladder, in_turn
@@ -128,8 +128,8 @@ def run_and_report(comparison: Comparison | Ladder | Screening, folder: Path, en
         return _screen(comparison, folder, engine)
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
-        with nullcontext(folder) if isinstance(folder, Path) else atomic_dir(folder) as target:
-            write_report(results, target, has_page=explore_best(comparison, results, folder, target))
+        write_report(results, folder, has_page=explore_best(comparison, results, folder, folder))
+        publish(folder)
     return results
 
 
@@ -139,8 +139,8 @@ def _screen(screening: Screening, folder: Path, engine: Engine | None) -> dict[s
     run, confirm = (functools.partial(make, engine=engine) for make in (run_comparison, run_and_report))
     results = run_screening(screening, folder, run, confirm)
     if is_main_process():
-        with nullcontext(folder) if isinstance(folder, Path) else atomic_dir(folder) as target:
-            write_screening_report(results, target)
+        write_screening_report(results, folder)
+        publish(folder)
     return results
 
 
@@ -171,14 +171,13 @@ def run_comparison(comparison: Comparison | Ladder, folder: Path, engine: Engine
     with engine.connected(list(scales.values()), folder):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
-            _claim_folder(folder, comparison)  # at an address, another comparison may have come at the same moment
             check_same_models(folder / MODELS_FILE, scales)
             for name, scale, finished in in_turn(comparison, folder):
                 data, fingerprint = engine.prepare_data(scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
                 engine.make_runs(scale, finished.folder, data, finished)
                 for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
-                    remove_folder(checkpoint)  # of a run that was killed after its last step
+                    shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its last step
                 if scale.tasks:
                     score_runs(scale, finished.folder, finished)
                 gathered[name] = {**gather(scale, finished), "added_seeds": _added_seeds(folder).get(name, [])}

@@ -308,16 +308,16 @@ def _train(arguments: argparse.Namespace, words: list[str]) -> None:
     options = ("workers", "cpus_per_worker", "gpus_per_worker", "max_retries")
     metrics = train_with(arguments.engine, resolved, **{name: getattr(arguments, name) for name in options})
     if resolved.training_arguments.process_index == 0:
-        folder = open_folder(resolved.training_arguments.output_dir)
-        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
-        if (folder / PAGE_FILE).is_file():
-            print(f"what its attention does: {folder / PAGE_FILE}")
+        place = resolved.training_arguments.output_dir
+        print(f"{place}: {_describe(metrics)}")
+        if (open_folder(place) / PAGE_FILE).is_file():
+            print(f"what its attention does: {place}/{PAGE_FILE}")
 
 
 def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.reading import load_comparison, read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
-    from modeling_nlq.training.storage import open_folder
+    from modeling_nlq.training.storage import normalized, open_folder
 
     if arguments.noise_floor is not None and not arguments.dry_run:
         raise ValueError("--noise-floor needs --dry-run")
@@ -334,7 +334,7 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
     from modeling_nlq.training.comparison.screening_report import describe_screening
 
     comparison = load_comparison(arguments.comparison, read_overrides(words), arguments.trust_parts)
-    folder = open_folder(arguments.output_dir or default_folder(comparison.name))
+    place = normalized(arguments.output_dir or default_folder(comparison.name))
     options = ("cpus_per_run", "gpus_per_run", "workers_per_run", "max_retries")
     engine = make_engine(arguments.engine, **{name: getattr(arguments, name) for name in options})
     if arguments.dry_run:
@@ -349,10 +349,10 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> None:
             runs = comparison.runs if isinstance(comparison, Screening) else comparison
             if warning := machine_warning(runs):
                 print(f"warning: {warning}", flush=True)
-    results = run_and_report(comparison, folder, engine)
+    results = run_and_report(comparison, open_folder(place), engine)
     if is_main_process():
         outcome = (describe_screening if isinstance(comparison, Screening) else describe)(results)
-        print(f"\n{outcome}\n\nreport: {folder / 'report.html'}")
+        print(f"\n{outcome}\n\nreport: {place}/report.html")
 
 
 def _describe_plan(comparison, arguments: argparse.Namespace) -> None:
