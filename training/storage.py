@@ -4,20 +4,23 @@ Commands read and write folders. For an address, that is a temporary folder: `op
 rest, and `publish` sends what has changed.
 """
 
+import glob
 import re
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from pyarrow import fs
+import fsspec
 
 from .files import HOLDER_FILE, LOCK_FILE, files_below, inside
 from .text import one_line
 
 
+# Protocols of file systems, where a file needs its folder first
+_WITH_FOLDERS = ("local://", "smb://")
 # Names below a folder of results that a command reads only when it needs them
 _LARGE = re.compile(r"(^|/)(checkpoint-\d+|\.data)/|\.(safetensors|bin|log)$")
 
@@ -38,51 +41,42 @@ class Storage:
     """The files below a folder or an address. Names are relative to it, with `/`.
 
     Args:
-        location: an absolute path, or an address that pyarrow knows.
+        location: an absolute path, or an address that `fsspec` knows.
 
     Raises:
-        ValueError: for any other address.
+        ValueError: if no package is installed that knows the address.
     """
 
     def __init__(self, location: str):
         self.location = location.rstrip("/")
+        options = {} if is_address(location) and not location.startswith(_WITH_FOLDERS) else {"auto_mkdir": True}
         try:
-            self.system, self.path = fs.FileSystem.from_uri(self.location)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{location} cannot be opened: {one_line(error)}") from error
+            # Other machines write there too, and what was listed a moment ago may have changed
+            self.system, path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **options)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{location} cannot be opened: {one_line(error)}; pip install that package") from error
+        self.path = path.rstrip("/")
 
     def files(self, below: str = "") -> list[str]:
         """The names of all files below a folder."""
-        selector = fs.FileSelector(str(PurePosixPath(self.path, below)), recursive=True, allow_not_found=True)
-        return [info.path.removeprefix(f"{self.path}/") for info in self.system.get_file_info(selector) if info.is_file]
+        return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{below}".rstrip("/"))]
 
     def fetch(self, names: Iterable[str], folder: Path) -> None:
         """Copies files into a folder of this machine; raises `ValueError` for a name that leads out of it."""
-
-        def copy(name: str) -> None:
-            target = inside(folder, folder / name)
+        targets = {f"{self.path}/{name}": inside(folder, folder / name) for name in names}
+        for target in targets.values():
             target.parent.mkdir(parents=True, exist_ok=True)
-            fs.copy_files(f"{self.path}/{name}", str(target), self.system, fs.LocalFileSystem())
-
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(copy, names))
+        self.system.get(list(targets), [str(target) for target in targets.values()])
 
     def send(self, folder: Path, names: Iterable[str]) -> None:
-        """Copies files of a folder of this machine, one after another."""
+        """Copies files of a folder of this machine, one after another. At an address, each appears whole."""
         for name in names:
-            target = f"{self.path}/{name}"
-            if isinstance(self.system, fs.LocalFileSystem):
-                Path(target).parent.mkdir(parents=True, exist_ok=True)
-            # In several threads, pyarrow may fail to send to S3 (arrow issue 32372)
-            fs.copy_files(str(folder / name), target, fs.LocalFileSystem(), self.system, chunk_size=2**26, use_threads=False)
+            self.system.put_file(str(folder / name), f"{self.path}/{name}")
 
     def delete(self, name: str) -> None:
         """Deletes a file or a folder, if it is there."""
-        match self.system.get_file_info(f"{self.path}/{name}").type:
-            case fs.FileType.File:
-                self.system.delete_file(f"{self.path}/{name}")
-            case fs.FileType.Directory:
-                self.system.delete_dir(f"{self.path}/{name}")
+        with suppress(FileNotFoundError):
+            self.system.rm(glob.escape(f"{self.path}/{name}".rstrip("/")), recursive=True)
 
 
 class _WorkingCopy(Storage):
@@ -97,7 +91,7 @@ class _WorkingCopy(Storage):
         self._known: dict[str, int] = {}
 
     def pull(self, path: Path, has_large: bool) -> None:
-        names = self.files(path.relative_to(self.folder).as_posix())
+        names = self.files("" if path == self.folder else path.relative_to(self.folder).as_posix())
         names = [name for name in names if has_large or not _LARGE.search(name)]
         self.fetch(names, self.folder)
         self._known |= {name: (self.folder / name).stat().st_mtime_ns for name in names}
@@ -145,7 +139,7 @@ def fetch(path: Path, has_large: bool = True) -> Path:
     if (copy := _copy_of(path)) is not None:
         try:
             copy.pull(path, has_large)
-        except OSError as error:
+        except Exception as error:  # each protocol has its own
             raise ValueError(f"{copy.location} cannot be read: {one_line(error)}") from error
     return path
 
@@ -159,5 +153,5 @@ def publish(path: Path) -> None:
     if (copy := _copy_of(path)) is not None:
         try:
             copy.push()
-        except OSError as error:
+        except Exception as error:  # each protocol has its own
             raise ValueError(f"{copy.location} cannot be written: {one_line(error)}") from error

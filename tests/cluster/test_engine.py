@@ -58,7 +58,7 @@ class TestSameNumbers:
         runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
         assert runs == {"rate-0.005-seed-0", "rate-0.01-seed-0"}
         assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
-        assert not [name for name in files if "checkpoint-" in name or "progress" in name    or ".lock" in name]
+        assert not [name for name in files if "checkpoint-" in name or "progress" in name or ".lock" in name]
         capsys.readouterr()
         assert main(["compare", file, *options, "--status"]) == 0
         assert "3 of 3 runs finished, 0 running, 0 waiting" in capsys.readouterr().out

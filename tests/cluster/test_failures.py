@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
 
@@ -87,12 +88,17 @@ class TestLost:
 
 
 class TestFault:
-    def test_run_that_fails_by_its_own_fault(self, comparison_file, start_cluster, tmp_path, capsys):
+    def test_run_that_fails_by_its_own_fault(self, recipe_file, comparison_file, start_cluster, tmp_path, capsys):
         """It is not begun again, and does not stop the others."""
         start_cluster(1)
-        models = {"base": None, "faulty": {"training": {"optim": "adamw_bnb_8bit"}}}
-        file, folder = comparison_file(models=models, seeds=[0]), tmp_path / "results"
-        assert main(["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
+        recipe = {**yaml.safe_load(recipe_file.read_text()), "parts": ["faulty.py"]}
+        models = {"base": None, "faulty": {"switches": {"attention_activation": "faulty"}}}
+        file, folder = Path(comparison_file(recipe=recipe, models=models, seeds=[0])), tmp_path / "results"
+        file.with_name("faulty.py").write_text(
+            "from modeling_nlq import register_attention_activation\n"
+            "register_attention_activation('faulty', lambda scores: 1 / 0, non_negative=True, exist_ok=True)\n"
+        )
+        assert main(["compare", str(file), "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert re.fullmatch(r"nlq: error: run faulty/rate-0.01-seed-0 failed: \w+: .*; see .*/rate-0.01-seed-0.log", last)
         log = (folder / "runs" / "faulty" / "rate-0.01-seed-0.log").read_text()
@@ -127,7 +133,6 @@ class TestFault:
     def test_without_permission(self, comparison_file, s3, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
         assert main(["compare", comparison_file(), "--engine", "ray", "--output_dir", "s3://bucket/forbidden"]) == 1
-        s3fs.S3FileSystem.clear_instance_cache()
         lines = capsys.readouterr().err.strip().splitlines()
         assert len(lines) == 1 and "s3://bucket/forbidden cannot be " in lines[0]
 

@@ -307,6 +307,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
 def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
     """Makes a run by Ray Train, whose workers find each other as those of `torchrun` do."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -320,7 +321,7 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
         run_config=RunConfig(
             name=name,
             storage_path=parent,
-            storage_filesystem=place.system,
+            storage_filesystem=PyFileSystem(FSSpecHandler(place.system)),
             failure_config=FailureConfig(max_failures=resources.max_retries),
         ),
     ).fit()

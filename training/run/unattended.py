@@ -93,7 +93,8 @@ class Progress(TrainerCallback):
             self.content.update(state="failed", error=f"{kind.__name__}: {one_line(error)}")
         self._write()
         if error is None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what a finished run leaves there is not read
+                self._file.unlink(missing_ok=True)
 
     def _go_on(self) -> None:
         self._write()
