@@ -4,7 +4,6 @@ Commands read and write folders. For an address, that is a temporary folder: `op
 rest, and `publish` sends what has changed.
 """
 
-import glob
 import re
 import tempfile
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from urllib.request import url2pathname
 
 import fsspec
 
-from .files import HOLDER_FILE, LOCK_FILE, files_below, inside
+from .files import HOLDER_FILE, LOCK_FILE, METRICS_FILE, STATE_FILE, files_below, inside
 from .text import one_line
 
 
@@ -73,43 +72,55 @@ class Storage:
         for name in names:
             self.system.put_file(str(folder / name), f"{self.path}/{name}")
 
-    def delete(self, name: str) -> None:
-        """Deletes a file or a folder, if it is there."""
-        with suppress(FileNotFoundError):
-            self.system.rm(glob.escape(f"{self.path}/{name}".rstrip("/")), recursive=True)
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes files; one that is not there is passed over. A folder goes with its last file."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.system.rm_file(f"{self.path}/{name}")
+            if "file" in self.system.protocol:
+                with suppress(OSError):
+                    Path(self.path, name).parent.rmdir()
 
 
-class _WorkingCopy(Storage):
-    """The temporary folder in which a command works on what lies at an address."""
+class WorkingCopy(Storage):
+    """A folder of this machine in which a process works on files of a storage, under their names.
 
-    def __init__(self, address: str):
-        super().__init__(address)
-        self._temporary = tempfile.TemporaryDirectory(prefix="nlq-")
-        # Messages that name its path show the address
-        self.folder = inside(Path(self._temporary.name), Path(self._temporary.name, self.location.replace("://", "/")))
-        self.folder.mkdir(parents=True)
-        self._known: dict[str, int] = {}
+    Args:
+        location: as for `Storage`.
+        folder: the folder.
+    """
 
-    def pull(self, path: Path, has_large: bool) -> None:
-        names = self.files("" if path == self.folder else path.relative_to(self.folder).as_posix())
-        names = [name for name in names if has_large or not _LARGE.search(name)]
+    def __init__(self, location: str, folder: Path):
+        super().__init__(location)
+        self.folder, self._known = folder, {}
+
+    def pull(self, name: str = "", has_large: bool = True) -> None:
+        """Fetches a file, or the files below a folder; without `has_large` only those that are small."""
+        names = [name for name in self.files(name) if has_large or not _LARGE.search(name)]
         self.fetch(names, self.folder)
-        self._known |= {name: (self.folder / name).stat().st_mtime_ns for name in names}
+        self._known.update((name, (self.folder / name).stat().st_mtime_ns) for name in names)
 
-    def push(self) -> None:
-        names = [name for name in files_below(self.folder) if Path(name).name not in (LOCK_FILE, HOLDER_FILE)]
-        now = {name: (self.folder / name).stat().st_mtime_ns for name in names}
-        self.send(self.folder, [name for name, time in now.items() if self._known.get(name) != time])
-        for name in self._known.keys() - now.keys():
-            self.delete(name)
-        self._known = now
+    def push(self, name: str = "") -> None:
+        """Sends a file, or the files below a folder, if they have changed; deletes there what was deleted here.
+
+        The files whose presence shows that others are complete are sent last.
+        """
+        path = self.folder / name
+        names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
+        names = [name for name in names if Path(name).name not in (LOCK_FILE, HOLDER_FILE)]
+        for file in sorted(names, key=lambda file: file.endswith((STATE_FILE, METRICS_FILE))):
+            changed = (self.folder / file).stat().st_mtime_ns
+            if self._known.get(file) != changed:
+                self.send(self.folder, [file])
+                self._known[file] = changed
+        gone = [file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/"))]
+        self.delete(gone)
+        for file in gone:
+            del self._known[file]
 
 
-_copies: list[_WorkingCopy] = []
-
-
-def _copy_of(path: Path) -> _WorkingCopy | None:
-    return next((copy for copy in _copies if path.is_relative_to(copy.folder)), None)
+_copies: list[WorkingCopy] = []
+_temporary: list[tempfile.TemporaryDirectory] = []  # their folders are removed when the process ends
 
 
 def open_folder(name: str | Path) -> Path:
@@ -120,14 +131,24 @@ def open_folder(name: str | Path) -> Path:
     """
     if not is_address(name):
         return Path(normalized(name))
-    _copies.append(copy := _WorkingCopy(str(name)))
-    return fetch(copy.folder, has_large=False)
+    _temporary.append(tempfile.TemporaryDirectory(prefix="nlq-"))
+    parent = Path(_temporary[-1].name)
+    folder = inside(parent, parent / str(name).strip("/").replace("://", "/"))  # messages that name it show the address
+    folder.mkdir(parents=True)
+    _copies.append(WorkingCopy(str(name), folder))
+    return fetch(folder, has_large=False)
+
+
+def _copy_of(path: Path) -> tuple[WorkingCopy | None, str]:
+    """The copy that holds a path, if one does, and the name of the path in it."""
+    copy = next((copy for copy in _copies if path.is_relative_to(copy.folder)), None)
+    return copy, "" if copy is None else path.as_posix().removeprefix(copy.folder.as_posix()).lstrip("/")
 
 
 def origin(path: Path) -> str:
     """What users call a path: the address that its folder stands for, or its absolute path."""
-    copy = _copy_of(path)
-    return str(path.absolute()) if copy is None else copy.location + path.as_posix().removeprefix(copy.folder.as_posix())
+    copy, name = _copy_of(path)
+    return str(path.absolute()) if copy is None else f"{copy.location}/{name}".rstrip("/")
 
 
 def fetch(path: Path, has_large: bool = True) -> Path:
@@ -136,9 +157,10 @@ def fetch(path: Path, has_large: bool = True) -> Path:
     Raises:
         ValueError: if the address cannot be read.
     """
-    if (copy := _copy_of(path)) is not None:
+    copy, name = _copy_of(path)
+    if copy is not None:
         try:
-            copy.pull(path, has_large)
+            copy.pull(name, has_large)
         except Exception as error:  # each protocol has its own
             raise ValueError(f"{copy.location} cannot be read: {one_line(error)}") from error
     return path
@@ -150,7 +172,8 @@ def publish(path: Path) -> None:
     Raises:
         ValueError: if the address cannot be written.
     """
-    if (copy := _copy_of(path)) is not None:
+    copy, _ = _copy_of(path)
+    if copy is not None:
         try:
             copy.push()
         except Exception as error:  # each protocol has its own

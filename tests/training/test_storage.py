@@ -13,7 +13,7 @@ from modeling_nlq.training.storage import Storage, fetch, is_address, normalized
 def address(request, tmp_path):
     place = f"memory://{request.node.name}/results" if request.param == "memory" else f"local://{tmp_path}/there/results"
     yield place
-    Storage(place).delete("")
+    Storage(place).delete(Storage(place).files())
 
 
 def test_what_is_an_address():
@@ -45,16 +45,16 @@ def test_folder_that_stands_for_an_address(address, tmp_path):
     (folder / "b" / "old.json").unlink()
     (folder / "new.json").write_text("new")
     (folder / ".lock").write_text("")
-    there.delete("a/recipe.yaml")  # another process did that: it is neither sent nor looked for
+    there.delete(["a/recipe.yaml"])  # another process did that: it is neither sent nor looked for
     publish(folder / "a")
     assert sorted(there.files()) == sorted([*names[1:], "new.json"])
     (folder / "new.json").write_text("newer")
     publish(folder)
     there.fetch(["new.json"], tmp_path / "copy")
     assert (tmp_path / "copy" / "new.json").read_text() == "newer"
-    there.delete("a")
-    there.delete("a")
+    there.delete([names[1], names[1], names[2]])
     assert sorted(there.files()) == sorted([*names[3:], "new.json"])
+    assert not (tmp_path / "there" / "results" / "a").exists()
 
 
 def test_folder_that_stands_for_itself(tmp_path):

@@ -25,19 +25,15 @@ import modeling_nlq
 
 from ..files import (
     CHECKPOINT,
-    HOLDER_FILE,
-    LOCK_FILE,
     LOG,
     METRICS_FILE,
     PROGRESS,
-    RECIPE_FILE,
-    STATE_FILE,
     files_below,
     read_json,
     read_section,
 )
 from ..models import weights_fingerprint
-from ..storage import Storage, is_address
+from ..storage import Storage, WorkingCopy, is_address
 from ..text import first_line, one_line
 from .data import prepare_data, save_blocks
 from .documents import load_documents
@@ -219,28 +215,22 @@ def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
 class _CheckpointSender(TrainerCallback):
     """Keeps the checkpoints of a run in the folder of results as they are on this node."""
 
-    def __init__(self, place: Storage, scratch: Path, folder: str):
-        self._place, self._scratch, self._folder = place, scratch, folder
+    def __init__(self, copy: WorkingCopy, folder: str):
+        self._copy, self._folder = copy, folder
 
     def on_save(self, args, state, control, **kwargs):
-        """Sends a checkpoint. The state is sent last, so that a checkpoint that has one is complete."""
-        checkpoint = self._scratch / self._folder / f"{CHECKPOINT}{state.global_step}"
-        names = [f"{self._folder}/{checkpoint.name}/{file}" for file in files_below(checkpoint)]
-        if args.local_process_index == 0 and args.process_index != 0:  # each node has files of its own processes
-            self._place.send(self._scratch, names)
-            shutil.rmtree(checkpoint)
-        _wait_for_all()
-        if args.process_index == 0:
-            names.sort(key=lambda name: name.endswith(f"/{STATE_FILE}"))
-            self._place.send(self._scratch, [f"{self._folder}/{RECIPE_FILE}", *names])
-            self.delete_old()
+        """Sends a checkpoint, of which each node has the files of its own processes; the first process has its state."""
+        for is_turn_of_first in (False, True):
+            if args.local_process_index == 0 and (args.process_index == 0) == is_turn_of_first:
+                self.send()
+            _wait_for_all()
 
-    def delete_old(self) -> None:
-        """Deletes the checkpoints that this node has no more."""
-        there = {name.removeprefix(f"{self._folder}/").partition("/")[0] for name in self._place.files(self._folder)}
-        for name in there:
-            if name.startswith(CHECKPOINT) and not (self._scratch / self._folder / name).is_dir():
-                self._place.delete(f"{self._folder}/{name}")
+    def send(self) -> None:
+        """Sends what is new in the run folder, and deletes the checkpoints that this node has no more."""
+        self._copy.push(self._folder)
+        there = [name for name in self._copy.files(self._folder) if f"/{CHECKPOINT}" in name]
+        here = self._copy.folder / self._folder
+        self._copy.delete(name for name in there if not (here / Path(name).relative_to(self._folder).parts[0]).is_dir())
 
 
 def _wait_for_all() -> None:
@@ -251,7 +241,7 @@ def _wait_for_all() -> None:
 
 def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
-    spec, place = job["spec"], Storage(job["place"])
+    spec, name = job["spec"], job["spec"].folder
     if job["version"] != modeling_nlq.__version__:
         here = f"{socket.gethostname()} has version {modeling_nlq.__version__} of modeling-nlq"
         raise RunFailed(f"failed: {here}, and the runs were started with {job['version']}: install the same one everywhere")
@@ -259,44 +249,34 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
     with suppress(OSError):
         os.chdir(job["cwd"])  # on a file system that the nodes share, relative paths in a recipe lead to the same files
-    rank, is_first_here = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     scratch = Path(tempfile.gettempdir(), f"nlq-{job['id']}")  # the same on all nodes
-    folder, log, progress = spec.folder, f"{spec.folder}{LOG}", f"{spec.folder}{PROGRESS}"
-    metrics_file = f"{folder}/{METRICS_FILE}"
+    copy = WorkingCopy(job["place"], scratch)
 
     def report(content: dict[str, Any]) -> None:
         job["board"].write.remote(spec.name, content)
-        place.send(scratch, [log, progress])
+        copy.push(f"{name}{LOG}")
+        copy.push(f"{name}{PROGRESS}")
 
     try:
         if is_first_here:
             shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
             scratch.mkdir(mode=0o700)
-            there = place.files(folder)
-            wanted = (metrics_file, f"{folder}/{RECIPE_FILE}") if metrics_file in there else (f"{folder}/",)
-            wanted = [name for name in there if name.startswith(wanted)]
-            if is_address(place.location):
-                wanted += place.files(spec.data)
-            place.fetch(wanted, scratch)
-            with suppress(FileNotFoundError):
-                place.fetch([log], scratch)
+            for wanted in (name, f"{name}{LOG}", *([spec.data] if is_address(copy.location) else [])):
+                copy.pull(wanted)
         _wait_for_all()
-        data = scratch / spec.data if is_address(place.location) else Path(place.path, spec.data)
+        data = scratch / spec.data if is_address(copy.location) else Path(copy.path, spec.data)
         if not data.is_dir():
-            where = f"{data} is not on {socket.gethostname()}"
-            raise RunFailed(
-                f"failed: {where}: --output_dir must be a folder that all nodes share, or an address such as s3://b/x"
-            )
+            where = f"{data} is not on {socket.gethostname()}: --output_dir must be a folder that all nodes share"
+            raise RunFailed(f"failed: {where}, or an address such as s3://bucket/results")
         model = data / _MODELS / Hasher.hash(spec.content["model"])
-        spec = replace(spec, folder=str(scratch / folder), data=str(data), model=str(model) if model.exists() else None)
-        sender = _CheckpointSender(place, scratch, folder)
+        sender = _CheckpointSender(copy, name)
+        spec = replace(spec, folder=str(scratch / name), data=str(data), model=str(model) if model.exists() else None)
         metrics = run_in_subprocess(spec, report, [sender])
-        if rank == 0:
-            names = [name for name in files_below(scratch) if name.startswith(f"{folder}/") and f"/{CHECKPOINT}" not in name]
-            names = [name for name in names if Path(name).name not in (LOCK_FILE, HOLDER_FILE)]
-            place.send(scratch, [log, *sorted(names, key=lambda name: name == metrics_file)])
-            sender.delete_old()
-            place.delete(progress)
+        if is_first_here:
+            sender.send()
+            copy.push(f"{name}{LOG}")
+            copy.push(f"{name}{PROGRESS}")  # which is deleted
         _wait_for_all()
         return metrics
     finally:
@@ -417,7 +397,7 @@ def make_runs(
         for reference, spec in running.items():
             with suppress(Exception):
                 ray.cancel(reference, force=True)
-                place.delete(f"{spec.folder}{PROGRESS}")  # it does not run any more
+                place.delete([f"{spec.folder}{PROGRESS}"])  # it does not run any more
         with suppress(RayError):
             ray.kill(board)
     if failures:
