@@ -54,7 +54,7 @@ def test_folder_that_stands_for_an_address(address, tmp_path):
     assert (tmp_path / "copy" / "new.json").read_text() == "newer"
     there.delete([names[1], names[1], names[2]])
     assert sorted(there.files()) == sorted([*names[3:], "new.json"])
-    assert not (tmp_path / "there" / "results" / "a").exists()
+    assert not (tmp_path / "there" / "results" / "a" / "checkpoint-8").exists()
 
 
 def test_folder_that_stands_for_itself(tmp_path):
