@@ -48,8 +48,9 @@ class TestLost:
 
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()
-        for run in (first, second):
-            assert "Going on from" in run.with_name(f"{run.name}.log").read_text()
+        # A process of the second may have lived on, and finished it
+        for run, said in ((first, "Going on from"), (second, "Going on from|is finished")):
+            assert re.search(said, run.with_name(f"{run.name}.log").read_text())
         assert "0 of 3 runs finished, 1 running, 2 waiting" in status
         assert re.search(rf"{first.name} +running +(\d+ of 120)? +", status)
 
