@@ -22,7 +22,7 @@ from measure import Clock, attempt, attention_layer, compiled_without_fallback, 
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Needs
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AttentionRequest
 from modeling_nlq.flex_nlq import FlexMask
 from modeling_nlq.masking_nlq import make_visibility
 
@@ -87,7 +87,7 @@ def make_candidates(arguments: argparse.Namespace) -> list[Candidate]:
     for backend in arguments.backends:
         computes = ATTENTION_BACKENDS[backend].computes
         names = ["softmax", *arguments.activations] if backend == "flex_attention" else arguments.activations
-        candidates += [(backend, name) for name in names if computes(Needs(get_attention_activation(name)))]
+        candidates += [(backend, name) for name in names if computes(AttentionRequest(get_attention_activation(name)))]
     return candidates
 
 

@@ -5,7 +5,7 @@
 
 A step is forward, backward and fused AdamW on a batch of random tokens. A record is `attention_statistics` of two sequences.
 They take turns, so that a busy machine slows both alike. The last column is the additional training time with a record every
-`DEFAULT_INTERVAL` steps. Before anything is timed, the recorded entropy must equal that of the weights the model returns.
+`Recipe.stability_steps` steps. Before anything is timed, the recorded entropy must equal that of the weights the model returns.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from training_step import seconds
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import find
-from modeling_nlq.training.run.stability import DEFAULT_INTERVAL, attention_statistics
+from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.stability import attention_statistics
 
 
 def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:
@@ -79,12 +80,12 @@ def main() -> None:
     )
     print(f"{device}, float32; {arguments.model}, {arguments.batch} x {arguments.length} tokens a step")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
-    print(f"           step (ms)  record (ms)  record/step (quartiles)    every {DEFAULT_INTERVAL} steps")
+    print(f"           step (ms)  record (ms)  record/step (quartiles)    every {Recipe.stability_steps} steps")
     for activation in ("softmax", "squared"):
         steps, records = measure(activation, arguments)
         low, middle, high = statistics.quantiles([one / other for one, other in zip(records, steps)], n=4)
         step, record = (1000 * statistics.median(times) for times in (steps, records))
-        share = f"{middle / DEFAULT_INTERVAL:.2%}"
+        share = f"{middle / Recipe.stability_steps:.2%}"
         print(f"{activation:9}  {step:9.1f}  {record:11.1f}  {middle:.3f} ({low:.3f} to {high:.3f})  {share:>14}")
 
 

@@ -10,7 +10,6 @@ from transformers import (
 )
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
-from .attention_parts_nlq import AttentionCall, AttentionPart, Places, ScoreBias
 from .configuration_nlq import NLQConfig, __version__
 from .kernels import kernelize
 from .modeling_nlq import (
@@ -21,8 +20,9 @@ from .modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
-from .own_parts_nlq import load_attention_parts, register_attention_part
-from .part_table_nlq import ATTENTION_PARTS
+from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
+from .parts_builtin_nlq import ATTENTION_PARTS
+from .parts_user_nlq import load_attention_parts, register_attention_part
 from .projections_nlq import PROJECTIONS
 
 
@@ -46,8 +46,8 @@ __all__ = [
     "NLQForTokenClassification",
     "NLQModel",
     "NLQPreTrainedModel",
-    "Places",
     "ScoreBias",
+    "TokenContext",
     "__version__",
     "kernelize",
     "load_attention_parts",

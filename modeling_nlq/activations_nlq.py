@@ -47,11 +47,11 @@ class AttentionActivation:
 
     name: str
     function: Callable[..., torch.Tensor]
-    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
-    normalization: str
-    non_negative: bool
-    formula: str
-    source: str
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    normalization: str = "sum"
+    non_negative: bool = True
+    formula: str = ""
+    source: str = ""
     subtract_log_count: bool = False
     is_homogeneous: bool = False
     kind: Literal["elementwise", "softmax", "simplex", "row", "linear"] = "elementwise"
@@ -69,10 +69,6 @@ class AttentionActivation:
             return weights, pull_back(gradient)[0]
         weights = self.function(scores)
         return weights, gradient * self.derivative(scores, weights)
-
-
-def _identity(scores: torch.Tensor) -> torch.Tensor:
-    return scores
 
 
 def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
@@ -138,10 +134,6 @@ def _no_scores(scores: torch.Tensor) -> torch.Tensor:
     raise ValueError("attention_activation='linear_attention' is not a function of the scores: it computes none")
 
 
-def _relu_squared(scores: torch.Tensor) -> torch.Tensor:
-    return torch.relu(scores).square()
-
-
 ATTENTION_ACTIVATIONS = {
     activation.name: activation
     for activation in (
@@ -149,8 +141,6 @@ ATTENTION_ACTIVATIONS = {
             name="softmax",
             function=torch.exp,
             derivative=lambda scores, weights: weights,
-            normalization="sum",
-            non_negative=True,
             formula="exp(s)",
             source="Vaswani et al. 2017, arXiv 1706.03762",
             kind="softmax",
@@ -160,7 +150,6 @@ ATTENTION_ACTIVATIONS = {
             function=torch.sigmoid,
             derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),  # w - w^2, in one pass
             normalization="none",
-            non_negative=True,
             formula="sigmoid(s - log n_i); without log n_i under sum and length",
             source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
             subtract_log_count=True,
@@ -170,17 +159,15 @@ ATTENTION_ACTIVATIONS = {
             function=torch.relu,
             derivative=lambda scores, weights: weights.sign(),
             normalization="length",
-            non_negative=True,
             formula="max(s, 0)",
             source="Wortsman et al. 2023, arXiv 2309.08586",
             is_homogeneous=True,
         ),
         AttentionActivation(
             name="relu_squared",
-            function=_relu_squared,
+            function=lambda scores: torch.relu(scores).square(),
             derivative=lambda scores, weights: 2 * torch.relu(scores),
             normalization="length",
-            non_negative=True,
             formula="max(s, 0)^2",
             source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
             is_homogeneous=True,
@@ -189,8 +176,6 @@ ATTENTION_ACTIVATIONS = {
             name="squared",
             function=torch.square,
             derivative=lambda scores, weights: 2 * scores,
-            normalization="sum",
-            non_negative=True,
             formula="s^2",
             source="p_i^2 / sum_j p_j^2: another map onto the simplex",
             is_homogeneous=True,
@@ -199,8 +184,6 @@ ATTENTION_ACTIVATIONS = {
             name="softplus",
             function=nn.functional.softplus,
             derivative=lambda scores, weights: torch.sigmoid(scores),
-            normalization="sum",
-            non_negative=True,
             formula="log(1 + exp(s))",
             source="a smooth map onto the simplex",
         ),
@@ -215,7 +198,7 @@ ATTENTION_ACTIVATIONS = {
         ),
         AttentionActivation(
             name="identity",
-            function=_identity,
+            function=lambda scores: scores,
             derivative=lambda scores, weights: torch.ones_like(scores),
             normalization="length",
             non_negative=False,
@@ -225,9 +208,6 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="sparsemax",
             function=functools.partial(_project_onto_simplex, "sparsemax"),
-            derivative=None,
-            normalization="sum",
-            non_negative=True,
             formula="max(s - tau, 0), where tau makes the sum 1",
             source="Martins and Astudillo 2016, arXiv 1602.02068",
             kind="simplex",
@@ -235,9 +215,6 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="entmax15",
             function=functools.partial(_project_onto_simplex, "entmax15"),
-            derivative=None,
-            normalization="sum",
-            non_negative=True,
             formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
             source="Peters et al. 2019, arXiv 1905.05702",
             kind="simplex",
@@ -245,9 +222,6 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="softpick",
             function=_softpick,
-            derivative=None,
-            normalization="sum",
-            non_negative=True,
             formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
             source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
             kind="row",
@@ -255,9 +229,7 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="stick_breaking",
             function=_stick_breaking,
-            derivative=None,
             normalization="none",
-            non_negative=True,
             formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
             source="Tan et al. 2024, arXiv 2410.17980",
             kind="row",
@@ -266,9 +238,6 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="linear_attention",
             function=_no_scores,
-            derivative=None,
-            normalization="sum",
-            non_negative=True,
             formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
             source="Katharopoulos et al. 2020, arXiv 2006.16236",
             kind="linear",
@@ -283,7 +252,6 @@ LIBRARY_ACTIVATIONS = {
     name: AttentionActivation(
         name=name,
         function=_SAFE_FUNCTIONS.get(name, ACT2FN[name]),
-        derivative=None,
         normalization="length",
         non_negative=False,
         formula=f"{name}(s)",
@@ -301,7 +269,7 @@ _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
 def registered_activations() -> set[str]:
-    """Returns the names of the activations that were registered in this process."""
+    """Returns the names of the activations that users registered in this process."""
     return set(_REGISTERED)
 
 
@@ -407,11 +375,6 @@ def _has_parameters(function: Callable[[torch.Tensor], torch.Tensor], scores: to
             if function(scores.to(dtype, copy=True)).requires_grad:
                 return True
     return False
-
-
-def is_registered(name: str) -> bool:
-    """True for an activation that a user registered."""
-    return name in _REGISTERED
 
 
 def get_attention_activation(name: str) -> AttentionActivation:

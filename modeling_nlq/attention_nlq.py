@@ -1,4 +1,4 @@
-"""The attention weights of every activation, and the eager backend, the reference for all others.
+"""The attention weights of every activation, and the backends that hold them in memory: `eager`, the reference, and `nlq_rows`.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
@@ -8,19 +8,21 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import AttentionActivation, counts_as_zero, hide
-from .attention_parts_nlq import AttentionCall, ScoreBias
-from .dispatch_nlq import Operation
-from .masking_nlq import Visibility, read_visible
+from .masking_nlq import Visibility, read_mask, read_visible
+from .ops_nlq import Operation
+from .parts_base_nlq import AttentionCall, ScoreBias
 
 
 # The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
 LARGE_SCORE = 40
 # Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
 LARGEST_SUM = 2.0**96
+ROWS = 256  # queries of a block of `nlq_rows`
 
 
 def keep_from_overflow(
@@ -33,9 +35,7 @@ def keep_from_overflow(
     powers of 2, which are exact, and 1 where no score can be large.
 
     Args:
-        query: `(batch, heads, query, head_dim)`.
-        key: `(batch, key_value_heads, key, head_dim)`.
-        scaling: factor of the scores.
+        query, key, scaling: as in `eager_attention_forward`.
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
     """
@@ -232,11 +232,39 @@ def eager_attention_forward(
         query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
-    inputs = (query, columns, key, visible, visible_count, scaling, score_bias, call)
-    _, weights = scores_and_weights(module, *inputs)
+    _, weights = scores_and_weights(module, query, columns, key, visible, visible_count, scaling, score_bias, call)
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
+
+
+def chunked_attention_forward(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no weights.
+
+    The weights of a block of queries are computed, used and forgotten, and backward computes them again. The keys after the
+    last query of a block are left out. The arguments are those of `eager_attention_forward`.
+    """
+
+    def attend(*inputs):
+        return eager_attention_forward(module, *inputs)[0]
+
+    queries, keys = query.shape[2], key.shape[2]
+    if queries <= ROWS:
+        return attend(query, key, value, attention_mask, scaling, dropout, score_bias, call), None
+    mask, _ = read_mask(attention_mask, query, key)
+    outputs, bias = [], None
+    for start in range(0, queries, ROWS):
+        end = min(start + ROWS, queries)
+        # At most that many keys come before the first query, so no query of the block sees more
+        last = end + keys - queries if isinstance(mask, Visibility) else keys
+        rows = mask.rows(start, end, last) if isinstance(mask, Visibility) else mask[:, :, start:end]
+        if score_bias is not None:
+            bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])
+        inputs = (query[:, :, start:end], key[:, :, :last], value[:, :, :last], rows, scaling, dropout, bias, call)
+        outputs.append(checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs))
+    return torch.cat(outputs, dim=1), None
 
 
 def in_full_precision(function: Callable) -> Callable:

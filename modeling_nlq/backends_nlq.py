@@ -4,15 +4,14 @@
 activation of a layer is an error. It never computes softmax instead.
 
 This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `make_mask` and `create_masks_for_generate` for the masks that a backend takes. A
-backend itself refuses tensors that it cannot take, such as a dtype or a device. `choose_paged_implementation` chooses for
-continuous batching.
+`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks that a
+backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,29 +29,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
-from .attention_nlq import eager_attention_forward
-from .attention_parts_nlq import ScoreBias, materialized_by
-from .compat_nlq import CACHE_NAME, choose_cache
+from .attention_nlq import chunked_attention_forward, eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
-from .dispatch_nlq import record_use
-from .eager_chunked_nlq import rows_attention_forward
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
+from .integrations_nlq import CACHE_NAME, choose_cache
 from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
-from .part_table_nlq import parts_of
+from .ops_nlq import autocast_dtype, record_use
+from .parts_base_nlq import materialized_by
+from .parts_builtin_nlq import parts_of
 from .tiled_nlq import tiled_attention_forward
-from .torch_ops_nlq import autocast_dtype
 
 
 def sdpa_with_sink_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
@@ -61,13 +50,9 @@ def sdpa_with_sink_forward(
     need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
     Args:
-        module: the attention layer.
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
+        module, query, key, value, scaling, dropout: as in `eager_attention_forward`.
         attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`. Without a mask, several queries see the keys up
             to their own index, counted from the first key, and a single query sees all keys.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight.
         score_bias: a bias of the scores, which the kernels take as a matrix.
 
     Returns:
@@ -79,7 +64,9 @@ def sdpa_with_sink_forward(
         inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
         return eager_attention_forward(*inputs)[0], None
     if score_bias is not None:
-        attention_mask = _with_bias(attention_mask, score_bias, query, key)
+        visible, _ = read_visible(attention_mask, query, key)
+        bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))  # half precision would round it too much
+        attention_mask = bias if visible is None else bias.masked_fill(~visible, -torch.inf)
     if scaling <= 0.0:
         query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
     if module.attention_sink is None:
@@ -103,43 +90,22 @@ def sdpa_with_sink_forward(
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
 
 
-def _with_bias(
-    attention_mask: torch.Tensor | None, score_bias: ScoreBias, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor:
-    """Returns an additive mask `(batch, heads, query, key)`."""
-    visible, _ = read_visible(attention_mask, query, key)
-    bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))  # half precision would round it too much
-    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
-
-
-class Inputs(NamedTuple):
-    """What a backend's answer may depend on in one call.
-
-    Attributes:
-        device: the device of queries, keys and values.
-        dtype: their type, after autocast.
-        queries: the number of queries of each row.
-        head_dim: the width of a head.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    queries: int
-    head_dim: int
-
-
 @dataclass(frozen=True)
-class Needs:
-    """What a layer asks of a backend.
+class AttentionRequest:
+    """Which features a layer needs from an attention backend, and the tensors of one call where they are known.
 
     Attributes:
         activation: its activation.
         sink: its `attention_sink`.
         bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
-        materializes: what its parts materialize of the scores, as in `materialized_by`. The function then gets the `call`.
+        materializes: whether a part needs the score matrix itself, as in `materialized_by`: one block of rows at a time
+            (`"rows"`), or whole (`"all"`). The function then gets the `call`.
         dropout: its dropout probability in this call.
         weights: whether this call returns the weights.
-        inputs: the inputs of the call, or `None` if the question is whether the backend computes the layer at all.
+        device: the device of queries, keys and values; `None` if the question is whether the backend computes the layer at all.
+        dtype: their type, after autocast.
+        queries: the number of queries of each row.
+        head_dim: the width of a head.
     """
 
     activation: AttentionActivation
@@ -148,7 +114,10 @@ class Needs:
     materializes: Literal["rows", "all"] | None = None
     dropout: float = 0.0
     weights: bool = False
-    inputs: Inputs | None = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    queries: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,9 +126,9 @@ class AttentionBackend:
 
     Attributes:
         function: the attention function, with the arguments of Transformers' attention functions.
-        computes: whether it computes the activation and the sink of a layer, for these inputs if they are known.
+        computes: whether it computes the activation and the sink of a layer, for these tensors if they are known.
         has_bias: whether it takes a `score_bias`.
-        materializes: what it materializes: no weights (`None`), those of some queries at a time (`"rows"`), or `"all"` scores.
+        materializes: what it holds in memory: no weights (`None`), those of one block of rows at a time (`"rows"`), or `"all"`.
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
             instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
@@ -171,7 +140,7 @@ class AttentionBackend:
     """
 
     function: Callable
-    computes: Callable[[Needs], bool]
+    computes: Callable[[AttentionRequest], bool]
     has_bias: bool = False
     materializes: Literal["rows", "all"] | None = None
     has_dropout: bool = True
@@ -181,55 +150,47 @@ class AttentionBackend:
     has_float32: bool = True
     is_portable: bool = True
 
-    def supports_layer(self, needs: Needs) -> bool:
+    def supports_layer(self, request: AttentionRequest) -> bool:
         """True if it computes the weights of a layer."""
-        is_materialized = needs.materializes is None or self.materializes in (needs.materializes, "all")
-        return is_materialized and (self.has_bias or not needs.bias) and self.computes(needs)
+        is_materialized = request.materializes is None or self.materializes in (request.materializes, "all")
+        return is_materialized and (self.has_bias or not request.bias) and self.computes(request)
 
-    def supports_call(self, needs: Needs) -> bool:
-        """True if it can do everything that a layer needs."""
-        if not self.supports_layer(needs) or (needs.weights and self.weights == "refused"):
+    def supports_call(self, request: AttentionRequest) -> bool:
+        """True if it can do everything that a layer needs in a call."""
+        if not self.supports_layer(request) or (request.weights and self.weights == "refused"):
             return False
-        return self.has_dropout or needs.dropout == 0.0
+        return self.has_dropout or request.dropout == 0.0
 
 
-def _always(needs: Needs) -> bool:
+def _always(request: AttentionRequest) -> bool:
     return True
 
 
-def _is_softmax(needs: Needs) -> bool:
-    return needs.activation.name == "softmax"
+def _is_softmax(request: AttentionRequest) -> bool:
+    return request.activation.name == "softmax"
 
 
-def _suits_sdpa(needs: Needs) -> bool:
+def _suits_sdpa(request: AttentionRequest) -> bool:
     # It takes a bias as a matrix, which NLQ's own need not
-    has_better = needs.bias and needs.inputs is not None and needs.inputs.queries > 1
-    return _is_softmax(needs) and not has_better
+    return _is_softmax(request) and not (request.bias and request.queries > 1)
 
 
-def _is_softmax_without_sink(needs: Needs) -> bool:
-    return _is_softmax(needs) and needs.sink is None
+def _is_softmax_without_sink(request: AttentionRequest) -> bool:
+    return _is_softmax(request) and request.sink is None
 
 
-def _has_logarithm(needs: Needs) -> bool:
-    return needs.activation.non_negative and needs.activation.kind in ("softmax", "elementwise")
+def _has_logarithm(request: AttentionRequest) -> bool:
+    return request.activation.non_negative and request.activation.kind in ("softmax", "elementwise")
 
 
-def _has_tiles(needs: Needs) -> bool:
+def _has_tiles(request: AttentionRequest) -> bool:
     # Of softmax only what PyTorch's kernels lack
-    return needs.activation.is_elementwise or (needs.bias and _is_softmax_without_sink(needs))
+    return request.activation.is_elementwise or (request.bias and _is_softmax_without_sink(request))
 
 
-_flash_attention = AttentionBackend(
-    flash_attention_forward,
-    _is_softmax_without_sink,
-    weights="omitted",
-    mask="padding",
-    is_paged=True,
-    has_float32=False,
-    is_portable=False,
-)
-# Stands for functions that are not in the table, such as kernels of the Hub. Transformers' table has the function.
+_flash_options = {"weights": "omitted", "mask": "padding", "is_paged": True, "has_float32": False, "is_portable": False}
+_flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
+# Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash attention
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
@@ -240,20 +201,18 @@ ATTENTION_BACKENDS = {
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
-    "flash_attention_2": _flash_attention,
-    "flash_attention_3": _flash_attention,
-    "flash_attention_4": _flash_attention,
+    **{f"flash_attention_{version}": _flash_attention for version in (2, 3, 4)},
     "flex_attention": AttentionBackend(
         flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
     ),
     "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
-    "nlq_rows": AttentionBackend(rows_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False),
+    "nlq_rows": AttentionBackend(chunked_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything
 PREFERENCE = ["sdpa", "nlq_tiled", "nlq_rows", "eager"]
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
-# Stands for `linear_attention`, which layers of that activation call themselves, whatever `attn_implementation` is.
+# The name where a backend's stands, for layers of that activation. They call `linear_nlq.py`, whatever `attn_implementation` is
 LINEAR_ATTENTION = "linear_attention"
 
 
@@ -267,14 +226,11 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     Raises:
         ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some layer.
     """
-    layers = _attention_layers(config)
+    layers = _requests(config)
     if requested is None:
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
-        if config.output_attentions or not all(
-            _is_softmax(layer) and not layer.bias and not layer.materializes for layer in layers
-        ):
-            return AUTOMATIC
-        return None
+        is_plain = all(_is_softmax(layer) and not layer.bias and not layer.materializes for layer in layers)
+        return None if is_plain and not config.output_attentions else AUTOMATIC
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
@@ -282,8 +238,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
             f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
         )
     for layer in layers:
-        if layer.activation.kind != "linear":
-            find_backend(requested, [index for index, other in enumerate(layers) if other == layer], layer)
+        find_backend(requested, [index for index, other in enumerate(layers) if other == layer], layer)
     return requested
 
 
@@ -294,7 +249,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
         ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or cannot
             compute some layer.
     """
-    layers = _attention_layers(config)
+    layers = _requests(config)
     for index, layer in enumerate(layers):
         if not layer.activation.sees_own_key:
             raise ValueError(
@@ -329,8 +284,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
-    layers = [layer for layer in _attention_layers(config) if layer.activation.kind != "linear"]
-    return all(map(_flash_attention.supports_layer, layers))
+    return all(_flash_attention.supports_layer(layer) for layer in _requests(config) if layer.activation.kind != "linear")
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -338,84 +292,63 @@ def _choices(backends: Iterable[str]) -> str:
     return ", ".join((AUTOMATIC, *(name for name in backends if name != PAGED_EAGER)))
 
 
-def _attention_layers(config: NLQConfig) -> list[Needs]:
-    """Returns what each layer asks of any call."""
-    needs = [needs_of(layer) for layer in config.distinct_layers]
-    return needs if config.is_heterogeneous else needs * config.num_hidden_layers
+def _requests(config: NLQConfig) -> list[AttentionRequest]:
+    """Returns what each layer requests in any call."""
+    requests = [request_of(layer) for layer in config.distinct_layers]
+    return requests if config.is_heterogeneous else requests * config.num_hidden_layers
 
 
-def needs_of(layer: NLQConfig) -> Needs:
-    """Returns what a layer asks of any call; `layer` is its configuration."""
+def request_of(layer: NLQConfig) -> AttentionRequest:
+    """Returns what a layer requests in any call; `layer` is its configuration."""
     parts = parts_of(layer)
-    return Needs(
-        layer.activation, layer.attention_sink, any(part.has_hook("score_bias") for part in parts), materialized_by(parts)
-    )
+    has_bias = any(part.has_hook("score_bias") for part in parts)
+    return AttentionRequest(layer.activation, layer.attention_sink, has_bias, materialized_by(parts))
 
 
-def find_backend(implementation: str | None, layers: Sequence[int], needs: Needs) -> str:
-    """Returns the name of the backend that computes layers in one call.
+def find_backend(implementation: str | None, layers: Sequence[int], request: AttentionRequest) -> str:
+    """Returns the name of the backend that computes layers in one call, or `LINEAR_ATTENTION`.
 
-    A name that is not in the table, such as that of a kernel on the Hub, counts as softmax without sinks, because such
-    functions compute nothing else. A model that is exported or traced gets a portable backend, which computes the same weights
-    with PyTorch's own operators.
+    A model that is exported or traced gets a portable backend, which computes the same weights with PyTorch's own operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
         layers: the layers' numbers, for the message.
-        needs: what each of them asks. A backend that was asked for by name refuses inputs itself.
+        request: what each of them needs. A backend that was asked for by name refuses tensors itself.
 
     Raises:
         ValueError: if the implementation cannot do this. The message names those that can.
     """
+    numbers = ", ".join(map(str, layers))
+    if request.activation.kind == "linear":
+        if request.weights:
+            raise ValueError(
+                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights; leave "
+                "output_attentions out, or use another activation there"
+            )
+        return LINEAR_ATTENTION
     name = implementation or "eager"
     needs_portable = torch.compiler.is_exporting() or torch.jit.is_tracing()
     if name == AUTOMATIC:
         for name in PREFERENCE:
             backend = ATTENTION_BACKENDS[name]
             is_right = backend.is_portable or not needs_portable
-            if is_right and (not needs.weights or backend.weights == "returned") and backend.supports_call(needs):
+            if is_right and (not request.weights or backend.weights == "returned") and backend.supports_call(request):
                 return name
-    needs = replace(needs, inputs=None)
+    request = replace(request, device=None, queries=0)
     backend = ATTENTION_BACKENDS.get(name, _UNKNOWN_BACKEND)
-    if backend.supports_call(needs):
+    if backend.supports_call(request):
         return "eager" if needs_portable and not backend.is_portable else name
-    if not backend.supports_layer(needs):
-        refused = f"attention_activation={needs.activation.name!r}"
-        refused += " with a bias of the scores" if needs.bias else ""
-        refused += " with a part that changes its scores or weights" if needs.materializes else ""
-        refused += f" with attention_sink={needs.sink!r}" if needs.sink else ""
-    elif needs.weights and backend.weights == "refused":
+    if not backend.supports_layer(request):
+        refused = f"attention_activation={request.activation.name!r}"
+        refused += " with a bias of the scores" if request.bias else ""
+        refused += " with a part that changes its scores or weights" if request.materializes else ""
+        refused += f" with attention_sink={request.sink!r}" if request.sink else ""
+    elif request.weights and backend.weights == "refused":
         refused = "the weights that output_attentions=True asks for"
     else:
-        refused = f"attention_dropout={needs.dropout}"
-    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.supports_call(needs))
-    raise ValueError(
-        f"attn_implementation={name!r} cannot compute {refused} (layer {', '.join(map(str, layers))}); use one of {choices}"
-    )
-
-
-class BackendRequest(NamedTuple):
-    """What a call of the model asks of the backends: arguments of a layer's `find_backend`."""
-
-    implementation: str | None
-    weights: bool
-    inputs: Inputs
-
-
-def backend_request(
-    config: NLQConfig, hidden_states: torch.Tensor, output_attentions: bool | None = None, **kwargs
-) -> BackendRequest:
-    """Returns what a call of the model asks of the backends.
-
-    Args:
-        config: the model's configuration.
-        hidden_states: `(batch, query, hidden)`, the input of the first layer.
-        output_attentions: an argument of the call; by default the configuration's value.
-        kwargs: other arguments of the call.
-    """
-    weights = config.output_attentions if output_attentions is None else output_attentions
-    inputs = Inputs(hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
-    return BackendRequest(config._attn_implementation, weights, inputs)
+        refused = f"attention_dropout={request.dropout}"
+    choices = _choices(other for other, backend in ATTENTION_BACKENDS.items() if backend.supports_call(request))
+    raise ValueError(f"attn_implementation={name!r} cannot compute {refused} (layer {numbers}); use one of {choices}")
 
 
 def make_layer_masks(
@@ -428,23 +361,27 @@ def make_layer_masks(
         hidden_states: `(batch, query, hidden)`, the input of the first.
         sequences: padding, packed documents and positions of this call.
         cache: the cache, before the tokens of this call.
-        kwargs: other arguments of the call.
+        kwargs: other arguments of the call, such as `output_attentions`.
 
     Raises:
         ValueError: as `find_backend` and `make_mask` do.
     """
     config = layers[0].config
-    request = backend_request(config, hidden_states, **kwargs)
-    made = LayerMasks({layer.layer_idx: (layer.find_backend(*request), *layer.visible_keys) for layer in layers}, {}, {})
+    weights = kwargs.get("output_attentions")
+    weights = config.output_attentions if weights is None else weights
+    tensors = (hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
+    kinds, made = {}, {}
     for layer in layers:
-        backend, *visible_keys = kind = made.kinds[layer.layer_idx]
-        if kind not in made.masks:
+        request = layer.attention_request(weights, *tensors)
+        backend = find_backend(config._attn_implementation, [layer.layer_idx], request)
+        kind = kinds[layer.layer_idx] = (backend, *layer.visible_keys)
+        if kind not in made:
             record_use("attention", backend)
-            inputs = (config, sequences, hidden_states, cache, layer.layer_idx)
-            made.masks[kind] = make_mask(backend, *inputs, *visible_keys)
-        if kind not in made.places and layer.needs_places:
-            made.places[kind] = sequences.places(cache, layer.layer_idx, *visible_keys, made.masks[kind])
-    return made
+            made[kind] = (make_mask(backend, layer, sequences, hidden_states, cache), None)
+        mask, context = made[kind]
+        if context is None and layer.needs_token_context:
+            made[kind] = (mask, sequences.token_context(cache, layer.layer_idx, *layer.visible_keys, mask))
+    return LayerMasks(kinds, made)
 
 
 def own_masks(
@@ -457,34 +394,24 @@ def own_masks(
     return make_layer_masks([layer], hidden_states, sequences, cache, **kwargs)
 
 
-def make_mask(
-    backend: str,
-    config: NLQConfig,
-    sequences: Sequences,
-    inputs_embeds: torch.Tensor,
-    cache: Cache | None,
-    layer_idx: int = 0,
-    sliding_window: int | None = None,
-    sees_own_key: bool = True,
-) -> Any:
+def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None) -> Any:
     """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and visible keys.
 
     Args:
-        backend: a result of `find_backend`, or `LINEAR_ATTENTION`.
-        config: the model's configuration.
+        backend: a result of `find_backend`.
+        layer: the attention layer.
         sequences: padding, packed documents and positions of this call.
         inputs_embeds: `(batch, query, hidden)`.
         cache: the cache, before the tokens of this call.
-        layer_idx: the number of the layer.
-        sliding_window: the window of the layer.
-        sees_own_key: that of its activation.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
-    mask = sequences.mask_of(sliding_window)
+    config, layer_idx, (sliding_window, sees_own_key) = layer.config, layer.layer_idx, layer.visible_keys
+    mask, is_linear = sequences.mask_of(sliding_window), backend == LINEAR_ATTENTION
+    row = ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND)
     if sequences.is_paged:
-        if backend == LINEAR_ATTENTION or not ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND).is_paged:
+        if is_linear or not row.is_paged:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
                 "generate_batch or init_continuous_batching, which choose one that does"
@@ -492,19 +419,17 @@ def make_mask(
         # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
         return None if mask is None else mask == 0
     _check_export(cache, layer_idx)
-    kind = "visibility" if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND).mask
+    kind = "visibility" if is_linear else row.mask
     sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
     if kind in ("visibility", "dense") and sees_all_keys:
         return None
     make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window, sees_own_key)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
-    if backend == LINEAR_ATTENTION:
-        if is_dense or isinstance(mask, BlockMask):
-            raise ValueError(
-                "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
-                "weights to hide; give a padding mask (batch, key), or use another activation"
-            )
-        return make_visibility()
+    if is_linear and (is_dense or isinstance(mask, BlockMask)):
+        raise ValueError(
+            "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
+            "weights to hide; give a padding mask (batch, key), or use another activation"
+        )
     if is_dense:
         if kind not in ("visibility", "dense"):
             raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
@@ -537,14 +462,7 @@ def make_mask(
     if sliding_window is not None:
         config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
-    causal_mask = make(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=mask,
-        **{CACHE_NAME: cache},
-        position_ids=positions,
-        layer_idx=layer_idx,
-    )
+    causal_mask = make(config, inputs_embeds, mask, **{CACHE_NAME: cache}, position_ids=positions, layer_idx=layer_idx)
     if kind == "block":
         return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
     return causal_mask
@@ -573,12 +491,13 @@ def create_masks_for_generate(
         _check_cache(implementation, cache)
     takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _UNKNOWN_BACKEND).mask == "visibility"
     has_windows = any(layer.sliding_window is not None for layer in layers)
-    # Parts that ask where the tokens stand want to know which are padding
-    needs_padding = takes_padding or any(layer.needs_places for layer in layers)
+    # Parts that read the token context want to know which tokens are padding
+    needs_padding = takes_padding or any(layer.needs_token_context for layer in layers)
     if not needs_padding and not any(is_linear) and not has_windows:
         layer_idx = layers[0].layer_idx
-        given = {CACHE_NAME: cache, "position_ids": position_ids, "layer_idx": layer_idx}
-        return create_causal_mask(config, inputs_embeds, attention_mask, **given)
+        return create_causal_mask(
+            config, inputs_embeds, attention_mask, **{CACHE_NAME: cache}, position_ids=position_ids, layer_idx=layer_idx
+        )
     if attention_mask is None:
         return None
     indices = {layer.sliding_window: layer.layer_idx for layer in layers}.values()
@@ -610,23 +529,13 @@ def _of_nlq_models_only(*args, **kwargs):
 
 
 def _register(name: str) -> None:
-    """Makes Transformers accept a name of NLQ's.
-
-    Its tables belong to the whole process, where several revisions of this code may be loaded, so NLQ's layers never read them:
-    they use the table above.
-    """
+    # Makes Transformers accept the name. NLQ's layers read the table above: Transformers' belongs to all revisions of this code
     ALL_ATTENTION_FUNCTIONS.register(name, _of_nlq_models_only)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
 
 
 def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
-    """Adds a row to the table.
-
-    Args:
-        name: its name, which begins with `"nlq_"`.
-        backend: the row.
-        is_preferred: whether the automatic choice tries it, and before all others so far.
-    """
+    """Adds a row to the table under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it first."""
     ATTENTION_BACKENDS[name] = backend
     if is_preferred:
         PREFERENCE.insert(0, name)

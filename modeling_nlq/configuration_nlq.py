@@ -26,11 +26,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
-from .attention_parts_nlq import WEIGHT_HOOKS, AttentionPart
 from .cache_nlq import LAYER_TYPE, LinearState
-from .own_parts_nlq import code_of, find_part, save_parts
-from .part_table_nlq import ATTENTION_PARTS, parts_of
+from .parts_base_nlq import WEIGHT_HOOKS, AttentionPart
+from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
+from .parts_user_nlq import code_of, find_part, save_parts
 from .projections_nlq import PROJECTIONS
 
 
@@ -90,7 +90,7 @@ PER_LAYER_SWITCHES = (
 # Not the types whose angles depend on the current length: cached keys would become wrong.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
-# Keys that Transformers writes into config.json or reads from a configuration, and that are no field of `NLQConfig`.
+# Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of `PreTrainedConfig`.
 LIBRARY_KEYS = {
     "attn_implementation",
     "auto_map",
@@ -100,19 +100,12 @@ LIBRARY_KEYS = {
     "gradient_checkpointing",
     "is_causal",
     "is_decoder",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
     "partial_rotary_factor",
-    "per_layer_config",
     "quantization_config",
-    "rope_scaling",
     "rope_theta",
     "task_specific_params",
     "tie_last_hidden_states",
     "token_classification_bias",
-    "torch_dtype",
 }
 
 
@@ -290,21 +283,14 @@ class NLQConfig(PreTrainedConfig):
                 raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
             _check_per_layer_switches({name for switches in overrides.values() for name in switches})
 
-        positive = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        if all(getattr(self, name) > 0 for name in positive):  # else the validation names the field
-            if self.num_key_value_heads is None:
-                self.num_key_value_heads = self.num_attention_heads
-            if self.head_dim is None:
-                if self.hidden_size % self.num_attention_heads:
-                    raise ValueError(
-                        f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                        "or head_dim must be given"
-                    )
-                self.head_dim = self.hidden_size // self.num_attention_heads
-            if self.intermediate_size is None:
-                self.intermediate_size = 4 * self.hidden_size
-            if self.projection_bottleneck_size is None:
-                self.projection_bottleneck_size = self.hidden_size // 2
+        width, heads = self.hidden_size, self.num_attention_heads
+        if width > 0 and self.num_hidden_layers > 0 and heads > 0:  # else the validation names the field
+            if self.head_dim is None and width % heads:
+                raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given")
+            defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "intermediate_size": 4 * width}
+            for name, value in (defaults | {"projection_bottleneck_size": width // 2}).items():
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
         super().__post_init__(**kwargs)
         self._remember_code()
         # This code, whatever an old file says: saving this configuration copies this code beside it. Others are derived classes
@@ -364,7 +350,7 @@ class NLQConfig(PreTrainedConfig):
         names = [field.name for field in fields(self)]
         known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
         for key in keys:
-            if key in known or key.startswith("_"):
+            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
                 continue
             suggestion = did_you_mean(key, names, cutoff=0.8).strip()
             if suggestion and not is_saved:
@@ -447,7 +433,7 @@ class NLQConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """The linear layers that tensor parallelism splits, and how, for Transformers.
 
-        Norms, and parameters with a row for each head, are whole on every process. `parallel_nlq.py` cuts what needs cutting.
+        Norms, and parameters with a row for each head, are whole on every process. `integrations_nlq.py` cuts what needs cutting.
         """
         plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
         for layer in self.distinct_layers:
@@ -460,10 +446,8 @@ class NLQConfig(PreTrainedConfig):
             for part in parts_of(layer):
                 plan |= {f"self_attn.{name}": style for name, style in part.split_layers(layer).items()}
         plan |= {"self_attn.o_proj": "rowwise"}
-        if self.mlp_type == "gated":
-            plan |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-        else:
-            plan |= {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+        gated = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+        plan |= gated if self.mlp_type == "gated" else {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
         return {f"layers.*.{name}": style for name, style in plan.items()}
 
     @property
@@ -502,10 +486,7 @@ class NLQConfig(PreTrainedConfig):
         if self.is_heterogeneous:  # first: what differs between layers cannot be read below
             overrides = self._heterogeneity_spec.per_layer_overrides.values()
             _check_per_layer_switches({name for switches in overrides for name in switches})
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
-            _check_positive(self, name)
-        for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
-            _check_positive(self, name)
+        _check_numbers(self, _NUMBERS)
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
@@ -541,23 +522,10 @@ class NLQConfig(PreTrainedConfig):
         except KeyError as error:
             raise ValueError(error.args[0]) from None
 
-    def validate_numbers(self):
-        """Checks the ranges of floating-point fields."""
-        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0 and below 1")
-        for name in ("layer_norm_eps", "initializer_range"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be above 0 and at most 1")
-        if (cap := self.final_logit_softcapping) is not None and not 0.0 < cap < math.inf:
-            raise ValueError(f"final_logit_softcapping={cap!r} must be a finite number above 0, or None")
-
     def validate_functions(self):
         """Checks the names of functions that are the same in all layers."""
         for name in ("hidden_act", "sublayer_activation", "residual_activation"):
-            _check_function(self, name)
-        if self.hidden_act is None:
-            raise ValueError(f"hidden_act=None must be one of {', '.join(FUNCTIONS)}")
+            _check_function(self, name, is_optional=name != "hidden_act")
 
     def validate_layers(self):
         """Checks the switches of each layer."""
@@ -575,15 +543,42 @@ def _check_per_layer_switches(names: set[str]) -> None:
         )
 
 
-def _check_positive(config: NLQConfig, name: str) -> None:
-    if (value := getattr(config, name)) is None or value <= 0:
-        raise ValueError(f"{name}={value!r} must be a positive integer")
+def _is_positive(value: int | None) -> bool:
+    return value is not None and value > 0
 
 
-def _check_function(config: NLQConfig, name: str) -> None:
+# Which numbers a field takes: the test, its words, and the fields; of the model, and of each layer
+_NUMBERS = (
+    (_is_positive, "a positive integer", ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
+    (_is_positive, "a positive integer", ("max_position_embeddings", "num_key_value_heads", "head_dim", "intermediate_size")),
+    (
+        lambda value: 0.0 <= value < 1.0,
+        "at least 0 and below 1",
+        ("embedding_dropout", "residual_dropout", "attention_dropout"),
+    ),
+    (lambda value: 0.0 < value <= 1.0, "above 0 and at most 1", ("layer_norm_eps", "initializer_range")),
+    (lambda cap: cap is None or 0.0 < cap < math.inf, "a finite number above 0, or None", ("final_logit_softcapping",)),
+)
+_LAYER_NUMBERS = (
+    (_is_positive, "a positive integer", ("projection_bottleneck_size",)),
+    # Transformers' cache does not take 1
+    (lambda window: window is None or window >= 2, "at least 2 tokens, or None", ("sliding_window",)),
+    (lambda value: value is None or math.isfinite(value), "finite", ("attention_scaling", "attention_output_scaling")),
+)
+
+
+def _check_numbers(config: NLQConfig, table: tuple) -> None:
+    for is_allowed, requirement, names in table:
+        for name in names:
+            if not is_allowed(value := getattr(config, name)):
+                raise ValueError(f"{name}={value!r} must be {requirement}")
+
+
+def _check_function(config: NLQConfig, name: str, is_optional: bool) -> None:
     value = getattr(config, name)
-    if value is not None and value not in FUNCTIONS:
-        raise ValueError(f"{name}={value!r} is unknown; {did_you_mean(value, FUNCTIONS)}choose one of {', '.join(FUNCTIONS)}")
+    if value not in FUNCTIONS and not (value is None and is_optional):
+        hint = "" if value is None else f"is unknown; {did_you_mean(value, FUNCTIONS)}"
+        raise ValueError(f"{name}={value!r} {hint or 'must be '}one of {', '.join(FUNCTIONS)}")
 
 
 def _check_layer(layer: NLQConfig) -> None:
@@ -600,11 +595,9 @@ def _check_layer(layer: NLQConfig) -> None:
                 f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={layer.hidden_size}, "
                 f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
-    _check_positive(layer, "projection_bottleneck_size")
-    if layer.projection_activation is None:
-        raise ValueError(f"projection_activation=None must be one of {', '.join(FUNCTIONS)}")
-    for name in ("projection_activation", "attention_output_activation"):
-        _check_function(layer, name)
+    _check_numbers(layer, _LAYER_NUMBERS)
+    _check_function(layer, "projection_activation", is_optional=False)
+    _check_function(layer, "attention_output_activation", is_optional=True)
 
     activation = layer.activation  # raises for an unknown name
     normalization = layer.attention_normalization
@@ -627,29 +620,28 @@ def _check_layer(layer: NLQConfig) -> None:
             f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
             f"{activation.name!r} can be; use 'length' or 'none'"
         )
-    if layer.sliding_window is not None:
-        if activation.kind == "linear":
-            raise ValueError(
-                f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all "
-                "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
-            )
-        if layer.sliding_window < 2:  # Transformers' cache does not take 1
-            raise ValueError(f"sliding_window={layer.sliding_window!r} must be at least 2 tokens, or None")
+    if layer.sliding_window is not None and activation.kind == "linear":
+        raise ValueError(
+            f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all "
+            "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
+        )
     parts = parts_of(layer)
     for part in parts:
+        if part.activations and activation.name not in part.activations:
+            allowed = " or ".join(map(repr, part.activations))
+            field = f"{part.name}={value!r}" if (value := getattr(layer, part.name, None)) else part.name
+            raise ValueError(f"{field} needs attention_activation={allowed}, not {activation.name!r}")
         part.check(layer)
         # Linear attention has no scores and no weights, and its state is its own
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
-    for what, names in (
-        ("change the weights of queries", [part.name for part in parts if part.has_hook("change_weights")]),
-        ("keep tokens of convolutions", [part.name for part in parts if part.conv_states(layer)]),
-    ):
+    alone = {
+        "change the weights of queries": [part.name for part in parts if part.has_hook("change_weights")],
+        "keep tokens of convolutions": [part.name for part in parts if part.conv_states(layer)],
+    }
+    for what, names in alone.items():
         if len(names) > 1:
             raise ValueError(f"{' and '.join(names)} both {what}; use one of them")
-    for name in ("attention_scaling", "attention_output_scaling"):
-        if (value := getattr(layer, name)) is not None and not math.isfinite(value):
-            raise ValueError(f"{name}={value!r} must be finite")
 
 
 def warn_of_untested_transformers() -> None:

@@ -13,7 +13,6 @@ from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation, counts_as_zero
 from .attention_nlq import keep_from_overflow
-from .attention_parts_nlq import ScoreBias
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
@@ -36,16 +35,8 @@ class FlexMask(NamedTuple):
 
 
 def flex_attention_with_log_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: FlexMask | BlockMask,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
+) -> tuple[torch.Tensor, None]:
     """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
 
     FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted with
@@ -53,13 +44,9 @@ def flex_attention_with_log_forward(
     https://github.com/meta-pytorch/attention-gym).
 
     Args:
-        module: the attention layer.
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
+        module, query, key, value, scaling, score_bias: as in `eager_attention_forward`.
         attention_mask: a `FlexMask`, or a block mask alone.
-        scaling: factor of the scores.
         dropout: must be 0.
-        score_bias: a bias of the scores.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
@@ -86,10 +73,11 @@ def flex_attention_with_log_forward(
     if needs_count:
         visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
         log_count = visible_count.log() if normalization == "none" else None
-
-    if score_bias is not None:
+    if score_bias is None:
+        query = keep_from_overflow(query, key, scaling, activation, normalization)
+    else:
         # Each sum as a float32 number and what it leaves, because only differences count
-        query_bias, key_bias = (_in_two_parts(bias) for bias in score_bias)
+        query_bias, key_bias = ((bias.float(), (bias - bias.float()).float()) for bias in score_bias)
 
     def score_mod(score, batch, head, query_index, key_index):
         if score_bias is not None:
@@ -101,20 +89,10 @@ def flex_attention_with_log_forward(
             score = score - log_count[batch, query_index]
         return score if activation.name == "softmax" else log_function(activation, score)
 
-    if score_bias is None:
-        query = keep_from_overflow(query, key, scaling, activation, normalization)
     needs_sum = normalization != "sum" or module.sink is not None
-    result = compile_friendly_flex_attention(
-        query,
-        key,
-        value,
-        training=module.training,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        enable_gqa=key.shape[1] != query.shape[1],
-        scale=scaling,
-        **get_flex_attention_lse_kwargs(needs_sum),
-    )
+    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scaling, "training": module.training}
+    options |= {"enable_gqa": key.shape[1] != query.shape[1], **get_flex_attention_lse_kwargs(needs_sum)}
+    result = compile_friendly_flex_attention(query, key, value, **options)
     if not needs_sum:
         return result.transpose(1, 2).contiguous(), None
     output, auxiliary = result
@@ -122,24 +100,17 @@ def flex_attention_with_log_forward(
     if activation.name == "softmax":
         sink = module.sink.float()[:, None] if isinstance(module.sink, torch.Tensor) else module.sink
         factor = torch.sigmoid(log_sum - sink)  # sum / (sum + exp(sink))
-    elif normalization == "length":
-        factor = log_sum.exp() / visible_count[:, None]
     else:
         factor = log_sum.exp()
-    output = (output * factor[..., None]).to(query.dtype)
-    return output.transpose(1, 2).contiguous(), None
-
-
-def _in_two_parts(bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    large = bias.float()
-    return large, (bias - large).float()
+        factor = factor / visible_count[:, None] if normalization == "length" else factor
+    return (output * factor[..., None]).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
     """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled kernel."""
+    refused = None
     if inputs[0].device.type != "cpu":
         return
-    refused = None
     if module.attention_sink is not None:
         refused = f"attention_sink={module.attention_sink!r}"
     elif module.normalization != "sum":

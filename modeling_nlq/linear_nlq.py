@@ -23,9 +23,9 @@ from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
-from .dispatch_nlq import Operation
 from .masking_nlq import Visibility, make_visibility
-from .rotary_nlq import rotate
+from .ops_nlq import Operation
+from .projections_nlq import rotate
 
 
 # With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
@@ -43,7 +43,7 @@ class LinearInputs(NamedTuple):
         rotated_query, rotated_key: the same with rotary positions, for the numerator.
         value: `(b, g, n, d)`.
         count: `(b, n)`, the number of tokens up to each one that are not padding, including those of the state.
-        is_valid: `(b, n)` booleans, false for padding.
+        is_valid: `(b, n)` booleans, false for padding. Both are `None` for a single token that is none.
         document_start: `(b, n)`, the first token of each token's packed document, or `None`.
         log_decay: `(g,)`, or `None` if nothing decays.
     """
@@ -53,8 +53,8 @@ class LinearInputs(NamedTuple):
     rotated_query: torch.Tensor
     rotated_key: torch.Tensor
     value: torch.Tensor
-    count: torch.Tensor
-    is_valid: torch.Tensor
+    count: torch.Tensor | None
+    is_valid: torch.Tensor | None
     document_start: torch.Tensor | None
     log_decay: torch.Tensor | None
 
@@ -128,21 +128,19 @@ def chunked_form(
     chunk_decay = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
     if inputs.document_start is not None:
         last_start = inputs.document_start[..., -1]
-        places = first[:, None] + torch.arange(chunk_size, device=first.device)
-        from_end = from_end * (places >= last_start[..., None])[:, None]
+        index = first[:, None] + torch.arange(chunk_size, device=first.device)
+        from_end = from_end * (index >= last_start[..., None])[:, None]
         chunk_decay = chunk_decay * (last_start < first)[:, None]
-    added = LinearState(
-        (inputs.rotated_key * from_end[..., None]).mT @ inputs.value, (inputs.key * from_end[..., None]).sum(dim=-2)
-    )
+    keys = inputs.rotated_key * from_end[..., None]
+    added = LinearState(keys.mT @ inputs.value, (inputs.key * from_end[..., None]).sum(dim=-2))
     if state is None:
         state = LinearState(*(torch.zeros_like(part[:, :, 0]) for part in added))
     states = []
     # Unbound, not indexed: the gradient of an index has the size of all chunks, which would make this quadratic
     for decay, numerator, denominator in zip(*(part.unbind(dim=2) for part in (chunk_decay, *added))):
         states.append(state)
-        state = LinearState(
-            state.numerator * decay[..., None, None] + numerator, state.denominator * decay[..., None] + denominator
-        )
+        decayed = (state.numerator * decay[..., None, None], state.denominator * decay[..., None])
+        state = LinearState(decayed[0] + numerator, decayed[1] + denominator)
     numerators, denominators = (torch.stack(parts, dim=2) for parts in zip(*states))  # (b, g, chunks, ...)
 
     # (b, g, chunks, c): the decay of the state before the chunk, up to each query
@@ -167,44 +165,30 @@ LINEAR_ATTENTION = Operation("linear_attention", chunked_form)
 
 def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
     """Returns `(b, g, r, n, d)` and the state after the last token, by `S_i = decay S_(i-1) + k_i v_i^T` for each token."""
-    state = state or _no_state(inputs.key)
     outputs = []
     for index in range(inputs.query.shape[-2]):
-        decay = _decay(inputs.log_decay, inputs.is_valid[:, index].to(inputs.count.dtype))  # (b, g): padding decays nothing
-        if inputs.document_start is not None:
-            decay = decay * (inputs.document_start[:, index] < index)[:, None]
-        state = LinearState(state.numerator * decay[..., None, None], state.denominator * decay[..., None])
-        queries = (inputs.query[..., index, :], inputs.rotated_query[..., index, :])
-        keys = (inputs.key[:, :, index], inputs.rotated_key[:, :, index])
-        output, state = _step(*queries, *keys, inputs.value[:, :, index], state)
+        output, state = _step(inputs, index, state)
         outputs.append(output)
     return torch.stack(outputs, dim=-2), state
 
 
-def _no_state(key: torch.Tensor) -> LinearState:
-    """Returns the state before the first token, from keys `(b, g, n, d)`."""
-    (*heads, _, head_dim) = key.shape
-    return LinearState(key.new_zeros(*heads, head_dim, head_dim), key.new_zeros(*heads, head_dim))
-
-
-def _step(
-    query: torch.Tensor,
-    rotated_query: torch.Tensor,
-    key: torch.Tensor,
-    rotated_key: torch.Tensor,
-    value: torch.Tensor,
-    state: LinearState,
-) -> tuple[torch.Tensor, LinearState]:
-    """Returns the output of one token, `(b, g, r, d)`, and the state after it.
-
-    Args:
-        query, rotated_query: `(b, g, r, d)`.
-        key, rotated_key, value: `(b, g, d)`.
-        state: the state of the tokens before, already decayed by this token.
-    """
+def _step(inputs: LinearInputs, index: int, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
+    """Returns the output of one token, `(b, g, r, d)`, and the state after it, from the state before it."""
+    key, rotated_key, value = (states[:, :, index] for states in (inputs.key, inputs.rotated_key, inputs.value))
+    if state is None:
+        state = LinearState(key.new_zeros(*key.shape, key.shape[-1]), torch.zeros_like(key))
+    decay = None
+    if inputs.log_decay is not None:  # (b or 1, g): padding decays nothing
+        tokens = inputs.key.new_ones(1) if inputs.is_valid is None else inputs.is_valid[:, index].to(inputs.count.dtype)
+        decay = _decay(inputs.log_decay, tokens)
+    if inputs.document_start is not None:
+        is_inside = (inputs.document_start[:, index] < index)[:, None]
+        decay = is_inside.to(key.dtype) if decay is None else decay * is_inside
+    if decay is not None:
+        state = LinearState(state.numerator * decay[..., None, None], state.denominator * decay[..., None])
     state = LinearState(state.numerator + rotated_key[..., :, None] * value[..., None, :], state.denominator + key)
-    denominator = (query @ state.denominator[..., None]).squeeze(-1)
-    return divide(rotated_query @ state.numerator, denominator), state
+    denominator = (inputs.query[..., index, :] @ state.denominator[..., None]).squeeze(-1)
+    return divide(inputs.rotated_query[..., index, :] @ state.numerator, denominator), state
 
 
 def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -251,18 +235,10 @@ def _chunked(inputs: LinearInputs, chunk_size: int | None) -> LinearInputs:
 
     query, key = cut(inputs.query), cut(inputs.key)
     is_rotated = inputs.rotated_query is not inputs.query
-    return LinearInputs(
-        query=query,
-        key=key,
-        rotated_query=cut(inputs.rotated_query) if is_rotated else query,
-        rotated_key=cut(inputs.rotated_key) if is_rotated else key,
-        value=cut(inputs.value),
-        count=cut_row(inputs.count),
-        # Padding is not valid, and `cut` fills up with 0
-        is_valid=cut(inputs.is_valid[..., None]).squeeze(-1),
-        document_start=None if inputs.document_start is None else cut_row(inputs.document_start),
-        log_decay=inputs.log_decay,
-    )
+    rotated = [cut(inputs.rotated_query), cut(inputs.rotated_key)] if is_rotated else [query, key]
+    is_valid = cut(inputs.is_valid[..., None]).squeeze(-1)  # padding is not valid, and `cut` fills up with 0
+    start = None if inputs.document_start is None else cut_row(inputs.document_start)
+    return LinearInputs(query, key, *rotated, cut(inputs.value), cut_row(inputs.count), is_valid, start, inputs.log_decay)
 
 
 def linear_attention(
@@ -293,19 +269,21 @@ def linear_attention(
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
     """
     batch, _, length, head_dim = query.shape
-    dtype = value.dtype
+    dtype, query_scaling = value.dtype, scaling * math.sqrt(head_dim)
     if visibility is None and length == 1 and form != "parallel":
         with maybe_autocast(query.device.type, enabled=False):
-            output, state = _decode(query, key, value, scaling * math.sqrt(head_dim), log_decay, position_embeddings, state)
-        return output.to(dtype), state
+            inputs = _make_inputs(query, key, value, None, None, query_scaling, None, log_decay, position_embeddings)
+            output, state = _step(inputs, 0, state)
+        return output.flatten(1, 2).unsqueeze(1).to(dtype), state
     if visibility is None:
         visibility = make_visibility(length, length, 0, query.device)
-    is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
-    if visibility.key_is_valid is not None:
-        is_valid = visibility.key_is_valid[:, visibility.query_index].expand(batch, -1)
+    if visibility.key_is_valid is None:
+        is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+    else:
+        is_valid = visibility.key_is_valid[:, visibility.last_key].expand(batch, -1)
     count, start = visibility.visible_count.expand(batch, -1), visibility.first_key
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
-        start, count = start.expand(batch, -1), (visibility.query_index[None] + 1).expand(batch, -1)
+        start, count = start.expand(batch, -1), (visibility.last_key[None] + 1).expand(batch, -1)
     is_exporting = torch.compiler.is_exporting()
     kernel = LINEAR_ATTENTION.choose(query, start)
     is_own = kernel.name == "pytorch"
@@ -320,19 +298,15 @@ def linear_attention(
     splits = [split(states, 2) for states in (query, key, value)]
     splits += [split(row, 1) for row in (count, is_valid)]
     starts = None if start is None else split(start, 1)
-    positions = () if position_embeddings is None else [split(part, 1) for part in position_embeddings]
+    positions = None if position_embeddings is None else [split(part, 1) for part in position_embeddings]
     outputs = []
     # Sums over thousands of tokens need float32, also where autocast would use less
     with maybe_autocast(query.device.type, enabled=False):
         for index, part in enumerate(zip(*splits)):
-            inputs = _make_inputs(
-                *part,
-                query_scaling=scaling * math.sqrt(head_dim),
-                # A document that began before these tokens begins at a negative index
-                document_start=None if starts is None else starts[index] - index * SEGMENT_SIZE,
-                log_decay=log_decay,
-                position_embeddings=tuple(parts[index] for parts in positions),
-            )
+            # A document that began before these tokens begins at a negative index
+            document_start = None if starts is None else starts[index] - index * SEGMENT_SIZE
+            embeddings = None if positions is None else [parts[index] for parts in positions]
+            inputs = _make_inputs(*part, query_scaling, document_start, log_decay, embeddings)
             if form == "parallel":
                 output = parallel_form(inputs)
             elif length == 1:
@@ -345,59 +319,27 @@ def linear_attention(
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
 
 
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_scaling: float,
-    log_decay: torch.Tensor | None,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-    state: LinearState | None,
-) -> tuple[torch.Tensor, LinearState]:
-    """Computes one token that is not padding, by the recurrent form; the other arguments are those of `linear_attention`."""
-    query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
-    query, key = feature_map(query * query_scaling), feature_map(key)
-    rotated_query, rotated_key = query, key
-    if position_embeddings is not None:
-        rotated_query, rotated_key = rotate(query, key, *(part.to(query.dtype) for part in position_embeddings))
-    state = state or _no_state(key)
-    if log_decay is not None:
-        decay = log_decay.to(query).exp()[:, None]  # (g, 1)
-        state = LinearState(state.numerator * decay[..., None], state.denominator * decay)
-    batch, key_value_heads, _, head_dim = key.shape
-    groups = query.shape[1] // key_value_heads
-    queries = (states.view(batch, key_value_heads, groups, head_dim) for states in (query, rotated_query))
-    output, state = _step(*queries, *(states.squeeze(2) for states in (key, rotated_key, value)), state)
-    return output.flatten(1, 2).unsqueeze(1), state
-
-
 def _make_inputs(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    count: torch.Tensor,
-    is_valid: torch.Tensor,
+    count: torch.Tensor | None,
+    is_valid: torch.Tensor | None,
     query_scaling: float,
     document_start: torch.Tensor | None,
     log_decay: torch.Tensor | None,
-    position_embeddings: tuple[torch.Tensor, ...],
+    position_embeddings: Sequence[torch.Tensor] | None,
 ) -> LinearInputs:
     """Applies the feature map and rotary positions, and groups the heads."""
     query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
-    query, key = feature_map(query * query_scaling), feature_map(key) * is_valid[:, None, :, None]
+    query, key = feature_map(query * query_scaling), feature_map(key)
+    if is_valid is not None:
+        key = key * is_valid[:, None, :, None]
     groups = (key.shape[1], query.shape[1] // key.shape[1])
     rotated_query, rotated_key = query, key
-    if position_embeddings:
+    if position_embeddings is not None:
         rotated_query, rotated_key = rotate(query, key, *(part.to(query.dtype) for part in position_embeddings))
     grouped = query.unflatten(1, groups)
-    return LinearInputs(
-        query=grouped,
-        key=key,
-        rotated_query=rotated_query.unflatten(1, groups) if position_embeddings else grouped,
-        rotated_key=rotated_key,
-        value=value,
-        count=count,
-        is_valid=is_valid,
-        document_start=document_start,
-        log_decay=None if log_decay is None else log_decay.to(query),
-    )
+    rotated_query = grouped if rotated_query is query else rotated_query.unflatten(1, groups)
+    log_decay = None if log_decay is None else log_decay.to(query)
+    return LinearInputs(grouped, key, rotated_query, rotated_key, value, count, is_valid, document_start, log_decay)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
-from .dispatch_nlq import OnceDifferentiable, Operation
+from .ops_nlq import OnceDifferentiable, Operation
 
 
 SLICE_ELEMENTS = 2**18  # 1 MiB of float32

@@ -19,10 +19,10 @@ from transformers.utils.import_utils import is_tracing
 
 
 class Visibility(NamedTuple):
-    """The keys that each query sees, in O(length) memory.
+    """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
-        query_index: `(query,)`, each query's own index among the keys, rising by one. It sees no key after that.
+        last_key: `(query,)`, the last key that each query may see, rising by one: in causal order its own token.
         key_length: number of keys, including those of a static cache that are still empty.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
@@ -30,7 +30,7 @@ class Visibility(NamedTuple):
             begins there. It never falls from query to query. `None` if no key is too early.
     """
 
-    query_index: torch.Tensor
+    last_key: torch.Tensor
     key_length: int
     visible_count: torch.Tensor
     key_is_valid: torch.Tensor | None = None
@@ -38,29 +38,24 @@ class Visibility(NamedTuple):
 
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
-        if (made_for := (self.query_index.shape[0], self.key_length)) != (query_length, key_length):
+        if (made_for := (self.last_key.shape[0], self.key_length)) != (query_length, key_length):
             raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
 
     def excluding_self(self) -> "Visibility":
-        """Returns the visibility without the key of each query's own token."""
-        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.query_index].long()
-        return self._replace(query_index=self.query_index - 1, visible_count=self.visible_count - own)
+        """Returns the visibility without the last key of each query, its own token."""
+        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key].long()
+        return self._replace(last_key=self.last_key - 1, visible_count=self.visible_count - own)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
         """Returns the visibility of some queries, of which none sees a key after the first `key_length`."""
-        key_is_valid = self.key_is_valid
-        return Visibility(
-            self.query_index[start:end],
-            key_length,
-            self.visible_count[:, start:end],
-            None if key_is_valid is None else key_is_valid[:, :key_length],
-            None if self.first_key is None else self.first_key[:, start:end],
-        )
+        key_is_valid = None if self.key_is_valid is None else self.key_is_valid[:, :key_length]
+        first_key = None if self.first_key is None else self.first_key[:, start:end]
+        return Visibility(self.last_key[start:end], key_length, self.visible_count[:, start:end], key_is_valid, first_key)
 
     def dense(self) -> torch.Tensor:
         """Returns the boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
-        key_index = torch.arange(self.key_length, device=self.query_index.device)
-        visible = (key_index <= self.query_index[:, None])[None, None]
+        key_index = torch.arange(self.key_length, device=self.last_key.device)
+        visible = (key_index <= self.last_key[:, None])[None, None]
         if self.key_is_valid is not None:
             visible = visible & self.key_is_valid[:, None, None, :]
         if self.first_key is not None:
@@ -68,50 +63,49 @@ class Visibility(NamedTuple):
         return visible
 
 
-class Places(NamedTuple):
-    """Where the tokens of a call stand.
+class TokenContext(NamedTuple):
+    """Positions, padding and visible-key counts of the tokens in one forward call, as one layer sees them.
 
     Attributes:
         visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
         query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching.
         is_valid: `(batch, query)`, false for padding; `None` if there is none.
-        steps: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there are none.
+        position_in_document: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there
+            are no packed documents.
         has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
     """
 
     visible_count: torch.Tensor
     query_index: torch.Tensor | None = None
     is_valid: torch.Tensor | None = None
-    steps: torch.Tensor | None = None
+    position_in_document: torch.Tensor | None = None
     has_own_mask: bool = False
 
 
 @dataclass
 class LayerMasks:
-    """The backend, the mask and the places of every layer in one call of the model.
+    """The backend, the mask and the token context of every layer in one call of the model.
 
     All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers
     one by one with the arguments of the first, as layer-wise quantizers do, computes what the model computes.
 
     Attributes:
         kinds: the backend of each layer and its `visible_keys`, by its number.
-        masks: the mask that the backend takes, by such a kind.
-        places: where the tokens stand, by such a kind, if a layer asks for it.
+        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
     """
 
     kinds: dict[int, tuple]
-    masks: dict[tuple, Any]
-    places: dict[tuple, Places]
+    made: dict[tuple, tuple[Any, TokenContext | None]]
 
-    def of(self, layer_idx: int) -> tuple[str, Any, Places | None]:
-        """Returns backend, mask and places of a layer."""
+    def of(self, layer_idx: int) -> tuple[str, Any, TokenContext | None]:
+        """Returns backend, mask and token context of a layer."""
         kind = self.kinds[layer_idx]
-        return kind[0], self.masks[kind], self.places.get(kind)
+        return kind[0], *self.made[kind]
 
     def to(self, *args, **kwargs) -> "LayerMasks":
         """Moves all tensors, for programs that move the arguments of a layer to its device."""
-        moved = tree_map(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf, (self.masks, self.places))
-        return LayerMasks(self.kinds, *moved)
+        made = tree_map(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf, self.made)
+        return LayerMasks(self.kinds, made)
 
 
 def make_visibility(
@@ -124,7 +118,7 @@ def make_visibility(
     sliding_window: int | None = None,
     key_offset: int = 0,
 ) -> Visibility:
-    """Makes the causal visibility of the last `query_length` positions, with padding, packing or a window.
+    """Makes the visibility of the last `query_length` positions, in causal order, with padding, packing or a window.
 
     Args:
         query_length: number of queries in this call.
@@ -137,6 +131,7 @@ def make_visibility(
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
     """
     query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
+    last_key = query_index  # causal order. The count of visible keys follows from the first and the last one
     first_key = None
     if sliding_window is not None:
         first_key = (query_index - (sliding_window - 1)).clamp(min=0)[None]
@@ -147,13 +142,12 @@ def make_visibility(
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_offset + key_length - attention_mask.shape[-1], 0)))
         key_is_valid = key_is_valid[:, key_offset : key_offset + key_length]
         seen = key_is_valid.cumsum(dim=-1)
-        count = seen[:, query_index]
+        count = seen[:, last_key]
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
-        return Visibility(query_index, key_length, count, key_is_valid, first_key)
-    if first_key is None:
-        return Visibility(query_index, key_length, query_index[None].clamp(max=key_length - 1) + 1)
-    return Visibility(query_index, key_length, query_index - first_key + 1, first_key=first_key)
+        return Visibility(last_key, key_length, count, key_is_valid, first_key)
+    count = last_key[None].clamp(max=key_length - 1) + 1 if first_key is None else last_key - first_key + 1
+    return Visibility(last_key, key_length, count, first_key=first_key)
 
 
 def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch.Tensor:
@@ -223,8 +217,7 @@ def read_visible(
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
     """Reads the mask argument of a backend that takes booleans.
 
-    Args:
-        attention_mask, query, key: as in `read_mask`.
+    The arguments are those of `read_mask`.
 
     Returns:
         A boolean mask, or `None` if there is a single query that sees all keys; and how many keys each query sees, as in
@@ -237,7 +230,7 @@ def read_visible(
 
 
 class Sequences(NamedTuple):
-    """The sequences of one call of the model.
+    """The sequences of one call of the model, from which each layer gets its `Visibility` and `TokenContext`.
 
     Attributes:
         position_ids: `(batch or 1, query)`, the position of each token in its text.
@@ -246,8 +239,6 @@ class Sequences(NamedTuple):
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         padding_mask: `(batch, tokens)`, false for padding, or `None`.
         segments: `(batch, query)`, the number of each token's packed document, or `None`.
-        packed_position_ids: `position_ids` if documents are packed, else `None`. Transformers' masks and flash attention look
-            for packed documents in the positions that they are given.
         last_position: the largest position where it is known without reading `position_ids`, else `None`.
         is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees, or for
             flash attention the arguments that Transformers passes to it.
@@ -258,9 +249,13 @@ class Sequences(NamedTuple):
     query_offset: int | torch.Tensor = 0
     padding_mask: torch.Tensor | None = None
     segments: torch.Tensor | None = None
-    packed_position_ids: torch.Tensor | None = None
     last_position: int | None = None
     is_paged: bool = False
+
+    @property
+    def packed_position_ids(self) -> torch.Tensor | None:
+        """`position_ids` if documents are packed, which Transformers' masks and flash attention find by them, else `None`."""
+        return None if self.segments is None else self.position_ids
 
     def visibility(
         self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None, sees_own_key: bool = True
@@ -274,27 +269,15 @@ class Sequences(NamedTuple):
             sees_own_key: whether a query sees the key of its own token.
         """
         key_length, key_offset = self.key_range(cache, layer_idx)
-        visibility = make_visibility(
-            self.position_ids.shape[-1],
-            key_length,
-            self.query_offset,
-            self.position_ids.device,
-            self.padding_mask,
-            self.segments,
-            sliding_window,
-            key_offset,
-        )
+        query_length, device = self.position_ids.shape[-1], self.position_ids.device
+        options = (self.padding_mask, self.segments, sliding_window, key_offset)
+        visibility = make_visibility(query_length, key_length, self.query_offset, device, *options)
         return visibility if sees_own_key else visibility.excluding_self()
 
-    def places(
-        self,
-        cache: Cache | None,
-        layer_idx: int,
-        sliding_window: int | None,
-        sees_own_key: bool,
-        mask: Visibility | torch.Tensor | None,
-    ) -> Places:
-        """Returns where the tokens of this call stand in a layer.
+    def token_context(
+        self, cache: Cache | None, layer_idx: int, sliding_window: int | None, sees_own_key: bool, mask: Any
+    ) -> TokenContext:
+        """Returns the context of this call's tokens in a layer.
 
         Args:
             cache, layer_idx, sliding_window, sees_own_key: as in `visibility`.
@@ -302,21 +285,20 @@ class Sequences(NamedTuple):
         """
         if self.is_paged:  # each request is one text without padding
             count = self.position_ids[:, None] + 1
-            return Places(count if sliding_window is None else count.clamp(max=sliding_window))
+            return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window))
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        seen = visibility if sees_own_key else visibility.excluding_self()
-        count, is_valid = seen.visible_count[:, None], None
+        query_index, is_valid, position = visibility.last_key, None, None
         if visibility.key_is_valid is not None:
-            is_valid = visibility.key_is_valid[:, visibility.query_index]
+            is_valid = visibility.key_is_valid[:, query_index]
+        if self.segments is not None:
+            position = query_index - _document_starts(self.segments, query_index)
         caller_mask = self.mask_of(sliding_window)
-        is_padding = isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2
-        has_own_mask = caller_mask is not None and not is_padding
+        has_own_mask = caller_mask is not None and not (isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2)
         if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
-        steps = None
-        if self.segments is not None:
-            steps = visibility.query_index - _document_starts(self.segments, visibility.query_index)
-        return Places(count, visibility.query_index, is_valid, steps, has_own_mask)
+        else:
+            count = (visibility if sees_own_key else visibility.excluding_self()).visible_count[:, None]
+        return TokenContext(count, query_index, is_valid, position, has_own_mask)
 
     def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
         """Returns the caller's mask for layers with this window."""
@@ -384,11 +366,14 @@ def read_sequences(
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
-    boundaries = _check_boundaries(cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
-    if boundaries is not None:
+    if cu_seq_lens_q is not None:
         if cache is not None:
             raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
-        position_ids = _positions_from_boundaries(boundaries, batch, query_length, attention_mask, position_ids)
+        if batch != 1 or attention_mask is not None:
+            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
+        position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, query_length, position_ids)
+    elif cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
+        raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
@@ -399,13 +384,12 @@ def read_sequences(
     last_position = None
     if position_ids is None and padding_mask is None and isinstance(query_offset, int):
         last_position = query_offset + query_length - 1
-    packed_position_ids = None if segments is None else position_ids
     if position_ids is None:
         query_index = torch.arange(query_length, device=device) + query_offset
         position_ids = query_index[None]
         if padding_mask is not None:
             position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
-    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, packed_position_ids, last_position)
+    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position)
 
 
 def _without_types(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | dict | None:
@@ -433,10 +417,10 @@ def _check_mask(
         for mask in attention_mask.values():
             _check_mask(mask, batch, query_length, query_offset)
         return None
-    if not isinstance(attention_mask, torch.Tensor):
-        if attention_mask is not None and not isinstance(attention_mask, BlockMask):
-            raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
+    if attention_mask is None or isinstance(attention_mask, BlockMask):
         return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim not in (2, 4):
         raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
@@ -448,34 +432,14 @@ def _check_mask(
     return attention_mask
 
 
-def _check_boundaries(
-    cu_seq_lens_q: torch.Tensor | None,
-    cu_seq_lens_k: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Returns `cu_seq_lens_q`, checked. The other two arguments alone do not describe packed documents."""
-    if cu_seq_lens_q is None:
-        if cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
-            raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
-        return None
-    if not isinstance(cu_seq_lens_q, torch.Tensor) or cu_seq_lens_q.ndim != 1 or cu_seq_lens_q.is_floating_point():
-        raise ValueError(f"cu_seq_lens_q={cu_seq_lens_q!r} must be a tensor (documents + 1,) of integers")
-    if cu_seq_lens_k is not None and not is_tracing(cu_seq_lens_q) and not torch.equal(cu_seq_lens_k, cu_seq_lens_q):
-        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
-    return cu_seq_lens_q
-
-
 def _positions_from_boundaries(
-    boundaries: torch.Tensor,
-    batch: int,
-    query_length: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    boundaries: torch.Tensor, of_keys: torch.Tensor | None, query_length: int, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """Returns the positions `(1, query)`, which restart at each boundary, as padding-free collators mean `cu_seq_lens_q`."""
-    if batch != 1 or attention_mask is not None:
-        raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
+    if not isinstance(boundaries, torch.Tensor) or boundaries.ndim != 1 or boundaries.is_floating_point():
+        raise ValueError(f"cu_seq_lens_q={boundaries!r} must be a tensor (documents + 1,) of integers")
+    if of_keys is not None and not is_tracing(boundaries) and not torch.equal(of_keys, boundaries):
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
     index = torch.arange(query_length, device=boundaries.device)
     document = torch.bucketize(index, boundaries, right=True) - 1
     positions = (index - boundaries[document])[None]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -28,30 +29,33 @@ from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .adapters_nlq import NLQAdaptersMixin, register_default_targets
 from .attention_nlq import eager_attention_forward, in_full_precision
-from .attention_parts_nlq import AttentionCall, ScoreBias, check_state_cache, column_count, from_columns, to_columns
-from .attention_projections_nlq import NLQAttentionProjections
 from .backends_nlq import (
     ATTENTION_BACKENDS,
-    LINEAR_ATTENTION,
-    Inputs,
-    Needs,
+    AttentionRequest,
     choose_implementation,
+    choose_paged_implementation,
     create_masks_for_generate,
-    find_backend,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
 )
-from .compat_nlq import CACHE_NAME, accept_old_names, check_arguments, choose_cache
 from .configuration_nlq import AUTO_MAP, AUTOMATIC, NLQConfig, is_derived, warn_of_untested_transformers
-from .continuous_batching_nlq import NLQGenerationMixin
+from .integrations_nlq import (
+    CACHE_NAME,
+    NLQGenerationMixin,
+    NLQIntegrationMixin,
+    accept_old_names,
+    check_arguments,
+    choose_cache,
+    own_layers,
+    register_default_targets,
+)
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences
-from .parallel_nlq import check_sizes, flat_keywords, own_heads, own_layers, refuse_lost_outputs
-from .part_table_nlq import check_distribution
+from .parts_base_nlq import AttentionCall, ScoreBias, check_state_cache, from_columns, own_heads, to_columns
+from .projections_nlq import NLQAttentionProjections
 
 
 logger = logging.get_logger(__name__)
@@ -105,11 +109,41 @@ def make_norm(config: NLQConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
 
 
-class NLQAttention(NLQAttentionProjections):
-    """Multi-head attention with any activation of the scores, computed by any backend.
+class NLQAttentionLayer(NLQAttentionProjections):
+    """A call of an attention layer. The kinds of attention compute what lies between the projections, `attend`."""
 
-    The base class has what linear attention needs too: the projections before and after the attention, norms, and the gate.
-    """
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
+        cache: Cache | None = None,
+        first_values: torch.Tensor | None = None,
+        mlp_hook: tuple[str, AttentionCall] | None = None,
+        mlp_factor: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
+
+        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
+        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
+        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
+        """
+        if mlp_hook is not None:
+            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
+        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
+        name, mask, token_context = masks.of(self.layer_idx)
+        call = self.make_call(hidden_states, token_context, first_values, cache)
+        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
+        if attn_weights is not None:
+            for part in self.parts_with("change_returned_weights"):
+                attn_weights = part("change_returned_weights", call, attn_weights)
+        output = self.project_output(call, attn_output)
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
+
+
+class NLQAttention(NLQAttentionLayer):
+    """Multi-head attention with any activation of the scores, computed by any backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -141,37 +175,26 @@ class NLQAttention(NLQAttentionProjections):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns the name of the backend that computes this layer in this call.
-
-        Args:
-            implementation: the model's `attn_implementation`.
-            weights: whether this call returns the weights.
-            inputs: the inputs of this call.
-
-        Raises:
-            ValueError: if `implementation` names a backend that cannot compute it.
-        """
+    def attention_request(self, *of_call) -> AttentionRequest:
+        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
-        needs = Needs(self.activation, self.attention_sink, self.has_score_bias, self.materializes, dropout, weights, inputs)
-        return find_backend(implementation, [self.layer_idx], needs)
+        parts = (self.has_score_bias, self.materializes)
+        return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
 
     def prepare(
         self,
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: Cache | None = None,
         arguments: dict | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
         """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
 
         Args:
-            call, position_embeddings: as in `project`.
-            cache: the cache, which the new tokens are added to.
+            call, position_embeddings: as in `project`. The new tokens are added to the cache of the call.
             arguments: those of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
-        owners = self.parts_with("token_state")
+        cache, owners = call.cache, self.parts_with("token_state")
         if owners:
             dtype = torch.promote_types(key_states.dtype, torch.float32)
             call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
@@ -185,7 +208,7 @@ class NLQAttention(NLQAttentionProjections):
             more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
             if owners:
-                key_states, columns = key_states.split([self.head_dim, column_count(owners, key_states.dtype)], dim=-1)
+                key_states, columns = key_states[..., : self.head_dim], key_states[..., self.head_dim :]
                 call.states = from_columns(columns, owners)
         bias = None
         for part in self.parts_with("score_bias"):
@@ -196,30 +219,11 @@ class NLQAttention(NLQAttentionProjections):
             query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
         return query_states, key_states, value_states, bias
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
-
-        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
-        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
-        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
-        """
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
-        name, mask, places = masks.of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
-        positions = self.own_positions(position_embeddings)
-        query_states, key_states, value_states, bias = self.prepare(call, positions, cache, kwargs)
+    def attend(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has them."""
+        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
         if self.materializes is not None:
@@ -233,7 +237,7 @@ class NLQAttention(NLQAttentionProjections):
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
-        attn_output, attn_weights = attention_interface(
+        return attention_interface(
             self,
             query_states,
             key_states,
@@ -244,14 +248,9 @@ class NLQAttention(NLQAttentionProjections):
             sliding_window=self.sliding_window,  # for flash attention; the other masks have it
             **kwargs,
         )
-        if attn_weights is not None:
-            for part in self.parts_with("change_returned_weights"):
-                attn_weights = part("change_returned_weights", call, attn_weights)
-        output = self.project_output(call, attn_output)
-        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
 
 
-class NLQLinearAttention(NLQAttentionProjections):
+class NLQLinearAttention(NLQAttentionLayer):
     """Linear attention, which stores a state instead of keys and values and needs no backend."""
 
     sliding_window = None
@@ -275,37 +274,16 @@ class NLQLinearAttention(NLQAttentionProjections):
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def find_backend(self, implementation: str | None, weights: bool = False, inputs: Inputs | None = None) -> str:
-        """Returns `LINEAR_ATTENTION`, whatever `implementation` is.
+    def attention_request(self, weights: bool, *of_call) -> AttentionRequest:
+        """Returns what the layer would need from a backend, of which it asks none: no weights."""
+        return AttentionRequest(self.activation, weights=weights)
 
-        Raises:
-            ValueError: if the weights are needed.
-        """
-        if weights:
-            raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {self.layer_idx}) computes no "
-                "weights; leave output_attentions out, or use another activation there"
-            )
-        return LINEAR_ATTENTION
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and no weights; the rest as in `NLQAttention`."""
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        _, mask, places = own_masks(self, hidden_states, attention_mask, cache, **kwargs).of(self.layer_idx)
-        call = self.make_call(hidden_states, places, first_values, cache)
+    def attend(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+    ) -> tuple[torch.Tensor, None]:
+        """As in `NLQAttention`, without weights."""
+        length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
-        cache_layer = state = None
         if cache is not None:
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
             if not hasattr(cache_layer, "get_state"):
@@ -315,7 +293,7 @@ class NLQLinearAttention(NLQAttentionProjections):
                 )
             state = cache_layer.get_state()
         elif mask is not None:
-            mask.check(hidden_states.shape[1], hidden_states.shape[1])
+            mask.check(length, length)
         if self.needs_exact_output:  # its type is that of the values
             value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
@@ -325,14 +303,13 @@ class NLQLinearAttention(NLQAttentionProjections):
             mask,
             scaling=self.scaling,
             log_decay=self.log_decay,
-            position_embeddings=self.own_positions(position_embeddings),
+            position_embeddings=position_embeddings,
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
         )
         if cache_layer is not None:
-            cache_layer.set_state(state, hidden_states.shape[1])
-        output = self.project_output(call, attn_output)
-        return (output, None, call.values.transpose(1, 2)) if self.returns_values else (output, None)
+            cache_layer.set_state(state, length)
+        return attn_output, None
 
     def initialize(self) -> None:
         """Sets the initial values of the layer's own parameters."""
@@ -409,8 +386,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
-            *_, places = masks.of(self.self_attn.layer_idx)
-            call = AttentionCall(self.self_attn, inputs, places, cache=cache)
+            *_, token_context = masks.of(self.self_attn.layer_idx)
+            call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
             (inputs,) = call.change_mlp("change_mlp_input", inputs)
         output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
         hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
@@ -426,7 +403,7 @@ def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tenso
     return hidden_states if module is None else module(hidden_states)
 
 
-class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
+class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     config: NLQConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -508,31 +485,6 @@ class NLQPreTrainedModel(NLQAdaptersMixin, PreTrainedModel):
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
-    @classmethod
-    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
-        # diff with Llama: modules cut the parts of their heads that no linear layer computes, and learned positions belong to
-        # the first stage, as token embeddings do
-        if mesh_manager is None:
-            return model
-        check_sizes(model.config, distributed_config, can_be_staged=isinstance(model, NLQForCausalLM))
-        check_distribution(model.config, distributed_config.tp_size, distributed_config.pp_size)
-        is_staged = distributed_config.pp_size > 1
-        if is_staged:
-            for module in (model, model.model):
-                module.forward = flat_keywords(module.forward)
-        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
-        if distributed_config.tp_size > 1 and model.tp_plan:
-            for module in model.modules():
-                if hasattr(module, "tp_mesh"):
-                    module.tp_mesh = mesh_manager.get_mesh("tp")
-        if is_staged:
-            model.forward = refuse_lost_outputs(model.forward)
-            if not model._pp_stage.pp_is_first_stage:
-                model.model.embed_positions = model.model.embed_norm = None
-                model.model.dropout = nn.Identity()
-                model._keys_to_ignore_on_load_unexpected |= {r"^model\.embed_positions\.", r"^model\.embed_norm\."}
-        return model
-
 
 class NLQModel(NLQPreTrainedModel):
     """Embeddings, blocks and a final norm, which `norm_position="post"` does not have."""
@@ -583,7 +535,7 @@ class NLQModel(NLQPreTrainedModel):
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
                 beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
-                names that are not known (`compat_nlq.py`).
+                names that are not known (`integrations_nlq.py`).
         """
         cache = choose_cache(cache, past_key_values)
         is_paged = isinstance(cache, PagedAttentionCache)
@@ -740,6 +692,9 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def _choose_paged_implementation(self) -> str:
+        return choose_paged_implementation(self.config)
+
     def create_masks_for_generate(self, *args, **kwargs):
         # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
         layers = [layer.self_attn for layer in own_layers(self.model.layers)]
@@ -790,7 +745,13 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         )
         logits = self.score(outputs.last_hidden_state)
         # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
-        is_token = self._find_tokens(input_ids, attention_mask, logits)
+        is_token, pad_token_id = torch.ones_like(logits[..., 0], dtype=torch.bool), self.config.pad_token_id
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
+        elif pad_token_id is None and len(logits) > 1:
+            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
+        elif pad_token_id is not None and input_ids is not None:
+            is_token = (input_ids != pad_token_id).to(logits.device)
         last_token = (torch.arange(logits.shape[1], device=logits.device) * is_token).argmax(dim=-1)
         pooled_logits = logits[torch.arange(len(logits), device=logits.device), last_token]
         loss = None
@@ -803,19 +764,6 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _find_tokens(
-        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns `(batch, query)`, which of the new tokens are not padding, from `logits` `(batch, query, labels)`."""
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            return attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
-        pad_token_id = self.config.pad_token_id
-        if pad_token_id is None and len(logits) > 1:
-            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
-        if pad_token_id is None or input_ids is None:
-            return torch.ones_like(logits[..., 0], dtype=torch.bool)
-        return (input_ids != pad_token_id).to(logits.device)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):

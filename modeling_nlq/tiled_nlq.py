@@ -22,7 +22,6 @@ import bisect
 import functools
 import math
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -30,9 +29,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
-from .attention_parts_nlq import ScoreBias
-from .masking_nlq import Visibility
-from .torch_ops_nlq import AttentionOperators, in_autocast_precision
+from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
 
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
@@ -49,36 +46,28 @@ _start, _end = operator.itemgetter(0), operator.itemgetter(1)
 class _Masks:
     """The hidden keys of each pair of tiles. `query_tiles[i]` and `key_tiles[j]` are half-open ranges."""
 
-    def __init__(
-        self,
-        query_tiles: list[tuple[int, int]],
-        key_tiles: list[tuple[int, int]],
-        query_index: torch.Tensor | None,
-        key_is_valid: torch.Tensor | None,
-        first_key: torch.Tensor | None,
-        visible: torch.Tensor | None,
-    ):
-        """Takes the fields of a `Visibility`, or a boolean mask `visible`, `(batch, 1 or heads, query, key)`."""
+    def __init__(self, query_tiles: list[tuple[int, int]], key_tiles: list[tuple[int, int]], inputs: AttentionInputs):
         self.query_tiles, self.key_tiles = query_tiles, key_tiles
-        self.query_index, self.key_is_valid, self.first_key = query_index, key_is_valid, first_key
-        self.visible = visible
+        self.last_key, self.first_key = inputs.last_key, inputs.first_key
+        self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         # Read from the device once for all tiles, because each read makes a GPU wait
-        if query_index is not None:
-            self.first_query = int(query_index[0])
-            self.key_index = torch.arange(key_tiles[-1][1], device=query_index.device)
-        if key_is_valid is not None:
-            tiles = [key_is_valid[:, start:end] for start, end in key_tiles]
+        if self.visible is None:
+            self.key_index = torch.arange(inputs.key.shape[2], device=inputs.key.device)
+        if self.last_key is not None:
+            self.first_query = int(self.last_key[0])
+        if self.key_is_valid is not None:
+            tiles = [self.key_is_valid[:, start:end] for start, end in key_tiles]
             self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
             self.are_all_valid = torch.stack([tile.all() for tile in tiles]).tolist()
-        if first_key is not None:
-            tiles = [first_key[:, start:end] for start, end in query_tiles]
+        if self.first_key is not None:
+            tiles = [self.first_key[:, start:end] for start, end in query_tiles]
             self.first_start = torch.stack([tile.min() for tile in tiles]).tolist()
             self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
 
     def key_tiles_of(self, i: int) -> list[int]:
         """Returns the tiles of keys that some query of a tile sees, as far as tiles can tell."""
         first, last = 0, len(self.key_tiles)
-        if self.query_index is not None:
+        if self.last_key is not None:
             last = bisect.bisect_right(self.key_tiles, self.first_query + self.query_tiles[i][1] - 1, key=_start)
         if self.first_key is not None:
             first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=_end)
@@ -87,7 +76,7 @@ class _Masks:
     def query_tiles_of(self, j: int) -> list[int]:
         """Returns the tiles of queries that see some key of a tile, as far as tiles can tell."""
         first, last = 0, len(self.query_tiles)
-        if self.query_index is not None:
+        if self.last_key is not None:
             first = bisect.bisect_right(self.query_tiles, self.key_tiles[j][0] - self.first_query, key=_end)
         if self.first_key is not None:
             last = bisect.bisect_left(self.first_start, self.key_tiles[j][1])
@@ -105,8 +94,8 @@ class _Masks:
         if self.visible is not None:
             return ~self.visible[:, :, start:end, key_start:key_end]
         parts = []
-        if key_end - 1 > self.first_query + start:
-            parts.append((self.key_index[key_start:key_end] > self.query_index[start:end, None])[None])
+        if self.last_key is not None and key_end - 1 > self.first_query + start:
+            parts.append((self.key_index[key_start:key_end] > self.last_key[start:end, None])[None])
         if self.key_is_valid is not None and not self.are_all_valid[j]:
             parts.append(~self.key_is_valid[:, None, key_start:key_end])
         if self.first_key is not None and key_start < self.last_start[i]:
@@ -120,45 +109,31 @@ class _TiledCall:
     The forward and the backward pass build the same object, so they use the same tiles and drop the same weights.
     """
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        query_bias: torch.Tensor | None,
-        key_bias: torch.Tensor | None,
-        visible_count: torch.Tensor,
-        masks: tuple[torch.Tensor | None, ...],
-        seed: torch.Tensor | None,
-        activation: str,
-        normalization: str,
-        scaling: float,
-        dropout: float,
-    ):
-        batch, heads, query_length, _ = query.shape
-        key_value_heads, key_length = key.shape[1:3]
+    def __init__(self, inputs: AttentionInputs):
+        (batch, heads, query_length, _), (_, key_value_heads, key_length, _) = inputs.query.shape, inputs.key.shape
         self.shape = (batch, key_value_heads, heads // key_value_heads)
-        self.activation = get_attention_activation(activation)
-        self.scaling, self.dropout = scaling, dropout
-        self.seed = None if seed is None else int(seed)
+        self.activation = get_attention_activation(inputs.activation)
+        self.is_softmax = self.activation.name == "softmax"
+        self.scaling, self.dropout = inputs.scaling, inputs.dropout
+        self.seed = None if inputs.seed is None else int(inputs.seed)
         # Sums are taken in at least float32. Float16 has no room for weights that are not normalised yet.
-        self.sum_dtype = torch.promote_types(query.dtype, torch.float32)
-        self.dtype = self.sum_dtype if query.dtype == torch.float16 else query.dtype
-        self.query = self.by_group(query).to(self.dtype).contiguous()
-        self.key, self.value = (states.to(self.dtype).flatten(0, 1).contiguous() for states in (key, value))
+        self.sum_dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+        self.dtype = self.sum_dtype if inputs.query.dtype == torch.float16 else inputs.query.dtype
+        self.query = self.by_group(inputs.query).to(self.dtype).contiguous()
+        self.key, self.value = (states.to(self.dtype).flatten(0, 1).contiguous() for states in (inputs.key, inputs.value))
 
         # (batch or 1, key_value_heads or 1, group or 1, query)
-        self.count = self._by_head(visible_count).clamp(min=1).to(self.sum_dtype)
-        has_bias = self.activation.subtract_log_count and normalization == "none"
+        self.count = self._by_head(inputs.visible_count).clamp(min=1).to(self.sum_dtype)
+        has_bias = self.activation.subtract_log_count and inputs.normalization == "none"
         self.log_count = self.count.log() if has_bias else None
-        self.query_bias, self.key_bias = query_bias, key_bias
+        self.query_bias, self.key_bias = inputs.query_bias, inputs.key_bias
         self.log_normalizer: torch.Tensor | None = None  # of softmax in the backward pass, `(batch, heads, query)`
 
         tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
         query_tile = max(min(tile, query_length), 1)
         self.query_tiles = _cut(query_length, query_tile)
         self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
-        self.masks = _Masks(self.query_tiles, self.key_tiles, *masks)
+        self.masks = _Masks(self.query_tiles, self.key_tiles, inputs)
 
     def _by_head(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(batch, 1 or heads, ...)` -> `(batch, 1 or key_value_heads, 1 or group, ...)`."""
@@ -217,13 +192,13 @@ class _TiledCall:
 
     def weights(self, i: int, j: int) -> torch.Tensor:
         """Returns `P` of a pair."""
-        if self.activation.name == "softmax":
+        if self.is_softmax:
             return exp_(self.hide(i, j, self.scores(i, j), value=-torch.inf)[0])
         return self.hide(i, j, self.activation.function(self.scores(i, j)))[0]
 
     def weights_and_gradient(self, i: int, j: int, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Returns `P` and `dS` of a pair, given `dP`."""
-        if self.activation.name == "softmax":
+        if self.is_softmax:
             weights = self.weights(i, j)
             return [weights, weights * gradient]
         return self.hide(i, j, *self.activation.weights_and_gradient(self.scores(i, j), gradient))
@@ -273,32 +248,14 @@ class _TiledCall:
             total.add_(torch.bmm(left.to(self.dtype), right))
 
 
-def _tiled_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    key_bias: torch.Tensor | None,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and `1 / Z`, or `log Z` of softmax, as `_new_results` makes them."""
-    masks = (query_index, key_is_valid, first_key, visible)
-    options = (activation, normalization, scaling, dropout)
-    biases = (query_bias, key_bias)
-    output, inverse_normalizer = _new_results(query, key, value, *biases, visible_count, *masks, seed, *options)
-    with torch.autocast(query.device.type, enabled=False):
-        call = _TiledCall(query, key, value, *biases, visible_count, masks, seed, *options)
+    normalization = inputs.normalization
+    output, inverse_normalizer = _new_results(*inputs)
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        call = _TiledCall(inputs)
         for i, (start, end) in enumerate(call.query_tiles):
-            if activation == "softmax":
+            if call.is_softmax:
                 weighted, log_normalizer = _softmax_of_tile(call, i)
                 inverse_normalizer[..., start:end] = log_normalizer.view(*call.shape, end - start).flatten(1, 2)
                 output[:, start:end] = weighted.view(*call.shape, end - start, -1).flatten(1, 2).transpose(1, 2)
@@ -348,38 +305,21 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _tiled_attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    key_bias: torch.Tensor | None,
-    output: torch.Tensor,
-    inverse_normalizer: torch.Tensor,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
+    gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key, value and the biases, in their shapes, given that of the output; empty without a bias."""
-    masks = (query_index, key_is_valid, first_key, visible)
-    options = (activation, normalization, scaling, dropout)
+    output, inverse_normalizer = results
+    query, key, value, *biases = inputs[:5]
     with torch.autocast(query.device.type, enabled=False):
-        call = _TiledCall(query, key, value, query_bias, key_bias, visible_count, masks, seed, *options)
-        if activation == "softmax":
+        call = _TiledCall(inputs)
+        if call.is_softmax:
             call.log_normalizer, inverse_normalizer = inverse_normalizer, torch.ones_like(inverse_normalizer)
         scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
-        delta = call.delta(scaled, output, inverse_normalizer) if normalization == "sum" else None
+        delta = call.delta(scaled, output, inverse_normalizer) if inputs.normalization == "sum" else None
 
         query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
         key_gradient, value_gradient = (torch.empty_like(states, dtype=key.dtype) for states in (call.key, call.value))
-        bias_gradients = tuple(torch.empty(0) if bias is None else torch.zeros_like(bias) for bias in (query_bias, key_bias))
+        bias_gradients = tuple(torch.empty(0) if bias is None else torch.zeros_like(bias) for bias in biases)
         for j, (key_start, key_end) in enumerate(call.key_tiles):
             keys = call.columns(call.key, j)
             key_sum, value_sum = (torch.zeros_like(keys, dtype=call.sum_dtype) for _ in range(2))
@@ -392,9 +332,9 @@ def _tiled_attention_backward(
                 weights, scores_gradient = call.weights_and_gradient(i, j, weights_gradient)
                 if factors is not None:
                     weights = weights * factors
-                if query_bias is not None:
+                if call.query_bias is not None:
                     by_head = scores_gradient.view(*call.shape, end - start, key_end - key_start)
-                    if activation != "softmax":  # where these sums are 0
+                    if not call.is_softmax:  # where these sums are 0
                         bias_gradients[0][..., start:end] += by_head.sum(dim=-1).flatten(1, 2)
                     bias_gradients[1][..., key_start:key_end] -= by_head.sum(dim=-2).flatten(1, 2)
                 call.add_product(value_sum, weights.transpose(1, 2), rows)
@@ -402,92 +342,56 @@ def _tiled_attention_backward(
                 query_sum = torch.zeros_like(rows, dtype=call.sum_dtype)
                 call.add_product(query_sum, scores_gradient, keys)
                 query_gradient[:, :, start:end] += query_sum.view(*query_gradient.shape[:2], end - start, query_sum.shape[-1])
-            key_gradient[:, key_start:key_end] = key_sum * scaling
+            key_gradient[:, key_start:key_end] = key_sum * call.scaling
             value_gradient[:, key_start:key_end] = value_sum
-        query_gradient = (query_gradient * scaling).to(query.dtype)
+        query_gradient = (query_gradient * call.scaling).to(query.dtype)
     gradients = query_gradient.view(query.shape), key_gradient.view(key.shape), value_gradient.view(value.shape)
     return (*gradients, *bias_gradients)
 
 
-def _new_results(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_bias: torch.Tensor | None,
-    key_bias: torch.Tensor | None,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes the results, empty: the output `(batch, query, heads, head_dim)`, and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
     inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
     return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
-def _new_gradient(states: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if states is None else states.new_empty(states.shape)
+def _new_gradients(gradient: torch.Tensor, *inputs) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(0) if states is None else states.new_empty(states.shape) for states in inputs[:5])
 
 
-_operators = AttentionOperators(
+FORWARD = define_operator(
     "tiled_attention",
-    _tiled_attention,
-    _tiled_attention_backward,
-    new_results=_new_results,
-    new_gradient=_new_gradient,
-    tags=(torch.Tag.cudagraph_unsafe,),  # they read sizes and offsets from the device; a recorded CUDA graph cannot
-    seed_device="cpu",
-    has_bias=True,
+    f"({SCHEMA}) -> (Tensor, Tensor)",
+    lambda *inputs: _tiled_attention(AttentionInputs(*inputs)),
+    _new_results,
+)
+BACKWARD = define_operator(
+    "tiled_attention_backward",
+    f"(Tensor gradient, {SCHEMA}, Tensor output, Tensor inverse_normalizer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda gradient, *inputs: _tiled_attention_backward(gradient, AttentionInputs(*inputs[:-2]), inputs[-2:]),
+    _new_gradients,
+)
+_attention = DifferentiableAttention(
+    lambda inputs: FORWARD(*inputs), lambda gradient, inputs, results: BACKWARD(gradient, *inputs, *results), seed_device="cpu"
 )
 
 
 def tiled_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    score_bias: ScoreBias | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Attention for every elementwise activation, and softmax without a sink, in memory linear in the length.
 
-    Args:
-        module: the attention layer, whose `activation` and `normalization` say what to compute.
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: a `Visibility`, a 4-D mask, or `None`, as in `read_mask`.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight, drawn from PyTorch's random number generator.
-        score_bias: a bias of the scores.
+    The arguments are those of `eager_attention_forward`. Dropout is drawn from PyTorch's random number generator.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
     inputs = (module, query, key, value, attention_mask, scaling, dropout)
-    return attend_in_scale(_operators.attend, *inputs, score_bias), None
+    return attend_in_scale(_attention.attend, *inputs, score_bias), None
 
 
-def attend_in_scale(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    score_bias: ScoreBias | None = None,
-) -> torch.Tensor:
+def attend_in_scale(attend, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
     """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
     It computes a single query by an operation of its own, and calls the function again, with smaller queries, where sums of
@@ -495,19 +399,14 @@ def attend_in_scale(
     """
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (key, value, attention_mask, scaling)
-    is_single = query.shape[2] == 1 and not (dropout and module.training)
-    if score_bias is not None:  # which no common factor of the scores leaves as it is
-        if is_single:
-            return one_query_by_pytorch(module, query, *inputs, score_bias)
-        return attend(module, query, *inputs, dropout, score_bias)
-    if is_single:
+    if query.shape[2] == 1 and not (dropout and module.training):
         # A single query needs no tiles, and hardly any memory
-        attend = one_query_attention
+        attend = one_query_attention if score_bias is None else functools.partial(one_query_by_pytorch, score_bias=score_bias)
     else:
-        inputs += (dropout,)
+        inputs += (dropout, score_bias)
     activation, normalization = module.activation, module.normalization
-    is_free_of_scale = normalization == "sum" and activation.is_homogeneous
-    if not is_free_of_scale:
+    # With a bias, no common factor of the scores leaves the weights as they are
+    if score_bias is not None or normalization != "sum" or not activation.is_homogeneous:
         return attend(module, query, *inputs)
     rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
     if is_tracing(query) or query.is_meta:

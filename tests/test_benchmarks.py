@@ -13,7 +13,7 @@ import torch
 import training_step
 
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.training.parameters import measure as measure_model
 
 

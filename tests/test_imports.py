@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,9 +84,9 @@ def test_configuration_imports_no_kernels(tmp_path):
     command = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + script, str(tmp_path / "saved")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    tables = {"activations_nlq", "cache_nlq", "configuration_nlq", "masking_nlq", "parallel_nlq", "projections_nlq"}
+    tables = {"activations_nlq", "cache_nlq", "configuration_nlq", "masking_nlq", "projections_nlq"}
     parts = {f"{part.__module__.rpartition('.')[2]}" for part in ATTENTION_PARTS.values()}
-    assert set(done.stdout.split()) == tables | parts | {"attention_parts_nlq", "own_parts_nlq", "part_table_nlq", "parts_nlq"}
+    assert set(done.stdout.split()) == tables | parts | {"parts_base_nlq", "parts_user_nlq", "parts_builtin_nlq", "parts_nlq"}
 
 
 def base_distributions() -> set[str]:

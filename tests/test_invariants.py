@@ -20,7 +20,7 @@ from support.properties import examples
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 
 
 pytestmark = [
@@ -129,7 +129,7 @@ def attention_parts(draw, switches, key_value_heads, implementation):
         sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": key_value_heads}
         with contextlib.suppress(StrictDataclassError):  # not with these switches
             config = NLQConfig(**sizes, **{**switches, **chosen})
-            if implementation == "nlq" or ATTENTION_BACKENDS[implementation].supports_layer(needs_of(config)):
+            if implementation == "nlq" or ATTENTION_BACKENDS[implementation].supports_layer(request_of(config)):
                 parts = chosen
     return parts
 

@@ -13,7 +13,6 @@ from support.paths import REPOSITORY
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS
-from nlq import make_parser
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +76,3 @@ def test_constraints_are_what_is_installed():
     installed = {f"{name}=={version(name).split('+')[0]}" for name in names}
     files = [set(path.read_text().splitlines()) for path in REPOSITORY.glob("constraints*.txt")]
     assert any(installed <= lines for lines in files), f"no constraints file names these versions: {sorted(installed)}"
-
-
-def test_every_command_has_help(capsys):
-    for command in ("train", "compare", "generate", "evaluate", "params", "convert", "publish"):
-        with pytest.raises(SystemExit) as stopped:
-            make_parser().parse_args([command, "--help"])
-        assert stopped.value.code == 0 and command in capsys.readouterr().out

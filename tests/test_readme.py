@@ -16,7 +16,7 @@ from support.paths import REPOSITORY
 from modeling_nlq import ATTENTION_ACTIVATIONS, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.configuration_nlq import AUTOMATIC
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 
 README = REPOSITORY / "README.md"

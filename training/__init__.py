@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .api import train
-    from .comparison.run import compare
+    from .api import compare, train
     from .conversion.converting import convert
     from .explorer.exploring import explore
     from .run.evaluation import evaluate
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from .sharing.publishing import publish
 
 _MODULES = {
-    "compare": "comparison.run",
+    "compare": "api",
     "convert": "conversion.converting",
     "evaluate": "run.evaluation",
     "explore": "explorer.exploring",

@@ -1,11 +1,11 @@
-"""`nlq train`: one training run, in this process or on a cluster. The engines for many runs are in `comparison/`."""
+"""The Python entry points of `nlq train` and `nlq compare`. The engines for many runs are in `comparison/`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .explorer.of_runs import explore_runs
 from .files import PAGE_FILE
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
@@ -13,6 +13,12 @@ from .run.trainer import train_recipe
 from .run.unattended import RunSpec
 from .storage import Storage, fetch, is_address, open_folder, origin, publish
 from .text import bar_options
+
+
+if TYPE_CHECKING:
+    from .comparison.plan import Comparison
+    from .comparison.run import Engine
+    from .screening.plan import Screening
 
 
 def train(
@@ -64,6 +70,8 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
     with RunFolder(folder).held():
         metrics = train_on_ray(resolved, folder, **given) if engine == "ray" else train_recipe(resolved)
         if resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+            from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
+
             explore_runs(resolved.recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
         publish(folder)
     return metrics
@@ -121,3 +129,81 @@ def train_on_ray(
         ((_, metrics),) = ray_jobs.make_runs(place, resources, lambda: [spec], progress, steps)
     fetch(folder, has_large=False)
     return metrics
+
+
+def compare(
+    comparison: str | Path,
+    output_dir: str | Path | None = None,
+    *,
+    engine: str = "local",
+    cpus_per_run: int | None = None,
+    gpus_per_run: float | None = None,
+    workers_per_run: int | None = None,
+    max_retries: int | None = None,
+    trust_parts: bool = False,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
+
+    Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
+
+    Args:
+        comparison: name of a shipped comparison, or a YAML file.
+        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray` also an address, such as
+            `s3://bucket/results`.
+        engine: `local`, one run after another on this machine, or `ray`, on the cluster that Ray finds.
+        cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
+        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayEngine`.
+        trust_parts: run the parts whose code the file itself holds.
+        overrides: fields of the recipe that all models share, as for `train`.
+
+    Returns:
+        The content of `results.json` in the results folder (see `Outcome` and `ScreeningOutcome`).
+
+    Raises:
+        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot be written
+            or holds another comparison or something else.
+        ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
+    """
+    options = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run}
+    options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
+    from .comparison.plan import default_folder
+    from .comparison.run import make_engine
+
+    made = make_engine(engine, **options)
+    plan = load_plan(comparison, overrides, trust_parts)
+    return run_and_report(plan, open_folder(output_dir or default_folder(plan.name)), made)
+
+
+def load_plan(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+) -> "Comparison | Screening":
+    """Reads the file of a comparison, or of a screening if it has `factors`; see `load_comparison`."""
+    from .comparison.reading import read_comparison, read_file
+
+    file = read_file(source, overrides, trust_parts)
+    if file.given.get("factors") is None:
+        return read_comparison(file)
+    from .screening.plan import read_screening
+
+    return read_screening(file)
+
+
+def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine | None" = None) -> dict[str, Any]:
+    """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
+    from .comparison import run as comparison
+    from .screening import run as screening
+    from .screening.plan import Screening
+
+    return (screening if isinstance(plan, Screening) else comparison).run_and_report(plan, folder, engine)
+
+
+def describe_results(results: dict[str, Any]) -> str:
+    """The outcome of a comparison or a screening for a terminal, from the content of `results.json`."""
+    from .comparison import report
+    from .comparison.outcome import from_json
+    from .screening import sections
+
+    if "design" in results:
+        return sections.describe(from_json(sections.ScreeningOutcome, results))
+    return report.describe(from_json(report.Outcome, results))

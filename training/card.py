@@ -20,18 +20,15 @@ from .text import without_html
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
 
-_MEASURES = {
-    "eval_loss": "validation loss (nats per token)",
-    "eval_perplexity": "validation perplexity",
-    "eval_bits_per_byte": "validation bits per byte",
-    "eval_token_accuracy": "validation token accuracy",
-    "test_loss": "test loss (nats per token)",
-    "test_perplexity": "test perplexity",
-    "test_bits_per_byte": "test bits per byte",
-    "test_token_accuracy": "test token accuracy",
-    "unigram_perplexity": "perplexity of the unigram baseline",
-}
 _SPLITS = {"eval": "validation", "test": "test"}
+_METRICS = {
+    "loss": "loss (nats per token)",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "token_accuracy": "token accuracy",
+}
+_MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items() for key, text in _METRICS.items()}
+_MEASURES["unigram_perplexity"] = "perplexity of the unigram baseline"
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -86,16 +83,9 @@ def render(
     auto_class = _auto_class(config)
     is_nlq = config.model_type == "nlq"
     name = location.split("/")[-1]
+    common = {"task_type": "text-generation", "task_name": "Text Generation", "dataset_type": dataset, "dataset_name": dataset}
     results = [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Text Generation",
-            dataset_type=dataset,
-            dataset_name=dataset,
-            dataset_split=_SPLITS[split],
-            metric_type=metric,
-            metric_value=value,
-        )
+        EvalResult(**common, dataset_split=_SPLITS[split], metric_type=metric, metric_value=value)
         for split, metric, value in ((*key.split("_", 1), value) for key, value in measured.items())
         if split in _SPLITS
     ]
@@ -126,8 +116,7 @@ def render(
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),
-        parameters=size.total,
-        non_embedding_parameters=size.non_embedding,
+        size=size,
         trained_parameters=metrics.get("trained_parameters", size.total),
         has_lora=given.get("lora") is not None,
         context=config.max_position_embeddings,
@@ -136,16 +125,11 @@ def render(
         origin=_origin(conversion) if conversion else None,
         base_model=base_model,
         dataset=dataset,
-        dataset_fingerprint=metrics.get("dataset_fingerprint"),
-        tokens_seen=metrics.get("tokens_seen"),
-        steps=metrics.get("steps"),
-        kernels=metrics.get("kernels"),
+        metrics=metrics,
         recipe=yaml.safe_dump(given, sort_keys=False) if given and metrics else None,
-        validation_tokens=metrics.get("validation_tokens"),
         results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
         has_plot=has_plot,
         comparison=without_folders(comparison),
-        diverged=metrics.get("diverged", False),
     )
     card.text = without_html(card.text)
     return card

@@ -6,10 +6,10 @@ smallest.
 
 import copy
 import itertools
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, eager_chunked_nlq, load_attention_parts
-from modeling_nlq.attention_parts_nlq import HOOKS
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, needs_of
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, attention_nlq, load_attention_parts
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
+from modeling_nlq.parts_base_nlq import HOOKS
 
 from .text import one_line
 
@@ -48,40 +48,33 @@ _SURROUNDINGS = {
 }
 
 
-@dataclass
-class Finding:
-    """The result of one invariant.
-
-    Attributes:
-        invariant: its name.
-        difference: the largest difference found.
-        case: the smallest case that fails, in words; `None` if it holds.
-    """
-
-    invariant: str
-    difference: float
-    case: str | None = None
+# Takes a model and a length, and yields cases in words, with the difference that each makes
+Differences = Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]
 
 
-def check_parts(file: str | Path) -> Iterator[tuple[str, Finding]]:
-    """Checks the parts of a file. It ends with the first invariant that fails.
+def describe(file: str | Path) -> tuple[list[str], bool]:
+    """Checks the parts of a file, and ends with the first invariant that fails.
 
     Args:
         file: a Python file, as `load_attention_parts` takes it.
 
-    Yields:
-        The name of a part, and the result of one invariant.
+    Returns:
+        A line for each invariant that was tried, and whether all of them hold.
 
     Raises:
         ValueError: if the file has no parts, or one of them fits no model.
     """
+    lines = []
     for part in load_attention_parts(file):
+        lines.append(f"{part.name}:")
         models = _models(part)
-        for invariant, differences in INVARIANTS.items():
-            finding = _try(invariant, differences, models)
-            yield part.name, finding
-            if finding.case is not None:
-                return
+        for invariant, (differences, lengths) in INVARIANTS.items():
+            difference, case = _try(differences, lengths, models)
+            if case is not None:
+                lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
+                return lines, False
+            lines.append(f"  {invariant:<41} holds, largest difference {difference:.1e}")
+    return lines, True
 
 
 def _models(part: type[AttentionPart]) -> dict[str, NLQForCausalLM]:
@@ -106,22 +99,21 @@ def _models(part: type[AttentionPart]) -> dict[str, NLQForCausalLM]:
     return models
 
 
-def _try(
-    invariant: str, differences: Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]], models: dict[str, NLQForCausalLM]
-) -> Finding:
+def _try(differences: Differences, lengths: Sequence[int], models: dict[str, NLQForCausalLM]) -> tuple[float, str | None]:
+    """Returns the largest difference and `None`, or that of the smallest case that fails, and the case in words."""
     largest = 0.0
-    for length in LENGTHS:
+    for length in lengths:
         for name, model in models.items():
             model.set_attn_implementation("eager")
             try:
-                for case, difference in differences(model, length):
-                    if not difference <= TOLERANCE:  # also NaN
-                        return Finding(invariant, difference, f"{case}, with {name}")
-                    largest = max(largest, difference)
+                with torch.no_grad():
+                    for case, difference in differences(model, length):
+                        if not difference <= TOLERANCE:  # also NaN
+                            return difference, f"{case}, with {name}"
+                        largest = max(largest, difference)
             except Exception as error:
-                case = f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
-                return Finding(invariant, float("nan"), case)
-    return Finding(invariant, largest)
+                return math.nan, f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
+    return largest, None
 
 
 def _count(length: int) -> str:
@@ -143,15 +135,16 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
     """Returns the logits, and the gradients of all parameters; `None` if nothing depends on one."""
-    logits = model(tokens, use_cache=False, **kwargs).logits
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
+    with torch.enable_grad():
+        logits = model(tokens, use_cache=False, **kwargs).logits
+        return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
 
 
 def _largest(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> float:
     """Returns the largest difference of two results of `_with_gradients`."""
     pairs = [pair for pair in zip(ones, others) if pair != (None, None)]
-    return max(float("inf") if None in pair else _difference(*pair) for pair in pairs)
+    return max(math.inf if None in pair else _difference(*pair) for pair in pairs)
 
 
 def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
@@ -159,14 +152,14 @@ def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     other = copy.deepcopy(model) if length == 1 else model  # a model whose first text is another one
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits.clone()
-    yield f"{_count(length)}, with gradients and without", _difference(model(tokens, use_cache=False).logits, expected)
-    with torch.no_grad():
-        other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
-        logits = other(tokens, use_cache=False).logits
+    with torch.enable_grad():
+        logits = model(tokens, use_cache=False).logits
+    yield f"{_count(length)}, with gradients and without", _difference(logits, expected)
+    other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
+    logits = other(tokens, use_cache=False).logits
     yield f"{_count(length)}, before and after another text", _difference(logits, expected)
 
 
-@torch.no_grad()
 def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
     before = model(tokens, use_cache=False).logits[0]
@@ -174,13 +167,10 @@ def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
         other = tokens.clone()
         other[0, changed:] = (other[0, changed:] + 1) % VOCABULARY
         after = model(other, use_cache=False).logits[0]
-        yield (
-            f"{length} tokens, of which those from number {changed + 1} on change",
-            _difference(after[:changed], before[:changed]),
-        )
+        case = f"{length} tokens, of which those from number {changed + 1} on change"
+        yield case, _difference(after[:changed], before[:changed])
 
 
-@torch.no_grad()
 def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
     alone = model(tokens, use_cache=False).logits[0]
@@ -202,7 +192,6 @@ def _two_texts(length: int, is_before: bool) -> tuple[torch.Tensor, torch.Tensor
     return tokens, mask if is_before else mask.flip(1)
 
 
-@torch.no_grad()
 def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     for is_before in (True, False):
         tokens, mask = _two_texts(length, is_before)
@@ -215,7 +204,6 @@ def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
             yield case, _difference(logits[row, is_token], alone)
 
 
-@torch.no_grad()
 def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
     for first in _cuts(length):
@@ -233,8 +221,15 @@ def _chunks(length: int) -> Iterator[list[int]]:
         yield [1] * length
 
 
-def _cached(make_cache: Callable, is_padded: bool = False) -> Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]:
-    @torch.no_grad()
+def _dynamic(config: NLQConfig, length: int) -> DynamicCache:
+    return DynamicCache(config=config)
+
+
+def _static(config: NLQConfig, length: int) -> StaticCache:
+    return StaticCache(config=config, max_cache_len=length + 3)
+
+
+def _cached(make_cache: Callable, is_padded: bool = False) -> Differences:
     def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         tokens, mask = _two_texts(length, is_before=True)
         is_token = mask.bool() if is_padded else torch.ones_like(mask).bool()
@@ -251,31 +246,25 @@ def _cached(make_cache: Callable, is_padded: bool = False) -> Callable[[NLQForCa
     return differences
 
 
-@torch.no_grad()
 def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length == 1:
-        return
     tokens, cut = _tokens(2, length), length // 2
     expected = model(tokens, use_cache=False).logits
     one, other, both = (DynamicCache(config=model.config) for _ in range(3))
     for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], one), (tokens[1:], other)):
         model(rows, cache=cache, use_cache=True)
     logits = model(tokens[:1, cut:], past_key_values=one, use_cache=True).logits
-    yield (
-        f"{cut} and {length - cut} tokens, between which another text has its own cache",
-        _difference(logits[0], expected[0, cut:]),
-    )
+    case = f"{cut} and {length - cut} tokens, between which another text has its own cache"
+    yield case, _difference(logits[0], expected[0, cut:])
     both.reorder_cache(torch.tensor([1, 0]))  # as beam search does
     logits = model(tokens.flip(0)[:, cut:], past_key_values=both, use_cache=True).logits
     case = f"2 texts of {length} tokens that change places in the cache after {_count(cut)}"
     yield case, _difference(logits, expected.flip(0)[:, cut:])
 
 
-@torch.no_grad()
 def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     layer = model.model.layers[0].self_attn
     is_one_way = layer.activation.kind == "linear" or not all(part.supports_crop for part in layer.parts.values())
-    if length < 3 or is_one_way or layer.sliding_window is not None:
+    if is_one_way or layer.sliding_window is not None:
         return
     tokens = _tokens(1, length)
     expected, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
@@ -292,12 +281,11 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(2, length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
-        if not all(ATTENTION_BACKENDS[name].supports_layer(needs_of(layer)) for layer in model.config.per_layer_config):
+        if not all(ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
-        with patch.object(
-            eager_chunked_nlq, "ROWS", 2 if length <= SHORT else eager_chunked_nlq.ROWS
-        ):  # blocks that short texts have too
+        rows = 2 if length <= SHORT else attention_nlq.ROWS  # blocks that short texts have too
+        with patch.object(attention_nlq, "ROWS", rows):
             difference = _largest(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
         yield f"{_count(length)} on {name}, gradients included", difference
@@ -307,9 +295,9 @@ def _finite(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens, mask = _tokens(2, length), torch.ones(2, length, dtype=torch.long)
     mask[1] = 0
     logits, *gradients = _with_gradients(model, tokens, attention_mask=mask)
-    yield f"a row of {_count(length)} of padding alone", 0.0 if logits.isfinite().all() else float("nan")
+    yield f"a row of {_count(length)} of padding alone", 0.0 if logits.isfinite().all() else math.nan
     is_finite = all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
-    yield f"the gradients of a row of {_count(length)} of padding alone", 0.0 if is_finite else float("nan")
+    yield f"the gradients of a row of {_count(length)} of padding alone", 0.0 if is_finite else math.nan
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -342,15 +330,12 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
 
 
 def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length != SHORT:
-        return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, gradient in zip(names, _with_gradients(model, _tokens(2, length))[1:]):
         if ".parts." in name and gradient is None:
-            yield f"{name} has no gradient", float("nan")
+            yield f"{name} has no gradient", math.nan
 
 
-@torch.no_grad()
 def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     changes = []
 
@@ -374,13 +359,10 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
                     stack.enter_context(patch.object(part, hook, watch(part, hook)))
         model(_tokens(2, length), use_cache=False)
     for hook in changes[:1]:
-        yield f"{_count(length)}: {hook} changes a tensor in place", float("nan")
+        yield f"{_count(length)}: {hook} changes a tensor in place", math.nan
 
 
-@torch.no_grad()
 def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length < SHORT:
-        return
     fresh = NLQForCausalLM(model.config).eval()  # without what `double` has converted
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
@@ -389,27 +371,20 @@ def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
                 logits = fresh(_tokens(2, length), use_cache=False).logits
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {one_line(error)}") from error
-        yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else float("nan")
+        yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else math.nan
 
 
-@torch.no_grad()
 def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length != SHORT:
-        return
-    case = f"{length} tokens on meta"
     try:
         NLQForCausalLM(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
     except (NotImplementedError, RuntimeError) as error:
         if "device" not in str(error):  # a part may read numbers, which meta has not
             return
         raise
-    yield case, 0.0
+    yield f"{length} tokens on meta", 0.0
 
 
-@torch.no_grad()
 def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if length != SHORT:
-        return
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = NLQForCausalLM.from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").eval()
@@ -417,42 +392,25 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
 
-# The invariants in the order in which they are tried: what is called causal, padded, packed and cached
-INVARIANTS: dict[str, Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]] = {
-    "a repeated call gives the same": _repeated,
-    "no token sees the future": _causality,
-    "a padded text equals the text alone": _padding,
-    "texts of a batch equal each text alone": _batch,
-    "packed documents equal separate ones": _documents,
-    "cached decoding equals the full pass": _cached(lambda config, length: DynamicCache(config=config)),
-    "a static cache equals the full pass": _cached(lambda config, length: StaticCache(config=config, max_cache_len=length + 3)),
-    "a padded batch can be cached": _cached(lambda config, length: DynamicCache(config=config), is_padded=True),
-    "each cache has what belongs to its texts": _several_caches,
-    "tokens can be taken back from the cache": _taken_back,
-    "a row of padding alone stays finite": _finite,
-    "every backend equals eager": _backends,
-    "training equals evaluation": _training,
-    "every parameter has a gradient": _used,
-    "no hook changes its inputs in place": _unchanged,
-    "float32, bfloat16 and autocast run": _dtypes,
-    "a model can be on another device": _devices,
-    "saving and loading changes nothing": _saved,
+# The invariants in the order in which they are tried, with the lengths of their texts: what is called causal, padded, packed
+# and cached comes first
+INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
+    "a repeated call gives the same": (_repeated, LENGTHS),
+    "no token sees the future": (_causality, LENGTHS),
+    "a padded text equals the text alone": (_padding, LENGTHS),
+    "texts of a batch equal each text alone": (_batch, LENGTHS),
+    "packed documents equal separate ones": (_documents, LENGTHS),
+    "cached decoding equals the full pass": (_cached(_dynamic), LENGTHS),
+    "a static cache equals the full pass": (_cached(_static), LENGTHS),
+    "a padded batch can be cached": (_cached(_dynamic, is_padded=True), LENGTHS),
+    "each cache has what belongs to its texts": (_several_caches, LENGTHS[1:]),
+    "tokens can be taken back from the cache": (_taken_back, LENGTHS[2:]),
+    "a row of padding alone stays finite": (_finite, LENGTHS),
+    "every backend equals eager": (_backends, LENGTHS),
+    "training equals evaluation": (_training, LENGTHS),
+    "every parameter has a gradient": (_used, (SHORT,)),
+    "no hook changes its inputs in place": (_unchanged, LENGTHS),
+    "float32, bfloat16 and autocast run": (_dtypes, (SHORT, LONG)),
+    "a model can be on another device": (_devices, (SHORT,)),
+    "saving and loading changes nothing": (_saved, (SHORT,)),
 }
-
-
-def describe(file: str | Path) -> tuple[list[str], bool]:
-    """Checks the parts of a file, and says what came out.
-
-    Returns:
-        A line for each invariant that was tried, and whether all of them hold.
-    """
-    lines, holds = [], True
-    for name, findings in itertools.groupby(check_parts(file), key=lambda pair: pair[0]):
-        lines.append(f"{name}:")
-        for _, finding in findings:
-            if finding.case is None:
-                lines.append(f"  {finding.invariant:<41} holds, largest difference {finding.difference:.1e}")
-            else:
-                holds = False
-                lines.append(f"  {finding.invariant:<41} FAILS, difference {finding.difference:.1e}: {finding.case}")
-    return lines, holds

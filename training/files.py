@@ -63,8 +63,9 @@ TOKENIZER = (
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields of a recipe that change neither the result nor its data: a run may be resumed with other values.
+# Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other values
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
+_FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
 # What a YAML file may hold: bytes, values (those of an alias count each time), and mappings and lists inside of each other
 YAML_LIMITS = {"bytes": 2**20, "values": 20_000, "levels": 50}

@@ -7,10 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from modeling_nlq.attention_parts_nlq import AttentionCall
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
+from modeling_nlq.parts_base_nlq import AttentionCall
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
 # Gets the layer, its call, and cosines and sines of rotary positions, or `None`
@@ -47,9 +47,9 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
         if "mlp_hook" in keywords:
             return
-        *_, places = keywords["attention_mask"].of(layer.layer_idx)
+        *_, token_context = keywords["attention_mask"].of(layer.layer_idx)
         positions = layer.own_positions(keywords["position_embeddings"])
-        receive(layer, layer.make_call(*positional, places, keywords["first_values"]), positions)
+        receive(layer, layer.make_call(*positional, token_context, keywords["first_values"]), positions)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]

@@ -1,7 +1,7 @@
 """Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -35,8 +35,6 @@ MOST_LAYERS = 1000
 MOST_BEAMS = 64
 MOST_CONFIG_BYTES = 2**22
 _LAYERS = ("layers", "n_layer")  # ends of the names of their numbers, such as num_hidden_layers or decoder_layers
-# Fields of a configuration that do not change the function of a model
-_FREE_FIELDS = {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 
 
 def is_saved_model(name: str) -> bool:
@@ -91,15 +89,14 @@ def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
     A field that only one of them has comes from another version of a library, and does not count.
     """
-    known = (before.keys() & now.keys()) - _FREE_FIELDS
+    known = before.keys() & now.keys()
     return differences({name: before[name] for name in known}, {name: now[name] for name in known})
 
 
 def weights_fingerprint(name: str) -> dict[str, str]:
     """What changes with the weights of a model: a hash of each file in its folder, or its commit on the Hub.
 
-    Args:
-        name: as users give it; a configuration has no weights, and an empty fingerprint.
+    A configuration has no weights, and an empty fingerprint.
     """
     if not is_saved_model(name):
         return {}
@@ -123,12 +120,7 @@ def _switches(config: PreTrainedConfig) -> set[str]:
 
 
 def read_record(name: str, file: str) -> dict[str, Any] | None:
-    """The content of a JSON or YAML file beside a saved model; `None` if there is none.
-
-    Args:
-        name: a folder or a Hub name.
-        file: the name of the file.
-    """
+    """The content of a JSON or YAML file beside a saved model, a folder or a Hub name; `None` if there is none."""
     try:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such folder, or no such model on the Hub
@@ -141,9 +133,7 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
 def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | None:
     """The record of the conversion that made a saved model, or that its training began with; `None` if there is none.
 
-    Args:
-        name: a folder or a Hub name.
-        is_untrained: return `None` also if the model was trained since.
+    With `is_untrained` it is `None` also if the model was trained since.
     """
     if is_untrained and read_record(name, RECIPE_FILE) is not None:
         return None
@@ -164,11 +154,6 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
         raise ValueError(
             f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}; make a "
             "model by `nlq convert`, or train all"
-        )
-    if "added" not in conversion:
-        raise ValueError(
-            f"trainable='new' needs the names of the added parameters, and the {CONVERSION_FILE} of model {model!r} is too old "
-            "to hold them; convert its source anew"
         )
     if enlarged := conversion["enlarged"]:
         raise ValueError(
@@ -195,15 +180,21 @@ def read_config(name: str) -> dict[str, Any]:
     return values
 
 
-def load_parts_beside(name: str) -> None:
-    """Runs the files of attention parts that a saved model brings: those that its `parts_nlq.py` imports.
+def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
+    """Runs files of attention parts, and those that saved models bring: what their `parts_nlq.py` import.
+
+    Args:
+        files: paths of the files.
+        models: names of models whose files are trusted; a name of a configuration has none.
 
     Raises:
         ValueError: as `load_attention_parts` does.
     """
-    if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-        for module in filter(str.isidentifier, get_relative_imports(path)):
-            load_attention_parts(cached_file(name, f"{module}.py"))
+    for file in files:
+        load_attention_parts(file)
+    for name in filter(is_saved_model, models):
+        if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
+            load_parts(cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier())
 
 
 def check_layers(values: dict[str, Any], source: str) -> None:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.attention_parts_nlq import AttentionPart
 from modeling_nlq.cache_nlq import LAYER_TYPE
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS, parts_of
+from modeling_nlq.parts_base_nlq import AttentionPart
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, parts_of
 
 from .text import check_number
 
@@ -92,11 +92,7 @@ def part_size(config: NLQConfig, part: type[AttentionPart]) -> int:
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes every parameter of a model but those of the given names.
-
-    Raises:
-        ValueError: if the model has no parameter of one of the names.
-    """
+    """Freezes every parameter of a model but those of the given names; raises `ValueError` if it has none of a name."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(set(names) - parameters.keys()):
         raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
@@ -191,9 +187,7 @@ def matching_intermediate_size(
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape than the model's.
 
-    Args:
-        model: it may be on the meta device.
-        shapes: shapes of the parameters by name; a tied LM head may be left out.
+    The model may be on the meta device, and `shapes` may leave out a tied LM head.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:

@@ -6,9 +6,9 @@ the tables of backends and operations when it is imported. That builds nothing: 
 
 from ..attention_nlq import one_query_attention
 from ..backends_nlq import add_backend
-from ..dispatch_nlq import Kernel
 from ..linear_nlq import LINEAR_ATTENTION
 from ..loss_nlq import loss_and_gradient
+from ..ops_nlq import Kernel
 from . import optional
 from .cpu import cpu_ops as cpu
 from .cpu.cpu_ops import kernelize

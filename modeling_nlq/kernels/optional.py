@@ -9,11 +9,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils import is_flash_linear_attention_available
 
 from ..attention_nlq import eager_attention_forward
-from ..backends_nlq import AttentionBackend, Needs
+from ..backends_nlq import AttentionBackend, AttentionRequest
 from ..cache_nlq import LinearState
-from ..dispatch_nlq import Kernel
 from ..linear_nlq import LinearInputs, divide
 from ..masking_nlq import Visibility
+from ..ops_nlq import Kernel
 
 
 HAS_FLA = is_flash_linear_attention_available()
@@ -58,14 +58,7 @@ LINEAR_ATTENTION = Kernel("fla", kernel_form, computes_linear_attention)
 
 
 def sparse_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
+    module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Computes projections onto the simplex: entmax15 by the kernel of `adasplash` where it can, the rest as `eager` does.
 
@@ -91,9 +84,9 @@ def sparse_attention_forward(
     return output, None
 
 
-def _is_simplex(needs: Needs) -> bool:
-    inputs = needs.inputs
-    return needs.activation.kind == "simplex" and (inputs is None or (HAS_ADASPLASH and inputs.device.type == "cuda"))
+def _is_simplex(request: AttentionRequest) -> bool:
+    is_here = request.device is None or (HAS_ADASPLASH and request.device.type == "cuda")
+    return request.activation.kind == "simplex" and is_here
 
 
 SPARSE = AttentionBackend(sparse_attention_forward, _is_simplex, is_portable=False)

@@ -6,41 +6,33 @@ import typing
 import accelerate
 import pytest
 import torch
-from support.client_cases import CASES, TEXT, greedy, make_tokenizer, run_script
+from support.client_cases import CASES, IDS, greedy, load, logits, run_script
 from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES, random_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, own_parts_nlq, register_attention_part
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
-
-
-IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, ScoreBias, parts_user_nlq, register_attention_part
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 
 @pytest.mark.parametrize("activation, query", CASES)
 def test_offloading(activation, query, trained, tmp_path):
     """One layer on disk, and all of them fetched for each call."""
     folder = trained(activation, query)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        expected = model(IDS).logits
+    model = load(folder)
     others = ("model.embed_tokens", "model.embed_positions", "model.layers.1", "model.norm", "lm_head")
     places = {**dict.fromkeys(others, "cpu"), "model.layers.0": "disk"}
-    on_disk = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
+    on_disk = load(folder, device_map=places, offload_folder=tmp_path)
     assert on_disk.model.layers[0].mlp.fc1.weight.is_meta
     out = on_disk.generate(IDS[:1], max_new_tokens=6, do_sample=False)
     assert out[0, IDS.shape[1] :].tolist() == greedy(model, IDS[0], 6)
-    offloaded = accelerate.cpu_offload(AutoModelForCausalLM.from_pretrained(folder), execution_device="cpu")
-    with torch.no_grad():
-        torch.testing.assert_close(on_disk(IDS).logits, expected, atol=0, rtol=0)
-        torch.testing.assert_close(offloaded(IDS).logits, expected, atol=0, rtol=0)
+    for offloaded in (on_disk, accelerate.cpu_offload(load(folder), execution_device="cpu")):
+        torch.testing.assert_close(logits(offloaded), logits(model), atol=0, rtol=0)
 
 
 class EveryHook(AttentionPart):
     """An own part that reads its parameter in every hook."""
 
-    name, state_size, needs_places, needs_first_values = "every_hook", 1, True, True
+    name, state_size, needs_token_context, needs_first_values = "every_hook", 1, True, True
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
@@ -61,7 +53,7 @@ class EveryHook(AttentionPart):
 
     def score_bias(self, call, state):
         bias = self.gain * state[:, :1, :, 0].expand(-1, call.layer.num_heads, -1)
-        return ScoreBias(bias[..., call.places.query_index], bias)
+        return ScoreBias(bias[..., call.token_context.query_index], bias)
 
     def change_scores(self, call, scores, visible):
         return self.gain * scores
@@ -78,7 +70,7 @@ FILLED |= {f"linear_{name}": {"attention_activation": "linear_attention", **case
 @pytest.fixture
 def own_part(monkeypatch):
     for table in ("_registered", "_latest"):
-        monkeypatch.setattr(own_parts_nlq, table, {})
+        monkeypatch.setattr(parts_user_nlq, table, {})
     register_attention_part(EveryHook)
 
 

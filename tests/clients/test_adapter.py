@@ -8,10 +8,10 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load as load_weights
 from safetensors.torch import load_file
-from support.client_cases import TEXT, make_tokenizer
+from support.client_cases import numbered_texts, small_model
 from support.hub_server import HubServer
 from support.publishing_cases import TOKEN, Worker, card_of, outputs
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training import convert, train
@@ -59,21 +59,19 @@ def nlq(server, tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(nlq):
     """A tiny GPT-2 with a tokenizer, in the working directory of whoever follows the card."""
-    tokenizer, folder = make_tokenizer(), nlq.home / "gpt2"
-    end = tokenizer.eos_token_id
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=end, eos_token_id=end)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return small_model(nlq.home / "gpt2", GPT2Config)
 
 
 @pytest.fixture(scope="module")
 def tune(tmp_path_factory):
     """A function that trains what is new in a model for a few steps, and returns the folder of the run."""
     root = tmp_path_factory.mktemp("runs")
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(20)))
-    fields = {"dataset": str(root / "text.jsonl"), "validation_fraction": 0.2, "block_size": 32, "trainable": "new"}
+    fields = {
+        "dataset": str(numbered_texts(root / "text.jsonl")),
+        "validation_fraction": 0.2,
+        "block_size": 32,
+        "trainable": "new",
+    }
     training = {"max_steps": 6, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none"}
     (root / "recipe.yaml").write_text(json.dumps({"model": "tiny-linear", **fields, "training": training}))
 

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.client_cases import CASES, TEXT, make_tokenizer, run_script
-from transformers import AutoModelForCausalLM
+from support.client_cases import CASES, IDS, load, logits, run_script
 
 
-IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:36]).view(3, 12)
 # Tracing linear attention takes half a minute, and tests/modeling/test_model.py does it
 WITH_WEIGHTS = CASES[:3]
 
@@ -15,10 +13,6 @@ WITH_WEIGHTS = CASES[:3]
 @pytest.fixture(autouse=True)
 def forget_graphs():
     torch.compiler.reset()
-
-
-def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
@@ -46,7 +40,7 @@ def test_export(activation, query, trained):
     sizes = {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("length", min=2, max=64)}
     inputs = {"input_ids": IDS, "use_cache": False}
     program = torch.export.export(model, (), inputs, dynamic_shapes={"input_ids": sizes, "use_cache": None})
-    for ids in (IDS, IDS[:2, :7], IDS.repeat(2, 3)):
+    for ids in (IDS, IDS[:, :7], IDS.repeat(3, 3)):
         result = program.module()(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(result, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-4)
 
@@ -70,7 +64,6 @@ def test_remote_code(trained, tmp_path):
     folder = trained("sigmoid", "nonlinear")
     torch.save(IDS, tmp_path / "ids.pt")
     run_script(REMOTE, folder, tmp_path, package=False)
-    with torch.no_grad():
-        expected = load(folder)(IDS, use_cache=False).logits
+    expected = logits(load(folder))
     for result in torch.load(tmp_path / "logits.pt"):
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)

@@ -8,9 +8,9 @@ import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
-from support.client_cases import TEXT, make_tokenizer
+from support.client_cases import numbered_texts, small_model
 from support.runs import interrupt, logged_losses
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from modeling_nlq.training import convert, train
 from modeling_nlq.training.comparison.reading import load_comparison
@@ -27,27 +27,17 @@ LORA = {"r": RANK, "target_modules": ["q_proj", "down_proj"]}
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A tiny Llama with a tokenizer."""
-    tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp("lora") / "llama"
-    end = tokenizer.eos_token_id
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=300, intermediate_size=48, max_position_embeddings=64, bos_token_id=end, eos_token_id=end, **shape
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return small_model(tmp_path_factory.mktemp("lora") / "llama", LlamaConfig)
 
 
 @pytest.fixture(scope="module")
 def recipe(llama):
     root = llama.parent
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(20)))
     training = {"max_steps": 8, "learning_rate": 1e-2, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
     fields = {
         "model": str(llama),
         "tokenizer": str(llama),
-        "dataset": str(root / "text.jsonl"),
+        "dataset": str(numbered_texts(root / "text.jsonl")),
         "validation_fraction": 0.2,
         "test_fraction": 0.2,
         "block_size": 32,

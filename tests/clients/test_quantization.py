@@ -3,23 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.client_cases import CASES, TEXT, greedy, make_tokenizer, run_script
+from support.client_cases import CASES, IDS, fit, greedy, load, logits, run_script
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import TorchAoConfig
 
 
-IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
 SCHEMES = {"weights": Int8WeightOnlyConfig, "weights_and_activations": Int8DynamicActivationInt8WeightConfig}
 
 
-def load(folder, scheme=None):
-    options = {} if scheme is None else {"quantization_config": TorchAoConfig(SCHEMES[scheme]())}
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=IDS).logits
+def quantized(folder, scheme="weights"):
+    return load(folder, quantization_config=TorchAoConfig(SCHEMES[scheme]()))
 
 
 def linear_layers(model) -> list[str]:
@@ -33,7 +26,7 @@ def test_torchao(activation, query, scheme, trained, tmp_path):
     folder = trained(activation, query)
     by_hand = load(folder)
     quantize_(by_hand, SCHEMES[scheme](), filter_fn=lambda module, name: name in linear_layers(by_hand))
-    model = load(folder, scheme)
+    model = quantized(folder, scheme)
     assert all(type(model.get_submodule(name).weight).__name__ == "Int8Tensor" for name in linear_layers(model))
     torch.testing.assert_close(logits(model), logits(by_hand), atol=0, rtol=0)
     assert 0 < (logits(model) - logits(load(folder))).abs().max() < 0.5
@@ -46,19 +39,11 @@ def test_torchao(activation, query, scheme, trained, tmp_path):
 @pytest.mark.parametrize("activation, query", CASES)
 def test_lora_on_int8(activation, query, trained, tmp_path):
     folder = trained(activation, query)
-    model = get_peft_model(load(folder, "weights"), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    torch.testing.assert_close(logits(model.eval()), logits(load(folder, "weights")), atol=0, rtol=0)
-    optimizer = torch.optim.AdamW((value for value in model.parameters() if value.requires_grad), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = model(input_ids=IDS.flip(1), labels=IDS.flip(1)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    model = get_peft_model(quantized(folder), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    torch.testing.assert_close(logits(model.eval()), logits(quantized(folder)), atol=0, rtol=0)
+    fit(model)
     model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(load(folder, "weights"), tmp_path)
+    again = PeftModel.from_pretrained(quantized(folder), tmp_path)
     torch.testing.assert_close(logits(again), logits(model), atol=0, rtol=0)
 
 
@@ -82,5 +67,5 @@ def test_remote_code(trained, tmp_path):
     torch.save(IDS, tmp_path / "ids.pt")
     run_script(REMOTE, folder, tmp_path, package=False)
     # The package's kernels may have computed attention
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(load(folder, "weights")), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(load(folder, "weights")), atol=0, rtol=0)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(quantized(folder)), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(quantized(folder)), atol=0, rtol=0)

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from support.client_cases import greedy
+from support.client_cases import continuation
 from support.serving import NEW_TOKENS, chat, complete, server
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 
 BATCHING = ("--continuous-batching", "--cb-block-size", "16", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "32")
@@ -15,16 +15,17 @@ PROMPTS = ("one two three", "four", "nine ten eleven twelve one two three four f
 
 def check_answers(client, folder):
     """Several completions at once, and each other kind of request."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
     def expected(text):
-        return tokenizer.decode(greedy(model, tokenizer(text, return_tensors="pt").input_ids[0], NEW_TOKENS))
+        return continuation(folder, text, NEW_TOKENS)
 
     assert complete(client, folder, PROMPTS[0], stream=True) == expected(PROMPTS[0])
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: complete(client, folder, prompt), PROMPTS))
     assert answers == [expected(prompt) for prompt in PROMPTS]
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": PROMPTS[1]}], tokenize=False)
+    rendered = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": PROMPTS[1]}], tokenize=False
+    )
     for stream in (False, True):
         assert chat(client, folder, PROMPTS[1], stream) == expected(rendered)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.client_cases import CASES, greedy, run_script
+from support.client_cases import CASES, continuation, greedy, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -19,10 +19,8 @@ print(generate("one two three", max_new_tokens=6, do_sample=False)[0]["generated
 @pytest.mark.parametrize("activation, query", CASES)
 def test_pipeline(activation, query, package, trained):
     folder = trained(activation, query)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]
     done = run_script(PIPELINE, folder, package=package)
-    assert done.stdout == "one two three" + tokenizer.decode(greedy(model, prompt, 6)) + "\n"
+    assert done.stdout == "one two three" + continuation(folder, "one two three", 6) + "\n"
 
 
 @pytest.mark.parametrize("activation, query", CASES)

@@ -13,11 +13,11 @@ from support.own_parts import DISTANCE
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
-from modeling_nlq.training.api import train_with
+from modeling_nlq.training.api import compare, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.run import compare, run_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.storage import Storage, fetch, open_folder

@@ -5,7 +5,7 @@ import torch
 from support.attention_cases import NON_NEGATIVE
 
 from modeling_nlq.activations_nlq import get_attention_activation
-from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, Inputs, Needs, find_backend
+from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AttentionRequest, find_backend
 from modeling_nlq.kernels import optional
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 
@@ -43,7 +43,7 @@ class TestChoice:
     @staticmethod
     def asked(name, **options):
         activation, sink = ("softmax", "zero") if name == "zero" else (name, None)
-        return Needs(get_attention_activation(activation), sink, **options)
+        return AttentionRequest(get_attention_activation(activation), sink, **options)
 
     @pytest.mark.parametrize("backend", [*ATTENTION_BACKENDS, "owner/kernel"])
     @pytest.mark.parametrize("name", CAN)
@@ -63,23 +63,21 @@ class TestChoice:
     @pytest.mark.parametrize("name", CAN)
     def test_automatic(self, name):
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
-        inputs = Inputs(torch.device("cuda"), torch.float32, queries=9, head_dim=8)
-        assert find_backend("nlq", [0], self.asked(name, inputs=inputs)) == automatic
-        assert find_backend(None, [0], self.asked(name, inputs=inputs)) == "eager"
-        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, dropout=0.1)) == automatic
-        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, weights=True)) == "eager"
+        call = {"device": torch.device("cuda"), "dtype": torch.float32, "queries": 9, "head_dim": 8}
+        assert find_backend("nlq", [0], self.asked(name, **call)) == automatic
+        assert find_backend(None, [0], self.asked(name, **call)) == "eager"
+        assert find_backend("nlq", [0], self.asked(name, **call, dropout=0.1)) == automatic
+        assert find_backend("nlq", [0], self.asked(name, **call, weights=True)) == "eager"
 
     @pytest.mark.parametrize("name", CAN)
     def test_automatic_on_the_cpu(self, cpp_passes, name):
         """C++ code comes first, but for a single query, dropout and other types."""
         automatic = self.AUTOMATIC.get(name, "nlq_tiled").replace("nlq_sparse", "nlq_rows")
-        inputs = Inputs(torch.device("cpu"), torch.float32, queries=9, head_dim=8)
-        assert find_backend("nlq", [0], self.asked(name, inputs=inputs)) == (
-            "nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic
-        )
+        call = {"device": torch.device("cpu"), "dtype": torch.float32, "queries": 9, "head_dim": 8}
+        assert find_backend("nlq", [0], self.asked(name, **call)) == ("nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic)
         for other in ({"queries": 1}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "head_dim": 7}):
-            assert find_backend("nlq", [0], self.asked(name, inputs=inputs._replace(**other))) == automatic
-        assert find_backend("nlq", [0], self.asked(name, inputs=inputs, dropout=0.1)) == automatic
+            assert find_backend("nlq", [0], self.asked(name, **{**call, **other})) == automatic
+        assert find_backend("nlq", [0], self.asked(name, **call, dropout=0.1)) == automatic
 
     def test_flex_attention_refuses_dropout(self):
         with pytest.raises(ValueError) as error:

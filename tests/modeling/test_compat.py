@@ -8,7 +8,7 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.utils import logging
 
 from modeling_nlq import NLQModel, configuration_nlq
-from modeling_nlq.compat_nlq import CACHE_NAME, IGNORED_ARGUMENTS
+from modeling_nlq.integrations_nlq import CACHE_NAME, IGNORED_ARGUMENTS
 
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])

@@ -17,8 +17,8 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.differential_attention_nlq import DifferentialAttention
 from modeling_nlq.linear_nlq import chunked_form
+from modeling_nlq.parts_builtin_nlq import DifferentialAttention
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import load_recipe

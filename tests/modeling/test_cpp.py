@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from modeling_nlq import NLQForCausalLM, kernelize
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.attention_nlq import one_query_attention
-from modeling_nlq.dispatch_nlq import used_kernels
 from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS, FewRowsLinear
 from modeling_nlq.loss_nlq import loss_and_gradient
+from modeling_nlq.ops_nlq import used_kernels
 
 
 needs_compiler = pytest.mark.skipif(not cpu_ops.is_built("linear"), reason="the C++ code cannot be built here")

@@ -311,7 +311,7 @@ class TestTransforms:
             query, key, value = (states.detach() for states in layout.states(dtype, 8))
             mask, count = read_mask(layout.mask(), query, key)
             is_dense = isinstance(mask, torch.Tensor)
-            masks = (None, None, None, mask) if is_dense else (mask.query_index, mask.key_is_valid, mask.first_key, None)
+            masks = (None, None, None, mask) if is_dense else (mask.last_key, mask.key_is_valid, mask.first_key, None)
             bias = count.float().clamp(min=1).log()
             inputs = (query, key, value, bias, None, *masks, "sigmoid", "none", SCALING, 1e9, 64, 64)
             torch.library.opcheck(cpu_ops.operators.attention.default, inputs)

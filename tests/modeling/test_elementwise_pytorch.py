@@ -126,7 +126,7 @@ def operator_inputs(layout, states, dropout):
     visibility, count = read_mask(layout.mask(), *states[:2])
     masks = (None, None, None, visibility)
     if isinstance(visibility, Visibility):
-        masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
+        masks = (visibility.last_key, visibility.key_is_valid, visibility.first_key, None)
     seed = torch.tensor(5) if dropout else None
     return (count, *masks, seed, "softplus", "sum", SCALING, dropout)
 
@@ -145,6 +145,6 @@ def test_tiled_operators(name, dropout, dtype):
     rest = operator_inputs(layout, states, dropout)
     biases = [torch.rand(*tensor.shape[:1], states[0].shape[1], tensor.shape[2]).double() for tensor in states[:2]]
     states += biases if name == "packed" else [None, None]
-    torch.library.opcheck(tiled_nlq._operators.forward, (*states, *rest))
-    results = tiled_nlq._operators.forward(*states, *rest)
-    torch.library.opcheck(tiled_nlq._operators.backward, (torch.randn_like(results[0]), *states, *results, *rest))
+    torch.library.opcheck(tiled_nlq.FORWARD, (*states, *rest))
+    results = tiled_nlq.FORWARD(*states, *rest)
+    torch.library.opcheck(tiled_nlq.BACKWARD, (torch.randn_like(results[0]), *states, *rest, *results))

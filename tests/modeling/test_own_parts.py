@@ -13,7 +13,7 @@ from support.own_parts import DISTANCE
 from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoModelForCausalLM
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, own_parts_nlq, register_attention_part
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, parts_user_nlq, register_attention_part
 from modeling_nlq.training.models import load_config
 
 
@@ -24,8 +24,8 @@ STEEPER = DISTANCE.replace("-5.0", "-6.0")
 @pytest.fixture(autouse=True)
 def no_parts(monkeypatch):
     """Each test begins as a new process does."""
-    monkeypatch.setattr(own_parts_nlq, "_registered", {})
-    monkeypatch.setattr(own_parts_nlq, "_latest", {})
+    monkeypatch.setattr(parts_user_nlq, "_registered", {})
+    monkeypatch.setattr(parts_user_nlq, "_latest", {})
 
 
 def load(folder, text, name="my_idea.py"):
@@ -105,8 +105,8 @@ def test_the_imported_package_runs_no_file_by_itself(tmp_path):
     model, tokens = make(), random_tokens(1, 9)
     model.save_pretrained(tmp_path / "saved")
     for register in (list, lambda: load(tmp_path, STEEPER)):
-        own_parts_nlq._registered.clear()
-        own_parts_nlq._latest.clear()
+        parts_user_nlq._registered.clear()
+        parts_user_nlq._latest.clear()
         register()
         with pytest.raises(StrictDataclassError, match=r"load it by|the file that lies beside the model"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
@@ -138,10 +138,10 @@ def test_two_files_of_one_name_live_together(tmp_path):
     ],
 )
 def test_only_imports_are_rewritten(before, imports, after):
-    text = own_parts_nlq.published_text(f"{before}from modeling_nlq import {imports}{after}", "my_idea.py")
+    text = parts_user_nlq.published_text(f"{before}from modeling_nlq import {imports}{after}", "my_idea.py")
     names = "AttentionPart as A, ScoreBias" if "\n" in imports else imports
-    assert text == f"{before}from .attention_parts_nlq import {names}{after}\n"
-    assert own_parts_nlq.published_text(text, "my_idea.py") == text
+    assert text == f"{before}from .parts_base_nlq import {names}{after}\n"
+    assert parts_user_nlq.published_text(text, "my_idea.py") == text
 
 
 def test_a_name_that_nlq_has(tmp_path):

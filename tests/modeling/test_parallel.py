@@ -13,7 +13,7 @@ from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.parallel_nlq import check_sizes
+from modeling_nlq.integrations_nlq import check_distribution
 
 
 # Few models with many switches each, so that every part that belongs to heads is in one of them
@@ -156,15 +156,15 @@ def test_plan_names_existing_modules(make_model):
 
 def test_impossible_sizes(make_model):
     config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
-    check_sizes(config, DistributedConfig(tp_size=2), can_be_staged=False)
-    check_sizes(config, DistributedConfig(pp_size=2), can_be_staged=True)
+    check_distribution(config, DistributedConfig(tp_size=2), can_be_staged=False)
+    check_distribution(config, DistributedConfig(pp_size=2), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^tp_size=2 with pp_size=2 is not supported by Transformers; set one of them to 1$"):
-        check_sizes(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
+        check_distribution(config, DistributedConfig(tp_size=2, pp_size=2), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"):
-        check_sizes(config, DistributedConfig(tp_size=3), can_be_staged=True)
+        check_distribution(config, DistributedConfig(tp_size=3), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^tp_plan: NLQ models are split by their own plan only"):
-        check_sizes(config, DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise"}), can_be_staged=True)
+        check_distribution(config, DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise"}), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^pp_size=4 must be at most num_hidden_layers=2$"):
-        check_sizes(config, DistributedConfig(pp_size=4), can_be_staged=True)
+        check_distribution(config, DistributedConfig(pp_size=4), can_be_staged=True)
     with pytest.raises(ValueError, match=r"^pp_size=2: pipeline stages exist for NLQForCausalLM only"):
-        check_sizes(config, DistributedConfig(pp_size=2), can_be_staged=False)
+        check_distribution(config, DistributedConfig(pp_size=2), can_be_staged=False)

@@ -18,25 +18,23 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import QuantizedLayer
+from transformers.distributed import DistributedConfig
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, forget_gate_nlq, tiled_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, parts_builtin_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, hide
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.attention_parts_nlq import (
+from modeling_nlq.integrations_nlq import CACHE_NAME, check_distribution
+from modeling_nlq.masking_nlq import TokenContext
+from modeling_nlq.modeling_nlq import NLQDecoderLayer
+from modeling_nlq.parts_base_nlq import (
     AttentionPart,
     ScoreBias,
     check_state_cache,
-    column_count,
     from_columns,
     to_columns,
 )
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.canon_nlq import ShortConvolution
-from modeling_nlq.compat_nlq import CACHE_NAME
-from modeling_nlq.masking_nlq import Places
-from modeling_nlq.modeling_nlq import NLQDecoderLayer
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS, check_distribution
-from modeling_nlq.selective_attention_nlq import SelectiveAttention
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, SelectiveAttention, ShortConvolution
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 from modeling_nlq.training import checking
 
@@ -126,10 +124,10 @@ class WithoutFloat64(torch.overrides.TorchFunctionMode):
 def test_forget_gate_on_a_device_without_float64(make_model):
     model, tokens = make_model(torch.float32, **PART_SWITCHES["forget_gate_learned"]), random_tokens(2, 6)
     expected = model(tokens).logits
-    forget_gate_nlq._try_float64.cache_clear()
+    parts_builtin_nlq._try_float64.cache_clear()
     with WithoutFloat64():
         logits = model(tokens).logits
-    forget_gate_nlq._try_float64.cache_clear()
+    parts_builtin_nlq._try_float64.cache_clear()
     torch.testing.assert_close(logits, expected)
 
 
@@ -333,10 +331,12 @@ class TestRefusals:
 
     def test_distribution(self):
         with pytest.raises(ValueError, match=r"^tp_size=2: differential_attention \(layer 0\) cannot be split: .*use 'v2'$"):
-            check_distribution(NLQConfig(query_projection="linear", differential_attention="v1"), 2, 1)
+            check_distribution(NLQConfig(query_projection="linear", differential_attention="v1"), DistributedConfig(tp_size=2))
         with pytest.raises(ValueError, match=r"^pp_size=2: value_residual \(layer 0\) cannot be distributed: .*use tp_size$"):
-            check_distribution(NLQConfig(value_residual="fixed"), 1, 2)
-        check_distribution(NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned"), 2, 2)
+            check_distribution(NLQConfig(value_residual="fixed"), DistributedConfig(pp_size=2))
+        both = NLQConfig(query_projection="linear", differential_attention="v2", forget_gate="learned")
+        check_distribution(both, DistributedConfig(tp_size=2))
+        check_distribution(both, DistributedConfig(pp_size=2))
 
     @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"])
     def test_continuous_batching(self, make_model, name):
@@ -360,7 +360,7 @@ def test_convolution_is_that_of_pytorch(earlier):
     with torch.no_grad():
         theirs.weight.copy_(ours.weight[:, None])
     full = torch.cat([before if earlier else torch.zeros_like(before), states], dim=1)
-    output, latest = ours(states, before if earlier else None, Places(torch.ones(1, 1, 9)))
+    output, latest = ours(states, before if earlier else None, TokenContext(torch.ones(1, 1, 9)))
     torch.testing.assert_close(output, states + theirs(full.transpose(1, 2)).transpose(1, 2))
     assert torch.equal(latest, states[:, -3:])
 
@@ -386,8 +386,9 @@ class TestNaiveForms:
 
     @staticmethod
     def broken(model):
-        findings = (checking._try(name, check, {"it": model}) for name, check in checking.INVARIANTS.items())
-        return {finding.invariant for finding in findings if finding.case is not None}
+        return {
+            name for name, (check, lengths) in checking.INVARIANTS.items() if checking._try(check, lengths, {"it": model})[1]
+        }
 
     PADDING, PACKING = "a padded text equals the text alone", "packed documents equal separate ones"
     CACHED, STATIC = "cached decoding equals the full pass", "a static cache equals the full pass"
@@ -402,7 +403,7 @@ class TestNaiveForms:
         assert not self.broken(model)
 
         def naive(self, states, earlier, places, mesh=None):
-            return forward(self, states, earlier, places._replace(is_valid=None, steps=None), mesh)
+            return forward(self, states, earlier, places._replace(is_valid=None, position_in_document=None), mesh)
 
         monkeypatch.setattr(ShortConvolution, "forward", naive)
         assert {self.PADDING, self.PACKING} <= self.broken(model)
@@ -436,7 +437,7 @@ class TestNaiveForms:
 
         def naive(self, call):
             state = state_of(self, call).clone()
-            state[..., 2] = call.places.query_index == 0
+            state[..., 2] = call.token_context.query_index == 0
             return state
 
         monkeypatch.setattr(SelectiveAttention, "token_state", naive)
@@ -488,7 +489,7 @@ class TestCaches:
         states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
         parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
         columns = to_columns([state.requires_grad_() for state in states], dtype)
-        assert columns.dtype == dtype and columns.shape[-1] == column_count(parts, dtype)
+        assert columns.dtype == dtype
         for state, back in zip(states, from_columns(columns, parts).values()):
             torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
             (gradient,) = torch.autograd.grad(back, state, torch.full_like(back, 2.0**15), retain_graph=True)

@@ -281,7 +281,7 @@ for load in (remote, package) if order == "remote" else (package, remote):
     model.train()(inputs, labels=inputs).loss.backward()
     logits.append(model.eval()(inputs).logits)
 torch.testing.assert_close(*logits)
-kernels = {name: sys.modules[name].used_kernels() for name in sys.modules if name.endswith("dispatch_nlq")}
+kernels = {name: sys.modules[name].used_kernels() for name in sys.modules if name.endswith("ops_nlq")}
 (of_package,) = [used for name, used in kernels.items() if name.startswith("modeling_nlq.")]
 (of_folder,) = [used for name, used in kernels.items() if name.startswith("transformers_modules.")]
 assert of_folder == {"attention": ["nlq_tiled"], "loss": ["pytorch"]}, of_folder

@@ -37,6 +37,7 @@ from support.properties import examples
 from modeling_nlq import activations_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 from modeling_nlq.attention_nlq import eager_attention_forward
+from modeling_nlq.ops_nlq import AttentionInputs
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
 
@@ -201,10 +202,11 @@ class TestWork:
         with LiveMemory() as memory:
             if tiled:
                 # The functions behind the operators: a dispatch mode cannot look inside operators
-                masks = (visibility.query_index, visibility.key_is_valid, visibility.first_key, None)
+                masks = (visibility.last_key, visibility.key_is_valid, visibility.first_key, None)
                 rest = (visibility.visible_count[:, None], *masks, None, activation, normalization, SCALING, 0.0)
-                results = tiled_nlq._tiled_attention(*states, *biases, *rest)
-                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), *states, *biases, *results, *rest)
+                inputs = AttentionInputs(*states, *biases, *rest)
+                results = tiled_nlq._tiled_attention(inputs)
+                tiled_nlq._tiled_attention_backward(torch.ones_like(results[0]), inputs, results)
             else:
                 eager_attention_forward(layer(activation, normalization), *states, visibility, scaling=SCALING)
         return memory

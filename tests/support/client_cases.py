@@ -1,5 +1,6 @@
 """Shared parts of the tests of other people's programs: tiny trained models, and processes with and without this package."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
@@ -70,6 +71,58 @@ def trained_model(folder: Path, steps: int = 60, **switches) -> Path:
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def small_model(folder: Path, config_class: type[GPT2Config | LlamaConfig]) -> Path:
+    """A model of another family with a tokenizer, untrained."""
+    tokenizer = make_tokenizer()
+    end = tokenizer.eos_token_id
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    own = {"num_key_value_heads": 2, "intermediate_size": 48} if config_class is LlamaConfig else {}
+    config = config_class(vocab_size=300, **sizes, **own, bos_token_id=end, eos_token_id=end)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def numbered_texts(path: Path) -> Path:
+    """Twenty documents as a JSONL file."""
+    path.write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(20)))
+    return path
+
+
+IDS = torch.tensor(make_tokenizer()(TEXT).input_ids[:24]).view(2, 12)
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def logits(model, ids=IDS):
+    return model(input_ids=ids).logits
+
+
+def fit(model, ids=IDS, steps=4, learns=True):
+    """Trains what is not frozen on a text that the model does not know, and checks that its loss falls."""
+    optimizer = torch.optim.AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-2)
+    losses = []
+    model.train()
+    for _ in range(steps):
+        loss = model(input_ids=ids.flip(1), labels=ids.flip(1)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    assert losses[-1] < losses[0] or not learns
+
+
+def continuation(folder, text: str, new_tokens: int) -> str:
+    """What a saved model writes after a text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.decode(greedy(load(folder), tokenizer(text, return_tensors="pt").input_ids[0], new_tokens))
 
 
 def greedy(model, prompt: torch.Tensor, new_tokens: int) -> list[int]:

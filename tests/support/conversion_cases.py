@@ -36,13 +36,6 @@ def parametrize_cases(names, cases):
     return pytest.mark.parametrize(names, values)
 
 
-parametrize_bias = pytest.mark.parametrize("use_bias", [False, True], ids=["no_bias", "bias"])
-# Of float64 the formulas, of float32 the rounding that a user sees
-parametrize_dtype = pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
-)
-
-
 @torch.no_grad()
 def output_of(model, input_ids, **inputs):
     """The logits, or what takes their place in models with another head."""
@@ -117,58 +110,6 @@ GPT2_SIZES = {
 
 def make_gpt2(cls=GPT2LMHeadModel, dtype=torch.float32, seed=0, **options):
     return randomize(cls(GPT2Config(**{**GPT2_SIZES, **options})).to(dtype), seed).eval()
-
-
-# Every option of GPT-2's configuration that the conversion has to read
-GPT2_OPTIONS = {
-    "defaults": {},
-    "one_head": {"n_head": 1},
-    "one_layer": {"n_layer": 1},
-    "odd_width": {"n_embd": 15},
-    "odd_width_one_head": {"n_embd": 7, "n_head": 1},
-    "n_inner_odd": {"n_inner": 13},
-    "n_inner_narrow": {"n_inner": 3},
-    "n_inner_of_the_default_size": {"n_inner": 48},
-    "gelu": {"activation_function": "gelu"},
-    "relu": {"activation_function": "relu"},
-    "silu": {"activation_function": "silu"},
-    "unscaled": {"scale_attn_weights": False},
-    "scaled_by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
-    "scaled_by_layer_only": {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False, "n_layer": 3},
-    "untied": {"tie_word_embeddings": False},
-    "epsilon": {"layer_norm_epsilon": 0.1},
-    "few_positions": {"n_positions": 5},
-    "dropouts": {"embd_pdrop": 0.15, "resid_pdrop": 0.25, "attn_pdrop": 0.35},
-    "no_dropouts": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
-    "no_token_ids": {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
-    "several_ends": {"eos_token_id": [3, 4]},
-    "initializer_range": {"initializer_range": 0.05},
-    "no_cache": {"use_cache": False},
-}
-GPT2_FIELDS = (
-    *(name for name in GPT2_SIZES),
-    "activation_function",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "layer_norm_epsilon",
-    "initializer_range",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-    "use_cache",
-    "tie_word_embeddings",
-    "add_cross_attention",
-    "id2label",
-    "label2id",
-    "problem_type",
-)
-
-
-def assert_same_gpt2_config(actual, expected):
-    assert type(actual) is GPT2Config
-    assert {name: getattr(actual, name) for name in GPT2_FIELDS} == {name: getattr(expected, name) for name in GPT2_FIELDS}
-    assert (actual.n_inner or 4 * actual.n_embd) == (expected.n_inner or 4 * expected.n_embd)
-    assert getattr(actual, "classifier_dropout", None) == getattr(expected, "classifier_dropout", None)
 
 
 HEADS = {

@@ -10,7 +10,7 @@ from support.attention_cases import SCALING, results
 
 from modeling_nlq import tiled_nlq
 from modeling_nlq.attention_nlq import eager_attention_forward
-from modeling_nlq.backends_nlq import Inputs, Needs
+from modeling_nlq.backends_nlq import AttentionRequest
 from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.tiled_nlq import tiled_attention_forward
 
@@ -66,8 +66,8 @@ def allow_cpp(patch):
 
 def cpp_or_tiled(module, query, *inputs, dropout=0.0, **options):
     """Attention in C++ where there is code for it, else by `nlq_tiled`."""
-    needs = Needs(module.activation, inputs=Inputs(query.device, query.dtype, 2, query.shape[-1]))
-    is_right = cpu_ops.computes_attention(needs) and not dropout
+    request = AttentionRequest(module.activation, device=query.device, dtype=query.dtype, queries=2, head_dim=query.shape[-1])
+    is_right = cpu_ops.computes_attention(request) and not dropout
     function = cpu_ops.attention_forward if is_right else tiled_attention_forward
     return function(module, query, *inputs, dropout=dropout, **options)
 

@@ -4,24 +4,8 @@ import functools
 
 import torch
 from support.conversion_cases import randomize
-from transformers import (
-    ArceeConfig,
-    AutoModelForCausalLM,
-    CwmConfig,
-    DiffLlamaConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    NanoChatConfig,
-    Olmo2Config,
-    OlmoConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 WINDOW = 4  # tokens; the texts are longer
@@ -36,170 +20,123 @@ _SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 8}
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
+# Family and shape -> fields that differ from `_SIZES` with two heads of keys
 FAMILY_CASES = {
-    "llama-grouped": (LlamaConfig, _GROUPED),
-    "llama-biases_and_wide_heads": (
-        LlamaConfig,
-        {**_GROUPED, "head_dim": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama-one_key_head_and_llama3": (
-        LlamaConfig,
-        {
-            **_GROUPED,
-            "num_key_value_heads": 1,
-            "head_dim": 10,
-            "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8},
-            "rms_norm_eps": 0.1,
-        },
-    ),
-    "llama-linear_rope": (
-        LlamaConfig,
-        {**_SIZES, "mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 20.0, "factor": 3.0}},
-    ),
-    "llama-proportional_rope": (
-        LlamaConfig,
-        {**_GROUPED, "rope_parameters": {"rope_type": "proportional", "rope_theta": 20.0, "partial_rotary_factor": 0.5}},
-    ),
-    "mistral-window": (MistralConfig, {**_GROUPED, "sliding_window": WINDOW}),
-    "mistral-window_and_wide_heads": (
-        MistralConfig,
-        {**_GROUPED, "sliding_window": WINDOW + 1, "head_dim": 10, "tie_word_embeddings": True},
-    ),
-    "mistral-without_window": (
-        MistralConfig,
-        {**_GROUPED, "sliding_window": None, "head_dim": 6, "eos_token_id": [2, 3], "hidden_act": "gelu"},
-    ),
-    "cwm-windows": (CwmConfig, {**_GROUPED, "sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True}),
-    "cwm-every_layer": (
-        CwmConfig,
-        {**_GROUPED, "sliding_window": 5, "head_dim": 4, "layer_types": _LAYERS[:1] * 3},
-    ),
-    "cwm-default_rope": (
-        CwmConfig,
-        {
-            **_SIZES,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "tie_word_embeddings": True,
-            **_ROPE,
-        },
-    ),
-    "qwen2-grouped": (Qwen2Config, _GROUPED),
-    "qwen2-windows_in_upper_layers": (
-        Qwen2Config,
-        {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "tie_word_embeddings": True},
-    ),
-    "qwen2-wide_heads_and_yarn": (Qwen2Config, {**_GROUPED, "head_dim": 6, "rope_parameters": _YARN}),
-    "qwen3-width_that_is_no_multiple": (Qwen3Config, {**_GROUPED, "hidden_size": 14, "head_dim": 10}),
-    "qwen3-windows_and_bias": (
-        Qwen3Config,
-        {
-            **_GROUPED,
-            "head_dim": 6,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYERS,
-        },
-    ),
-    "qwen3-one_key_head": (Qwen3Config, {**_SIZES, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),
-    "smollm3-every_second_layer": (SmolLM3Config, {**_GROUPED, "no_rope_layer_interval": 2}),
-    "smollm3-windows_and_biases": (
-        SmolLM3Config,
-        {
-            **_GROUPED,
-            "no_rope_layers": [0, 1, 0],
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "smollm3-windows_in_other_layers": (
-        SmolLM3Config,
-        {
-            **_GROUPED,
-            "head_dim": 10,
-            "no_rope_layers": [1, 1, 0, 1],
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYERS,
-        },
-    ),
-    "arcee-grouped": (ArceeConfig, _GROUPED),
-    "arcee-biases_and_wide_heads": (ArceeConfig, {**_GROUPED, "head_dim": 6, "attention_bias": True, "mlp_bias": True}),
-    "arcee-yarn_and_epsilon": (ArceeConfig, {**_SIZES, "rope_parameters": _YARN, "rms_norm_eps": 0.1}),
-    "seed_oss-biases": (SeedOssConfig, {**_GROUPED, "head_dim": 6}),
-    "seed_oss-other_biases": (
-        SeedOssConfig,
-        {
-            **_SIZES,
-            "head_dim": 8,
-            "num_key_value_heads": 1,
-            "attention_bias": False,
-            "attention_out_bias": True,
-            "mlp_bias": True,
-        },
-    ),
-    "seed_oss-tied": (SeedOssConfig, {**_GROUPED, "head_dim": 4, "tie_word_embeddings": True, "hidden_act": "gelu"}),
-    "starcoder2-grouped": (Starcoder2Config, _GROUPED),
-    "starcoder2-window": (Starcoder2Config, {**_GROUPED, "sliding_window": WINDOW, "tie_word_embeddings": False}),
-    "starcoder2-without_biases": (
-        Starcoder2Config,
-        {**_SIZES, "num_key_value_heads": 1, "use_bias": False, "norm_epsilon": 0.1},
-    ),
-    "olmo-all_heads": (OlmoConfig, {**_SIZES, "hidden_size": 24}),
-    "olmo-grouped": (OlmoConfig, {**_GROUPED, "tie_word_embeddings": True}),
-    "olmo-biases": (OlmoConfig, {**_GROUPED, "attention_bias": True, "hidden_act": "gelu"}),
-    "nanochat-grouped": (NanoChatConfig, _GROUPED),
-    "nanochat-bias_and_cap": (NanoChatConfig, {**_GROUPED, "attention_bias": True, "final_logit_softcapping": 1.0}),
-    "nanochat-without_cap": (
-        NanoChatConfig,
-        {**_SIZES, "num_key_value_heads": 1, "final_logit_softcapping": None, "rms_norm_eps": 0.1, "tie_word_embeddings": True},
-    ),
-    "olmo2-all_heads": (Olmo2Config, {**_SIZES, "hidden_size": 24}),
-    "olmo2-grouped": (Olmo2Config, {**_GROUPED, "rms_norm_eps": 0.1, "tie_word_embeddings": True}),
-    "olmo2-biases_and_wide_heads": (Olmo2Config, {**_GROUPED, "head_dim": 10, "attention_bias": True}),
-    "diffllama-every_head_has_keys": (DiffLlamaConfig, {**_SIZES, "rms_norm_eps": 0.1, "tie_word_embeddings": True}),
-    "diffllama-grouped": (DiffLlamaConfig, {**_GROUPED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}),
-    "diffllama-bias_and_llama3": (
-        DiffLlamaConfig,
-        {
-            **_GROUPED,
-            "head_dim": 10,
-            "attention_bias": True,
-            "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8},
-        },
-    ),
-    "gpt_neox-partial": (GPTNeoXConfig, {**_SIZES, "hidden_size": 32}),
-    "gpt_neox-sequential": (
-        GPTNeoXConfig,
-        {
-            **_SIZES,
-            "use_parallel_residual": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0},
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gpt_neox-without_biases": (
-        GPTNeoXConfig,
-        {
-            **_SIZES,
-            "num_attention_heads": 2,
-            "hidden_size": 20,
-            "attention_bias": False,
-            "rope_parameters": {**_YARN, "partial_rotary_factor": 0.4},
-            "hidden_act": "relu",
-        },
-    ),
+    "llama-grouped": {},
+    "llama-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama-one_key_head_and_llama3": {
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "rope_parameters": _LLAMA3,
+        "rms_norm_eps": 0.1,
+    },
+    "llama-linear_rope": {
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 20.0, "factor": 3.0},
+        "num_key_value_heads": 4,
+    },
+    "llama-proportional_rope": {
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 20.0, "partial_rotary_factor": 0.5}
+    },
+    "mistral-window": {"sliding_window": WINDOW},
+    "mistral-window_and_wide_heads": {"sliding_window": WINDOW + 1, "head_dim": 10, "tie_word_embeddings": True},
+    "mistral-without_window": {"eos_token_id": [2, 3], "sliding_window": None, "head_dim": 6, "hidden_act": "gelu"},
+    "cwm-windows": {"sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True},
+    "cwm-every_layer": {"sliding_window": WINDOW + 1, "head_dim": 4, "layer_types": _LAYERS[:1] * 3},
+    "cwm-default_rope": {
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE,
+    },
+    "qwen2-grouped": {},
+    "qwen2-windows_in_upper_layers": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-wide_heads_and_yarn": {"head_dim": 6, "rope_parameters": _YARN},
+    "qwen3-width_that_is_no_multiple": {"hidden_size": 14, "head_dim": 10},
+    "qwen3-windows_and_bias": {
+        "head_dim": 6,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": _LAYERS,
+    },
+    "qwen3-one_key_head": {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
+    "smollm3-every_second_layer": {"no_rope_layer_interval": 2},
+    "smollm3-windows_and_biases": {
+        "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "smollm3-windows_in_other_layers": {
+        "head_dim": 10,
+        "no_rope_layers": [1, 1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": _LAYERS,
+    },
+    "arcee-grouped": {},
+    "arcee-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True},
+    "arcee-yarn_and_epsilon": {"rope_parameters": _YARN, "rms_norm_eps": 0.1, "num_key_value_heads": 4},
+    "seed_oss-biases": {"head_dim": 6},
+    "seed_oss-other_biases": {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "seed_oss-tied": {"head_dim": 4, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    "starcoder2-grouped": {},
+    "starcoder2-window": {"sliding_window": WINDOW, "tie_word_embeddings": False},
+    "starcoder2-without_biases": {"num_key_value_heads": 1, "use_bias": False, "norm_epsilon": 0.1},
+    "olmo-all_heads": {"hidden_size": 24, "num_key_value_heads": 4},
+    "olmo-grouped": {"tie_word_embeddings": True},
+    "olmo-biases": {"attention_bias": True, "hidden_act": "gelu"},
+    "nanochat-grouped": {},
+    "nanochat-bias_and_cap": {"attention_bias": True, "final_logit_softcapping": 1.0},
+    "nanochat-without_cap": {
+        "num_key_value_heads": 1,
+        "final_logit_softcapping": None,
+        "rms_norm_eps": 0.1,
+        "tie_word_embeddings": True,
+    },
+    "olmo2-all_heads": {"hidden_size": 24, "num_key_value_heads": 4},
+    "olmo2-grouped": {"rms_norm_eps": 0.1, "tie_word_embeddings": True},
+    "olmo2-biases_and_wide_heads": {"head_dim": 10, "attention_bias": True},
+    "diffllama-every_head_has_keys": {"rms_norm_eps": 0.1, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "diffllama-grouped": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6},
+    "diffllama-bias_and_llama3": {"head_dim": 10, "attention_bias": True, "rope_parameters": _LLAMA3},
+    "gpt_neox-partial": {"hidden_size": 32},
+    "gpt_neox-sequential": {
+        "use_parallel_residual": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0},
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox-without_biases": {
+        "hidden_size": 20,
+        "num_attention_heads": 2,
+        "attention_bias": False,
+        "rope_parameters": {**_YARN, "partial_rotary_factor": 0.4},
+        "hidden_act": "relu",
+    },
+    "gpt2-scaled_by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 13, "embd_pdrop": 0.15, "resid_pdrop": 0.25},
+    "gpt2-unscaled": {"scale_attn_weights": False, "layer_norm_epsilon": 0.1, "attn_pdrop": 0.35, "eos_token_id": [3, 4]},
+    "gpt2-untied": {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 64, "use_cache": False},
 }
 # One of each family, for what does not depend on the shape
 ONE_OF_EACH = {
@@ -217,12 +154,23 @@ ONE_OF_EACH = {
     "olmo2": "olmo2-grouped",
     "diffllama": "diffllama-bias_and_llama3",
     "gpt_neox": "gpt_neox-partial",
+    "gpt2": "gpt2-scaled_by_layer",
 }
 
 
+def family_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
 def make_config(name: str, **options) -> PreTrainedConfig:
-    config_class, values = FAMILY_CASES[name]
-    return config_class(**{**values, **options})
+    family = family_of(name)
+    values = {**_SIZES, "num_key_value_heads": 2, **FAMILY_CASES[name], **options}
+    if family in ("gpt_neox", "gpt2"):  # which have one for each head of queries
+        del values["num_key_value_heads"]
+    if family == "gpt2":
+        width = values.pop("intermediate_size")
+        values.setdefault("n_inner", width)
+    return CONFIG_MAPPING[family](**values)
 
 
 def make_family_model(name, auto_class=AutoModelForCausalLM, dtype=torch.float32, seed=0, **options):
@@ -237,3 +185,15 @@ def make_family_model(name, auto_class=AutoModelForCausalLM, dtype=torch.float32
 def shared_family_model(name):
     """The same, for tests that do not change it."""
     return make_family_model(name)
+
+
+def comparable(config: PreTrainedConfig) -> dict:
+    """Its fields, without those that no model reads, or that name its file."""
+    dropped = {"max_window_layers", "no_rope_layer_interval", "transformers_version", "architectures", "dtype"}
+    values = {name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")}
+    if "no_rope_layers" in values:
+        values["no_rope_layers"] = values["no_rope_layers"][: config.num_hidden_layers]
+    if config.model_type == "gpt2":
+        values["n_inner"] = values["n_inner"] or 4 * config.n_embd
+        values.pop("intermediate_size", None)
+    return values

@@ -53,7 +53,7 @@ TESTS = {
         [f"{M}linear_model.py", f"{M}linear_cache.py", f"{M}formulas.py", f"{M}optional_kernels.py"],
         ["tests/test_invariants.py"],
     ],
-    "modeling_nlq/torch_ops_nlq.py": [
+    "modeling_nlq/ops_nlq.py": [
         [f"{M}tiled.py", f"{M}elementwise_pytorch.py"],
         [f"{M}elementwise_dropout.py", f"{M}sharing.py"],
     ],

@@ -15,7 +15,7 @@ from modeling_nlq import AttentionPart, ScoreBias
 class Distance(AttentionPart):
     name = "distance"
     formula = "s_ij - slope_h * (tokens from j to i)"
-    needs_places = True
+    needs_token_context = True
     state_size = 1  # in the cache, for each token: 1, or 0 for padding
 
     def __init__(self, config, layer_idx):
@@ -23,7 +23,7 @@ class Distance(AttentionPart):
         self.slope_bias = nn.Parameter(torch.linspace(-1.0, -5.0, config.num_query_heads))
 
     def token_state(self, call):
-        is_token = call.places.is_valid
+        is_token = call.token_context.is_valid
         if is_token is None:
             is_token = call.hidden_states.new_ones(call.hidden_states.shape[:2])
         return is_token.float()[:, None, :, None].expand(-1, call.layer.config.num_key_value_heads, -1, -1)
@@ -31,9 +31,11 @@ class Distance(AttentionPart):
     def score_bias(self, call, state):
         place = state[:, :1, :, 0].cumsum(dim=-1)  # (batch, 1, key)
         lost = -self.slope_bias.exp()[:, None] * place
-        return ScoreBias(lost[..., call.places.query_index], lost)
+        return ScoreBias(lost[..., call.token_context.query_index], lost)
 '''
-_COUNTS_PADDING = DISTANCE.replace("is_token = call.places.is_valid\n        if is_token is None:\n    ", "if True:\n    ")
+_COUNTS_PADDING = DISTANCE.replace(
+    "is_token = call.token_context.is_valid\n        if is_token is None:\n    ", "if True:\n    "
+)
 
 _HEAD = """
 import torch
@@ -44,7 +46,7 @@ from modeling_nlq import AttentionPart, ScoreBias
 
 class Idea(AttentionPart):
     name = "idea"
-    needs_places = True
+    needs_token_context = True
 """
 # A bias that is no difference of places counts the tokens of earlier documents
 _FORGETS_DOCUMENTS = DISTANCE.replace("* place\n", "* place.sqrt()\n")
@@ -53,7 +55,7 @@ _FORGETS_CHUNKS = (
     _HEAD
     + """
     def change_qkv(self, call, query, key, value):
-        count = call.places.visible_count - call.places.query_index[0]
+        count = call.token_context.visible_count - call.token_context.query_index[0]
         return query * count.clamp(min=0).double().log1p().transpose(1, 2)[..., None], key, value
 """
 )
@@ -62,7 +64,7 @@ _LENGTH_OF_CACHE = (
     _HEAD
     + """
     def change_cached_qkv(self, call, query, key, value):
-        count = call.places.visible_count
+        count = call.token_context.visible_count
         if key.shape[2] > query.shape[2]:
             count = key.shape[2] - torch.arange(query.shape[2]).flip(0)
             count = count.clamp(max=call.layer.sliding_window or 1000)
@@ -96,12 +98,12 @@ _GAIN = "nn.Parameter(torch.ones(1))"
 _PADDING_OF_THIS_CALL = (
     _idea(
         """
-    if call.places.steps is not None:
-        place = call.places.steps
+    if call.token_context.position_in_document is not None:
+        place = call.token_context.position_in_document
     else:
-        place = call.places.query_index.expand(len(query), -1)
-    if call.places.is_valid is not None:
-        place = place - (~call.places.is_valid).cumsum(dim=1)
+        place = call.token_context.query_index.expand(len(query), -1)
+    if call.token_context.is_valid is not None:
+        place = place - (~call.token_context.is_valid).cumsum(dim=1)
     return query * (place.clamp(min=0) + 2).to(query.dtype).log()[..., None, None], key, value
     """,
         _PROJECTIONS,
@@ -117,20 +119,20 @@ _PADDING_OF_THIS_CALL = (
 _OWN_CACHE = _idea(
     """
     own = value.mean(dim=(2, 3)).sigmoid()
-    if call.places.is_valid is not None:
-        own = own * call.places.is_valid
+    if call.token_context.is_valid is not None:
+        own = own * call.token_context.is_valid
     total = own.cumsum(dim=1)
-    if call.places.steps is not None:
-        first = torch.arange(own.shape[1], device=own.device) - call.places.steps
+    if call.token_context.position_in_document is not None:
+        first = torch.arange(own.shape[1], device=own.device) - call.token_context.position_in_document
         total = total - (total - own).gather(1, first.expand_as(own))
     if call.cache is not None:
-        if call.places.query_index[0] > 0:
+        if call.token_context.query_index[0] > 0:
             total = total + OWNER.last[self.layer_idx]
         OWNER.last = {**getattr(OWNER, "last", {}), self.layer_idx: total[:, -1:]}
     return query * (1 + total)[..., None, None], key, value
     """,
     _PROJECTIONS,
-).replace("    needs_places = True", "    needs_places = True\n    supports_crop = False")
+).replace("    needs_token_context = True", "    needs_token_context = True\n    supports_crop = False")
 
 _REPEATED, _FUTURE, _BATCH = (
     "a repeated call gives the same",
@@ -172,7 +174,10 @@ FAULTS = {
         "1 token, before and after another text",
     ),
     "table_of_64": (
-        _idea("return heads * self.table[call.places.visible_count[:, 0] - 1, None]", table="nn.Parameter(torch.ones(64, 1))"),
+        _idea(
+            "return heads * self.table[call.token_context.visible_count[:, 0] - 1, None]",
+            table="nn.Parameter(torch.ones(64, 1))",
+        ),
         _REPEATED,
         "130 tokens, with softmax: IndexError",
     ),
@@ -192,7 +197,7 @@ FAULTS = {
         "130 tokens, of which those from number 101 on change",
     ),
     "counts_of_row_0": (
-        _idea("return heads / (1 + call.places.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
+        _idea("return heads / (1 + call.token_context.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
         _BATCH,
         "text 2 of a batch of 1 and 2 tokens, with padding before the first",
     ),

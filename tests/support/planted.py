@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from modeling_nlq.training.comparison.plan import Comparison, Run
+from modeling_nlq.training.comparison.plan import Run, Scale
 from modeling_nlq.training.comparison.results import RunStore, next_runs, run_folder
 
 
@@ -20,7 +20,7 @@ class PlantedEngine:
         made: the names of the runs, in order, each with its comparison's name.
     """
 
-    def __init__(self, loss: Callable[[Comparison, Run], float | None], most_runs: int | None = None):
+    def __init__(self, loss: Callable[[Scale, Run], float | None], most_runs: int | None = None):
         self.loss, self.most_runs, self.made = loss, most_runs, []
 
     def connected(self, comparisons, folder):
@@ -32,7 +32,7 @@ class PlantedEngine:
     def prepare_data(self, comparison, folder):
         return folder / "tokenizer", "planted"
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         while True:
             ready, _ = next_runs(comparison, finished)
             if not ready:
@@ -43,7 +43,7 @@ class PlantedEngine:
                 self._make(comparison, run, run_folder(folder, run))
                 self.made.append(f"{comparison.name}: {run.name}")
 
-    def _make(self, comparison: Comparison, run: Run, folder: Path) -> None:
+    def _make(self, comparison: Scale, run: Run, folder: Path) -> None:
         loss, variant = self.loss(comparison, run), comparison.variants[run.model]
         folder.mkdir(parents=True)
         metrics = {

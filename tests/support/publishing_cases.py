@@ -22,33 +22,13 @@ import modeling_nlq
 from modeling_nlq.configuration_nlq import AUTO_MAP
 
 
-# As long as a real one, and with a word in it that no text has
-TOKEN = "hf_" + "AnnasSecret" * 3 + "1"
-
-
-OTHER_TOKEN = "hf_" + "BertsSecret" * 3 + "2"
-
-
+# As long as real ones, and with a word in them that no text has
+TOKEN, OTHER_TOKEN = "hf_" + "AnnasSecret" * 3 + "1", "hf_" + "BertsSecret" * 3 + "2"
 CODE = {path.name for path in Path(modeling_nlq.__file__).parent.glob("*_nlq.py")}
-
-
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
-
-
-RUN_FILES = {
-    ".gitattributes",  # which every repository on the Hub has
-    "README.md",
-    "config.json",
-    "generation_config.json",
-    "loss.png",
-    "metrics.json",
-    "model.safetensors",
-    "recipe.yaml",
-    *CODE,
-    *TOKENIZER,
-}
-
-
+# With the file that every repository on the Hub has
+RUN_FILES = {".gitattributes", "README.md", "config.json", "generation_config.json", "loss.png", "metrics.json"}
+RUN_FILES |= {"model.safetensors", "recipe.yaml", *CODE, *TOKENIZER}
 MODELS = [name for name in AUTO_MAP if name != "AutoConfig"]
 
 

@@ -12,11 +12,6 @@ sys.modules.update(dict.fromkeys(["modeling_nlq", "accelerate", "datasets", "eva
 
 
 def tiny_config(**switches) -> NLQConfig:
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 32,
-    }
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 32
     return NLQConfig(**{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **switches})

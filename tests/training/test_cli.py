@@ -1,6 +1,8 @@
-"""The command line: its tables, its help, and one line for each error."""
+"""The command line: what it accepts, its tables, its help, and one line for each error."""
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,17 +15,172 @@ from support.runs import has_loaded, press_control_c
 from nlq import main
 
 
+# Exit status, command, and what its error says. No command changes a file
+BAD_INPUT = r"""
+2 | | Missing command; see nlq --help
+2 | trian | No such command 'trian'
+2 | train | Missing argument 'recipe'; see nlq train --help
+2 | train demo --engine spark | '--engine' | 'spark' | 'local', 'ray'
+2 | train demo --workers x | '--workers' | integer
+2 | generate finished x --seed | '--seed' requires an argument
+2 | generate finished x --bogus 1 | No such option: --bogus; see nlq generate --help
+2 | generate finished x y | unexpected extra argument(s) (y)
+2 | explore finished --text a --file b | --file | not allowed with --text
+2 | convert finished out --no-upcycle | No such option: --no_upcycle | --upcycle
+1 | train domo | 'domo' | 'demo'
+1 | train demo --cpus_per_worker 2 --max-retries 1 | cpus_per_worker, max_retries: only the engine 'ray' has that
+1 | train demo extra | cannot read 'extra'
+1 | train demo --learning_rat 1 | 'learning_rat' | 'learning_rate'
+1 | train demo --learning_rate fast | learning_rate | 'fast'
+1 | train demo --max_steps 0 | max_steps=0 | num_train_epochs
+1 | train demo --prediction_loss_only true | prediction_loss_only=True
+1 | train demo --restore_callback_states_from_checkpoint true | restore_callback_states_from_checkpoint
+1 | train demo --max_validation_documents 0 | max_validation_documents=0 must be at least 1
+1 | train demo --streaming true --save_strategy epoch | no epochs; set save_strategy to steps
+1 | train demo --lr 1e-3 | unknown field 'lr'; did you mean 'learning_rate' or
+1 | train demo --report_to clearml | report_to=clearml | to be installed | report_to: none
+1 | train demo --packing boxes | packing | 'boxes' | stream
+1 | train demo --set attention_activation=softmx | attention_activation='softmx' | sigmoid
+1 | train demo --set colour=blue | 'colour'
+1 | train demo --set qk_norm=l2 --set qk_norm=rms | --set qk_norm is given twice
+1 | train demo --set num_attention_heads=5 | hidden_size=128 | num_attention_heads=5
+1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
+1 | train demo --model tiny-nonlinaer | 'tiny-nonlinaer' | 'tiny-nonlinear'
+1 | train demo --block_size 512 | block_size=512 | max_position_embeddings=256
+1 | train demo --tokenizer bpe:9000 --block_size 300 | vocab_size=8192 | block_size=300
+1 | train demo --tokenizer bpe:1024x | tokenizer='bpe:1024x' must be bpe:SIZE | 259
+1 | train demo --tokenizer bpe:258 | tokenizer='bpe:258' | 259
+1 | train demo --set attention_activaton=relu | 'attention_activaton' | did you mean 'attention_activation'?
+1 | train demo --dataset missing.jsonl | 'missing.jsonl' | no such file
+1 | train demo --dataset empty.txt | 'empty.txt' is empty
+1 | train demo --dataset broken.jsonl | 'broken.jsonl' | cannot be read
+1 | train demo --dataset fine.jsonl --text_column body | 'body' | text
+1 | train demo --dataset fine.jsonl | validation
+1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
+1 | train demo --dataset numbers.jsonl | 'text' | 3
+1 | train demo --attn_implementation sdpa --set attention_activation=relu | 'sdpa' | eager
+1 | train demo --attn_implementation flash_attention_2 | FlashAttention2
+1 | train demo --learning_rate nan | learning_rate=nan must be a finite number
+1 | train demo --num_train_epochs inf | num_train_epochs=inf must be a finite number
+1 | train demo --per_device_train_batch_size 0 | per_device_train_batch_size=0 must be at least 1
+1 | train demo --gradient_accumulation_steps 0 | gradient_accumulation_steps=0
+1 | train demo --label_smoothing_factor 2 | label_smoothing_factor=2.0 must be between 0 and 1
+1 | train demo --max_grad_norm -1 | max_grad_norm=-1.0 must be at least 0
+1 | train demo --eval_steps -5 --logging_steps -6 --save_steps -7 | eval_steps=-5.0 must be at least 0 | logging_steps=-6.0
+1 | train broken.yaml | broken.yaml | cannot be read
+1 | train unknown.yaml | unknown.yaml | 'learning_speed' | training
+1 | train numbers.yaml | numbers.yaml | training
+1 | compare demo --noise-floor 1 | --noise-floor needs --dry-run
+1 | compare demo --max_step 3 | unknown field 'max_step'
+1 | compare demo --status | holds no comparison yet
+1 | generate no-such-folder x | 'no-such-folder'
+1 | generate runs/nothing-there x | 'runs/nothing-there' | is not a local folder
+1 | generate model.gguf x | 'model.gguf' is a GGUF file | nlq convert model.gguf TARGET
+1 | generate half x | 'half' | config.json
+1 | generate truncated x |
+1 | generate finished x --max_new_tokens 70 | max_new_tokens=70 | 64 positions
+1 | generate finished "" | prompt is empty
+1 | generate finished x --max-new-tokens 0 | max_new_tokens=0 must be at least 1
+1 | generate finished x --temperature nan | temperature=nan must be a finite number
+1 | generate finished x --temperature=inf | temperature=inf
+1 | generate finished x --top_k -1 | top_k=-1
+1 | generate finished x --seed -1 | seed=-1
+1 | generate finished x --parts none.py | none.py cannot be read
+1 | evaluate finished --block_size 0 | block_size=0 must be at least 2
+1 | evaluate finished --batch_size 0 | batch_size=0
+1 | evaluate finished --num_fewshot 0 | --num_fewshot needs --tasks
+1 | evaluate finished --tasks nlq_brackets --block_size 9 | --block_size is for text, and cannot be given with --tasks
+1 | evaluate finished --dataset fine.jsonl --max_validation_documents 0 | max_validation_documents=0 must be at least 1
+1 | evaluate finished --dataset fine.jsonl --validation_fraction nan | validation_fraction=nan must be between 0 and 1
+1 | evaluate finished --dataset fine.jsonl --validation_fraction 0 | validation_fraction=0.0 must be between 0 and 1
+1 | explore finished --text x --port 80 | --port needs --serve
+1 | explore finished --text x --serve --output x.html | --output and --serve exclude each other
+1 | params tiny-linear --context 0 | context=0 must be at least 1
+1 | params unknown.yaml | 'unknown.yaml' is a YAML file | config.json
+1 | params tiny-liner | 'tiny-liner' | 'tiny-linear'
+1 | params tiny-linear --match 10 | no MLP width
+1 | convert finished out --set a | 'a' must have the form switch=value
+1 | publish finished you/demo --space --adapter | --adapter and --space exclude each other
+""".strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(run, tmp_path_factory):
+    """A working directory with models and files that are right, and that are not."""
+    folder = tmp_path_factory.mktemp("folder")
+    texts = {
+        "empty.txt": "",
+        "broken.jsonl": '{"text": "one"}\n{"text": oops\n',
+        "fine.jsonl": '{"text": "one document"}\n',
+        "broken.yaml": "model: [unclosed",
+        "unknown.yaml": "model: tiny-linear\ntraining: {learning_speed: 1}\n",
+        "numbers.yaml": "model: tiny-linear\ntraining: [1]\n",
+        "numbers.jsonl": '{"text": 3}\n',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "half").mkdir()
+    for name in ("finished", "truncated"):
+        shutil.copytree(run[0], folder / name, ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
+    weights = folder / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: case.split("|")[1].strip())
+def test_bad_input_gets_one_line(case, folder, monkeypatch, capsys):
+    status, command, *parts = (cell.strip() for cell in case.split("|"))
+    monkeypatch.chdir(folder)
+    shutil.rmtree("runs", ignore_errors=True)  # an earlier command may have begun a run
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(shlex.split(command)) == int(status)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
+    assert len(errors) == 1 and all(part in errors[0] for part in parts), errors
+    assert {path: path.read_bytes() for path in before} == before
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_control_c_while_libraries_are_imported(command, tmp_path):
     arguments = [command, "demo", "--output_dir", str(tmp_path / "out")]
     assert press_control_c(arguments, lambda process: has_loaded("libtorch", process)) == (130, "nlq: interrupted\n")
 
 
-def test_help_imports_no_libraries():
-    """It must be quick."""
-    code = "import sys, nlq; nlq.make_parser().format_help(); print({'modeling_nlq', 'torch', 'transformers'} & {*sys.modules})"
+@pytest.mark.parametrize(
+    "code, absent",
+    [
+        ("import nlq; nlq.main(['--help']); nlq.main(['generate', '--help']); nlq.main(['generate'])", "modeling_nlq torch"),
+        ("import modeling_nlq.training.api", "modeling_nlq.training.explorer modeling_nlq.training.comparison"),
+    ],
+    ids=["help and wrong arguments", "train"],
+)
+def test_imports_no_more_than_it_needs(code, absent):
+    code = f"import sys; {code}; print({{*{absent.split()}}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout.endswith("set()\n")
+
+
+def test_help_in_groups(capsys):
+    groups = {"Train and compare": "train compare", "Use and measure": "generate evaluate explore params"}
+    groups["Convert and share"] = "convert publish check"
+    assert main(["--help"]) == 0
+    for group, text in re.findall(r"─ (\w+ and \w+) ─.*\n([^╰]*)", capsys.readouterr().out):
+        assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
+    assert not groups
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check"]
+)
+def test_every_command_has_help(command, capsys):
+    assert main([command, "-h"]) == 0 and f"Usage: nlq {command} [OPTIONS]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, completed", [("nlq tra", "train\n"), ("nlq train demo --engine ", "local\nray\n")])
+def test_completion(words, completed):
+    environment = {"_NLQ_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = f"import os; os.environ |= {environment}; import nlq; nlq.start()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == completed
 
 
 def test_names_steer_no_terminal(tmp_path, monkeypatch, capsys):
@@ -40,139 +197,47 @@ def test_names_steer_no_terminal(tmp_path, monkeypatch, capsys):
     assert not {*(err := capsys.readouterr().err)} & {"\x1b", "\x9b", "\u202e"} and "\\x1b[2J" in err
 
 
-class TestCommandLine:
-    def test_params(self, capsys):
-        assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0
-        table = capsys.readouterr().out.splitlines()
-        assert table[0].split()[:2] == ["model", "parameters"]
-        assert table[1].split()[0] == "tiny-linear" and table[1].split()[-1] == "512"
-        assert table[2].split()[0] == "tiny-identity" and table[2].split()[-1] == "576"
+def test_params(capsys):
+    assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table[0][:2] == ["model", "parameters"]
+    assert [[row[0], row[-1]] for row in table[1:]] == [["tiny-linear", "512"], ["tiny-identity", "576"]]
 
-    def test_params_of_parts(self, tmp_path, capsys):
-        """Also of one that some layers have; a forget gate has a weight for each input and head, and a bias."""
-        config = {"model_type": "nlq", "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
-        config["query_projection"] = "linear"
-        config["per_layer_config"] = {"1": {"forget_gate": "learned", "differential_attention": "v2"}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert main(["params", str(tmp_path / "config.json")]) == 0
-        lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
-        assert lines[0] == f"forget_gate adds {16 * 4 + 4} parameters (Lin et al. 2025, arXiv 2503.02130)"
-        # Twice the queries, twice the forget gates, and a factor for each output
-        assert lines[1].startswith(f"differential_attention adds {16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters (Ye et al.")
 
-    @pytest.mark.parametrize(
-        "arguments, parts",
-        [
-            (["train", "domo"], ["'domo'", "'demo'"]),
-            (["train", "demo", "--learning_rat", "1"], ["'learning_rat'", "'learning_rate'"]),
-            (["train", "demo", "--learning_rate", "fast"], ["learning_rate", "'fast'"]),
-            (["train", "demo", "--max_steps", "0"], ["max_steps=0", "num_train_epochs"]),
-            (["train", "demo", "--prediction_loss_only", "true"], ["prediction_loss_only=True"]),
-            (
-                ["train", "demo", "--restore_callback_states_from_checkpoint", "true"],
-                ["restore_callback_states_from_checkpoint"],
-            ),
-            (["train", "demo", "--max_validation_documents", "0"], ["max_validation_documents=0 must be at least 1"]),
-            (["train", "demo", "--streaming", "true", "--save_strategy", "epoch"], ["no epochs; set save_strategy to steps"]),
-            (["train", "demo", "--lr", "1e-3"], ["unknown field 'lr'; did you mean 'learning_rate' or"]),
-            (["train", "demo", "--report_to", "clearml"], ["report_to=clearml", "to be installed", "report_to: none"]),
-            (["params", "unknown.yaml"], ["'unknown.yaml' is a YAML file", "config.json"]),
-            (["train", "demo", "--packing", "boxes"], ["packing", "'boxes'", "stream"]),
-            (["train", "demo", "--set", "attention_activation=softmx"], ["attention_activation='softmx'", "sigmoid"]),
-            (["train", "demo", "--set", "colour=blue"], ["'colour'"]),
-            (["train", "demo", "--set", "qk_norm=l2", "--set", "qk_norm=rms"], ["--set qk_norm is given twice"]),
-            (["train", "demo", "--set", "num_attention_heads=5"], ["hidden_size=128", "num_attention_heads=5"]),
-            (["train", "demo", "--model", "runs/nothing-there"], ["'runs/nothing-there' is not a local folder and cannot"]),
-            (["train", "demo", "--model", "tiny-nonlinaer"], ["'tiny-nonlinaer'", "'tiny-nonlinear'"]),
-            (["train", "demo", "--block_size", "512"], ["block_size=512", "max_position_embeddings=256"]),
-            (["train", "demo", "--tokenizer", "bpe:9000", "--block_size", "300"], ["vocab_size=8192", "block_size=300"]),
-            (["train", "demo", "--tokenizer", "bpe:1024x"], ["tokenizer='bpe:1024x' must be bpe:SIZE", "259"]),
-            (["train", "demo", "--tokenizer", "bpe:258"], ["tokenizer='bpe:258'", "259"]),
-            (
-                ["train", "demo", "--set", "attention_activaton=relu"],
-                ["'attention_activaton'", "did you mean 'attention_activation'?"],
-            ),
-            (["train", "demo", "--dataset", "missing.jsonl"], ["'missing.jsonl'", "no such file"]),
-            (["train", "demo", "--dataset", "empty.txt"], ["'empty.txt' is empty"]),
-            (["train", "demo", "--dataset", "broken.jsonl"], ["'broken.jsonl'", "cannot be read"]),
-            (["train", "demo", "--dataset", "fine.jsonl", "--text_column", "body"], ["'body'", "text"]),
-            (["train", "demo", "--dataset", "fine.jsonl"], ["validation"]),
-            (["train", "demo", "--dataset", "owner/nothing-there"], ["'owner/nothing-there'"]),
-            (["train", "demo", "--attn_implementation", "sdpa", "--set", "attention_activation=relu"], ["'sdpa'", "eager"]),
-            (["train", "broken.yaml"], ["broken.yaml", "cannot be read"]),
-            (["train", "unknown.yaml"], ["unknown.yaml", "'learning_speed'", "training"]),
-            (["generate", "no-such-folder", "x"], ["'no-such-folder'"]),
-            (["generate", "runs/nothing-there", "x"], ["'runs/nothing-there'", "is not a local folder"]),
-            (["generate", "model.gguf", "x"], ["'model.gguf' is a GGUF file", "nlq convert model.gguf TARGET"]),
-            (["generate", "half", "x"], ["'half'", "config.json"]),
-            (["generate", "truncated", "x"], [""]),
-            (["generate", "finished", "x", "--max_new_tokens", "70"], ["max_new_tokens=70", "64 positions"]),
-            (["generate", "finished", ""], ["prompt is empty"]),
-            (
-                ["generate", "finished", "x", "--max_new_tokens", "0"],
-                ["max_new_tokens=0 must be at least 1"],
-            ),
-            (["generate", "finished", "x", "--temperature", "nan"], ["temperature=nan must be a finite number"]),
-            (["generate", "finished", "x", "--temperature", "inf"], ["temperature=inf"]),
-            (["generate", "finished", "x", "--top_k", "-1"], ["top_k=-1"]),
-            (["generate", "finished", "x", "--seed", "-1"], ["seed=-1"]),
-            (["evaluate", "finished", "--block_size", "0"], ["block_size=0 must be at least 2"]),
-            (["evaluate", "finished", "--batch_size", "0"], ["batch_size=0"]),
-            (
-                ["evaluate", "finished", "--dataset", "fine.jsonl", "--max_validation_documents", "0"],
-                ["max_validation_documents=0 must be at least 1"],
-            ),
-            (
-                ["evaluate", "finished", "--dataset", "fine.jsonl", "--validation_fraction", "nan"],
-                ["validation_fraction=nan must be between 0 and 1"],
-            ),
-            (
-                ["evaluate", "finished", "--dataset", "fine.jsonl", "--validation_fraction", "0"],
-                ["validation_fraction=0.0 must be between 0 and 1"],
-            ),
-            (["train", "demo", "--learning_rate", "nan"], ["learning_rate=nan must be a finite number"]),
-            (["train", "demo", "--num_train_epochs", "inf"], ["num_train_epochs=inf must be a finite number"]),
-            (["train", "demo", "--per_device_train_batch_size", "0"], ["per_device_train_batch_size=0 must be at least 1"]),
-            (["train", "demo", "--gradient_accumulation_steps", "0"], ["gradient_accumulation_steps=0"]),
-            (["train", "demo", "--label_smoothing_factor", "2"], ["label_smoothing_factor=2.0 must be between 0 and 1"]),
-            (["train", "demo", "--max_grad_norm", "-1"], ["max_grad_norm=-1.0 must be at least 0"]),
-            (
-                ["train", "demo", "--eval_steps", "-5", "--logging_steps", "-6", "--save_steps", "-7"],
-                ["eval_steps=-5.0 must be at least 0", "logging_steps=-6.0", "save_steps=-7.0"],
-            ),
-            (["params", "tiny-linear", "--context", "0"], ["context=0 must be at least 1"]),
-            (["train", "demo", "--attn_implementation", "flash_attention_2"], ["FlashAttention2"]),
-            (["train", "numbers.yaml"], ["numbers.yaml", "training"]),
-            (["train", "demo", "--dataset", "numbers.jsonl"], ["'text'", "3"]),
-            (["params", "tiny-liner"], ["'tiny-liner'", "'tiny-linear'"]),
-            (["params", "tiny-linear", "--match", "10"], ["no MLP width"]),
-        ],
-        ids=lambda value: " ".join(value) if value and value[0] in ("train", "generate", "evaluate", "params") else "",
-    )
-    def test_bad_input_gets_one_line(self, arguments, parts, run, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        Path("empty.txt").write_text("")
-        Path("broken.jsonl").write_text('{"text": "one"}\n{"text": oops\n')
-        Path("fine.jsonl").write_text('{"text": "one document"}\n')
-        Path("broken.yaml").write_text("model: [unclosed")
-        Path("unknown.yaml").write_text("model: tiny-linear\ntraining: {learning_speed: 1}\n")
-        Path("numbers.yaml").write_text("model: tiny-linear\ntraining: [1]\n")
-        Path("numbers.jsonl").write_text('{"text": 3}\n')
-        Path("half").mkdir()
-        for name in ("finished", "truncated"):
-            shutil.copytree(run[0], name, ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
-        weights = Path("truncated", "model.safetensors")
-        weights.write_bytes(weights.read_bytes()[:1000])
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+def test_params_of_parts(tmp_path, capsys):
+    """Also of one that some layers have; a forget gate has a weight for each input and head, and a bias."""
+    config = {"model_type": "nlq", "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config["query_projection"] = "linear"
+    config["per_layer_config"] = {"1": {"forget_gate": "learned", "differential_attention": "v2"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["params", str(tmp_path / "config.json")]) == 0
+    lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert lines[0] == f"forget_gate adds {16 * 4 + 4} parameters (Lin et al. 2025, arXiv 2503.02130)"
+    # Twice the queries, twice the forget gates, and a factor for each output
+    assert lines[1].startswith(f"differential_attention adds {16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters (Ye et al.")
 
-        assert main([*arguments]) != 0
-        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
-        assert len(errors) == 1
-        for part in parts:
-            assert part in errors[0]
-        assert {path: path.read_bytes() for path in before} == before
 
-    def test_tokenizer_larger_than_the_vocabulary(self, run, recipe_file, tmp_path, capsys):
-        arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
-        assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
-        assert "ids up to 511, too large for the model's vocab_size=400" in capsys.readouterr().err
+def test_several_files_of_parts(tmp_path, capsys):
+    """As one option with several files, and as several options; the model's name follows."""
+    names = []
+    for name in ("one", "two"):
+        names.append(str(tmp_path / f"{name}.py"))
+        text = f"from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = '{name}'\n"
+        Path(names[-1]).write_text(text)
+    config = {
+        "model_type": "nlq",
+        "vocab_size": 9,
+        "hidden_size": 4,
+        "num_attention_heads": 1,
+        "attention_parts": ["one", "two"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for words in ([names[0], names[1]], [names[0], "--parts", names[1]]):
+        assert main(["params", "--parts", *words, str(tmp_path / "config.json")]) == 0
+        assert "two adds 0 parameters" in capsys.readouterr().out
+
+
+def test_tokenizer_larger_than_the_vocabulary(run, recipe_file, tmp_path, capsys):
+    arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
+    assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
+    assert "ids up to 511, too large for the model's vocab_size=400" in capsys.readouterr().err

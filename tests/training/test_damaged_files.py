@@ -139,31 +139,22 @@ def with_regex(folder: Path) -> None:
     change_json(folder / "tokenizer.json", normalizer=normalizer)
 
 
-TRAIN = KINDS["yaml"][1]
+TRAIN, PARAMS = KINDS["yaml"][1], ["params", "{}"]
 TOO_MANY, LAYERS = "more than 20,000 values", "names 100,000 layers, and at most 1,000 are built"
 # By name: the folder, its change, the command, and what the error says
 EXPENSIVE = {
     "switches": ("yaml", with_yaml(aliases("switches")), TRAIN, TOO_MANY),
-    "text_column": ("yaml", with_yaml(aliases("text_column")), TRAIN, TOO_MANY),
-    "lora": ("yaml", with_yaml(aliases("lora")), TRAIN, TOO_MANY),
     "alias_in_itself": ("yaml", with_yaml("lora: &x [*x]"), TRAIN, "an alias stands inside of what it stands for"),
     "levels": ("yaml", with_yaml("lora: " + "[" * 10**5), TRAIN, "more than 50 levels"),
     "long_yaml": ("yaml", with_yaml(f"lora: [{'1, ' * 10**6}]"), TRAIN, "more than 1,048,576 bytes of YAML"),
     "long_value": ("yaml", with_yaml(f"model: {'x' * 10**6}"), TRAIN, " [...] "),
     "layers_generate": ("llama", with_layers, GENERATE, LAYERS),
-    "layers_params": ("nlq", with_layers, ["params", "{}"], LAYERS),
-    "layers_convert": ("llama", with_layers, ["convert", "{}", "target"], LAYERS),
-    "layers_by_another_name": ("llama", with_other_layers("bart", decoder_layers=10**5), ["params", "{}"], LAYERS),
-    "layers_inside": (
-        "llama",
-        with_other_layers("gemma3", text_config={"num_hidden_layers": 10**5}),
-        ["params", "{}"],
-        LAYERS,
-    ),
+    "layers_by_another_name": ("llama", with_other_layers("bart", decoder_layers=10**5), PARAMS, LAYERS),
+    "layers_inside": ("llama", with_other_layers("gemma3", text_config={"num_hidden_layers": 10**5}), PARAMS, LAYERS),
     "per_layer_config": (
         "nlq",
         lambda at: change_json(at / "config.json", per_layer_config={layer: {} for layer in range(10**6)}),
-        ["params", "{}"],
+        PARAMS,
         "bytes, and at most 4,194,304 are read",
     ),
     "layers_gguf": (

@@ -27,8 +27,8 @@ from ..storage import open_folder
 from ..text import duration, first_line
 from .inference import alpha_spent, smallest_difference
 from .local import environment_of_one_run
-from .plan import Comparison, Ladder, Variant, scales_of
-from .tables import scales_in
+from .outcome import read_outcome
+from .plan import Comparison, Scale, Variant
 
 
 # The throughput of a model is that of so many steps after the first two, which warm up; slow steps are fewer
@@ -45,7 +45,7 @@ _POWER = 0.8
 
 
 def describe_estimate(
-    plan: Comparison | Ladder,
+    plan: Comparison,
     threads: int | None = None,
     noise_floors: Mapping[str, float] | None = None,
     has_verdicts: bool = True,
@@ -64,25 +64,23 @@ def describe_estimate(
         yield f"warning: {warning}"
     # The server of the runs imports what this process has imported, and so does the command
     start = 2 * time.process_time()
-    scales, totals, is_evaluated, measured = scales_of(plan), [], True, {}
-    for name, comparison in scales.items():
+    scales, totals, is_evaluated, measured = plan.scales, [], True, {}
+    for name, scale in scales.items():
         where = f", scale {name}" if name else ""
-        evaluated = _evaluated_tokens(comparison.variants[comparison.baseline])
+        evaluated = _evaluated_tokens(scale.variants[scale.baseline])
         is_evaluated = is_evaluated and evaluated is not None
         try:
             runs = {
-                model: seconds_of_run(variant, evaluated or 0.0, threads, measured)
-                for model, variant in comparison.variants.items()
+                model: seconds_of_run(variant, evaluated or 0.0, threads, measured) for model, variant in scale.variants.items()
             }
         except Exception as error:  # whatever the machine or a package lacks; the rest of the plan holds
             yield f"warning: time on this machine{where} unknown: {type(error).__name__}: {first_line(error)}"
             continue
-        totals.append(sum(comparison.runs_of(model) * each for model, each in runs.items()))
+        totals.append(sum(scale.runs_of(model) * each for model, each in runs.items()))
         total = totals[-1] + (start if len(scales) == 1 else 0.0)
-        is_open = any(variant.rates.is_search for variant in comparison.variants.values())
         yield (
-            f"time on this machine{where}: about {duration(runs[comparison.baseline])} a run of "
-            f"{comparison.baseline}, {duration(total)} in all{', more if a search goes on' * is_open}"
+            f"time on this machine{where}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
+            f"{duration(total)} in all{', more if a search goes on' * scale.is_open}"
             + (", one run at a time" if len(scales) == 1 else "")
         )
     if len(totals) == len(scales) > 1:
@@ -93,13 +91,11 @@ def describe_estimate(
             + ("and evaluation by the size of the text" if is_evaluated else "but without evaluation, for the text is not here")
             + "; neither the preparation of data nor compilation is included"
         )
-    for name, comparison in scales.items():
+    for name, scale in scales.items() if has_verdicts else ():
         where = f", scale {name}" if name else ""
-        if not has_verdicts:
-            continue
-        difference = _describe_difference(comparison, (noise_floors or {}).get(name))
+        difference = _describe_difference(scale, (noise_floors or {}).get(name))
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
-    if has_verdicts and not noise_floors and any(len(comparison.seeds) > 1 for comparison in scales.values()):
+    if has_verdicts and not noise_floors and any(len(scale.seeds) > 1 for scale in scales.values()):
         yield "--noise-floor PERCENT gives the smallest difference in percent of the loss"
 
 
@@ -135,25 +131,25 @@ def _document_size(recipe: Recipe, files: list[Path]) -> float:
     return statistics.fmean(sizes or [files[0].stat().st_size])
 
 
-def machine_warning(plan: Comparison | Ladder) -> str | None:
+def machine_warning(plan: Comparison) -> str | None:
     """A warning if a model is to be trained in bfloat16 on a CPU that emulates it."""
-    variants = (variant for comparison in scales_of(plan).values() for variant in comparison.variants.values())
+    variants = (variant for scale in plan.scales.values() for variant in scale.variants.values())
     return next(filter(None, (emulated_bf16(variant.content["training"]) for variant in variants)), None)
 
 
-def _describe_difference(comparison: Comparison, floor: float | None) -> str:
-    seeds = len(comparison.seeds)
+def _describe_difference(scale: Scale, floor: float | None) -> str:
+    seeds = len(scale.seeds)
     if seeds < 2:
         return "none, for a test needs two seeds or more"
-    alpha = 0.05 if comparison.stop is None else 0.05 * alpha_spent(seeds, seeds)  # of the last look
-    times = smallest_difference(seeds, len(comparison.variants) - 1, 1.0, alpha, _POWER)
+    alpha = 0.05 if scale.stop is None else 0.05 * alpha_spent(seeds, seeds)  # of the last interim analysis
+    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha, _POWER)
     if floor is None:
         return f"{times:.2g} times the noise floor"
     return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"
 
 
-def read_noise_floors(given: str, plan: Comparison | Ladder) -> dict[str, float]:
-    """The noise floor of each scale of a plan, in percent of the baseline's loss; a comparison has the one scale "".
+def read_noise_floors(given: str, plan: Comparison) -> dict[str, float]:
+    """The noise floor of each scale of a plan, in percent of the baseline's loss.
 
     Args:
         given: a number, or the results of an earlier comparison: their folder, or the file. Of a ladder's results, a scale
@@ -164,40 +160,37 @@ def read_noise_floors(given: str, plan: Comparison | Ladder) -> dict[str, float]
         ValueError: if it is neither, or a noise floor is not above 0.
     """
     try:
-        percents = dict.fromkeys(scales_of(plan), float(given))
+        percents = dict.fromkeys(plan.scales, float(given))
     except ValueError:
-        percents = _measured(given, plan)
+        found = _measured(given)
+        percents = {name: found.get(name, list(found.values())[-1]) for name in plan.scales}
     for percent in percents.values():
         if percent is None or not 0 < percent < math.inf:
             raise ValueError(f"--noise-floor={given}: the noise floor, in percent, must be a number above 0, not {percent}")
     return percents
 
 
-def _measured(given: str, plan: Comparison | Ladder) -> dict[str, float | None]:
+def _measured(given: str) -> dict[str, float | None]:
+    """The noise floors of an earlier comparison, by scale."""
     folder = open_folder(given)
     file = folder / RESULTS_FILE if folder.is_dir() else folder
     if not file.is_file():
         raise ValueError(f"--noise-floor={given} must be a number above 0, in percent, or the results of a comparison")
-    results = read_json(file)
+    content = read_json(file)
     try:
-        floors = {name: scale["statistics"]["noise_floor_percent"] for name, scale in scales_in(results).items()}
-    except (AttributeError, KeyError, TypeError):
+        scales = read_outcome(content).scales
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"--noise-floor={given}: {file} holds no results of a comparison") from None
-    largest = list(floors)[-1]
-    return {name: floors.get(name, floors[largest]) for name in scales_of(plan)}
+    return {name: found.statistics.noise_floor_percent for name, found in scales.items()}
 
 
 # Throughput
 
 
 def seconds_of_run(variant: Variant, evaluated: float, threads: int | None = None, measured: dict | None = None) -> float:
-    """Returns the seconds that a run takes, from the throughput of a few of its steps.
+    """Returns the seconds that a run takes which evaluates so many tokens, from the throughput of a few of its steps.
 
-    Args:
-        variant: the model of the run.
-        evaluated: the number of tokens that the run evaluates.
-        threads: the number of threads; by default that of PyTorch.
-        measured: seconds of a step that are known, by what makes the steps of two models alike. A new one is added.
+    The seconds of a step go into `measured`, so that models whose steps are alike are measured once.
     """
     measured = {} if measured is None else measured
     training = {name: value for name, value in variant.content["training"].items() if "rate" not in name}

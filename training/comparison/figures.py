@@ -1,10 +1,10 @@
 """The figures of a comparison: losses over steps, improvement against cost, and stability of attention.
 
-Each function takes the content of `results.json` and returns a figure, or `None` if there are no data for it. Means are over
-the seeds of the reported runs, without those that diverged, which the legend counts.
+Each function takes the results at one scale and returns a figure, or `None` if there are no data for it. Means are over the
+seeds of the reported runs, without those that diverged, which the legend counts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
 from ..files import atomic_dir
+from .outcome import History, RunOutcome, ScaleOutcome
 
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
@@ -40,14 +41,15 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 
 def save(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_dir(path.parent) as folder:
         figure.savefig(folder / path.name, format="png", dpi=150)
 
 
-def draw_curves(results: dict[str, Any]) -> Figure | None:
+def draw_curves(found: ScaleOutcome) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = model_styles(results)
-    finished = {name: _finished(model) for name, model in results["models"].items()}
+    styles = model_styles(found.baseline, found.models)
+    finished = {name: model.finished for name, model in found.models.items()}
     if not any(finished.values()):
         return None
     figure = Figure(figsize=(9, 8.5), layout="constrained")
@@ -55,19 +57,19 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
 
     points = []
     for name, runs in finished.items():
-        steps, values = _align(run["history"]["validation_loss"] for run in runs)
+        steps, values = _align(run.history.validation_loss for run in runs)
         losses.fill_between(steps, values.min(axis=0), values.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0)
         points += _plot(losses, steps, values.mean(axis=0), styles[name])
-        steps, values = _align(run["history"]["train_loss"] for run in runs)
+        steps, values = _align(run.history.train_loss for run in runs)
         thin = {**styles[name], "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
     losses.set_ylabel("loss (nats per token)")
-    losses.set_title(f"{results['name']}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
+    losses.set_title(f"{found.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
-    reference = finished[results["baseline"]]
-    steps, values = _align(run["history"]["validation_loss"] for run in reference)
+    reference = finished[found.baseline]
+    steps, values = _align(run.history.validation_loss for run in reference)
     points = [(step, 0.0) for step in steps]
     improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
     if len(reference) > 1:
@@ -75,44 +77,45 @@ def draw_curves(results: dict[str, Any]) -> Figure | None:
         improvements.fill_between(steps, -floor, floor, **NOISE)
         points += [*zip(steps, floor), *zip(steps, -floor)]
     for name, runs in finished.items():
-        pairs = [(run, other) for run in runs for other in reference if run["seed"] == other["seed"]]
-        if pairs and name != results["baseline"]:
-            steps, values = _align(run["history"]["validation_loss"] for pair in pairs for run in pair)
+        pairs = [(run, other) for run in runs for other in reference if run.seed == other.seed]
+        if pairs and name != found.baseline:
+            steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
     scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
-    improvements.set(xlabel="optimizer step", title=f"Improvement over {results['baseline']}, seed by seed; up is better")
+    improvements.set(xlabel="optimizer step", title=f"Improvement over {found.baseline}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}
     lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
-    add_legend(figure, results, styles, [*lines, noise_patch()] if len(reference) > 1 else lines)
+    add_legend(figure, found.baseline, _runs(found), styles, [*lines, noise_patch()] if len(reference) > 1 else lines)
     return figure
 
 
-def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
+def draw_costs(found: ScaleOutcome, cost: str, label: str) -> Figure | None:
     """Improvement against cost, as in Figure 2 of arXiv 2603.13381.
 
     Args:
-        results: the content of `results.json`.
+        found: the results.
         cost: a number of each model, `non_embedding_parameters` or `flops_per_token`.
         label: label of the axis.
     """
-    styles, baseline = model_styles(results), results["baseline"]
-    effects = {baseline: {"loss_improvement": 0.0, "loss_improvement_interval": None}, **results["statistics"]["effects"]}
-    names = [name for name, effect in effects.items() if effect["loss_improvement"] is not None]
+    styles, baseline = model_styles(found.baseline, found.models), found.baseline
+    effects = {
+        baseline: (0.0, None),
+        **{name: (one.loss_improvement, one.loss_improvement_interval) for name, one in found.statistics.effects.items()},
+    }
+    names = [name for name, (value, _) in effects.items() if value is not None]
     if len(names) < 2:
         return None
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
-    floor = results["statistics"]["noise_floor_percent"] or 0.0
+    figure, axes = begin_figure(0.0)
+    floor = found.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
-    costs = [results["models"][name][cost] for name in names]
+    costs = [getattr(found.models[name], cost) for name in names]
     places = _dodge(costs)
     for name, place in zip(names, places):
-        value = effects[name]["loss_improvement"]
-        low, high = effects[name]["loss_improvement_interval"] or (value, value)
+        value, interval = effects[name]
+        low, high = interval or (value, value)
         style = {**styles[name], "linewidth": 1.5, "markersize": 8, "zorder": 3}
         axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
         values += [low, high]
@@ -127,53 +130,50 @@ def draw_costs(results: dict[str, Any], cost: str, label: str) -> Figure | None:
     above.set_xticks(places, names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
     axes.vlines(places, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.25, linewidth=0.8, zorder=0)
     axes.set_xlabel(label)
-    axes.set_title(f"{results['name']}: improvement over {baseline}; up is better", parse_math=False)
-    add_legend(figure, results, styles, [noise_patch()] if floor else [])
+    axes.set_title(f"{found.name}: improvement over {baseline}; up is better", parse_math=False)
+    add_legend(figure, found.baseline, _runs(found), styles, [noise_patch()] if floor else [])
     return figure
 
 
-def draw_looks(results: dict[str, Any]) -> Figure | None:
-    """Improvement and interval of each model after each seed, of a comparison with `stop: early`."""
-    looks = {name: found for name, found in (results.get("looks") or {}).items() if found}
-    if not looks:
+def draw_interim(found: ScaleOutcome) -> Figure | None:
+    """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
+    interims = {name: own for name, own in (found.interim or {}).items() if own}
+    if not interims:
         return None
-    styles = model_styles(results)
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1, zorder=1)
+    styles = model_styles(found.baseline, found.models)
+    figure, axes = begin_figure(0.0, height=5)
     values = [0.0]
-    for index, (name, found) in enumerate(looks.items()):
-        known = [look for look in found if look["loss_improvement_interval"] is not None]
-        middles = np.array([look["loss_improvement"] for look in known])
-        ends = np.array([look["loss_improvement_interval"] for look in known]).reshape(-1, 2).T
-        places = [look["seeds"] + 0.6 * ((index + 0.5) / len(looks) - 0.5) for look in known]
+    for index, (name, own) in enumerate(interims.items()):
+        known = [interim for interim in own if interim.loss_improvement_interval is not None]
+        middles = np.array([interim.loss_improvement for interim in known])
+        ends = np.array([interim.loss_improvement_interval for interim in known]).reshape(-1, 2).T
+        places = [interim.seeds + 0.6 * ((index + 0.5) / len(interims) - 0.5) for interim in known]
         style = {**styles[name], "linewidth": 1.2, "markersize": 5}
         axes.errorbar(places, middles, yerr=np.abs(ends - middles), capsize=2, **style)
         values += ends.ravel().tolist()
     scale_percent(axes, "improvement of test loss (%)", values)
-    axes.set_xticks(sorted({look["seeds"] for found in looks.values() for look in found}))
+    axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
-    axes.set_title(f"{results['name']}: improvement at each look; up is better", parse_math=False)
-    add_legend(figure, results, styles, [])
+    axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)
+    add_legend(figure, found.baseline, _runs(found), styles)
     return figure
 
 
-def draw_stability(results: dict[str, Any]) -> Figure | None:
+def draw_stability(found: ScaleOutcome) -> Figure | None:
     """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
 
     Runs that diverged are dotted, one by one.
     """
-    models, styles = results["models"], model_styles(results)
-    runs = {name: model["runs"] for name, model in models.items()}
+    styles, runs = model_styles(found.baseline, found.models), _runs(found)
     curves = {
-        quantity: {name: [(run["diverged"], _over_layers(run, quantity)) for run in runs[name]] for name in models}
+        quantity: {name: [(run.diverged, _over_layers(run.history, quantity)) for run in own] for name, own in runs.items()}
         for quantity in _QUANTITIES
     }
     # A quantity that never changes is left out, such as the rows without weight under softmax
     panels = [
         quantity
-        for quantity, found in curves.items()
-        if len({value for those in found.values() for _, curve in those for _, value in curve}) > 1
+        for quantity, of in curves.items()
+        if len({value for those in of.values() for _, curve in those for _, value in curve}) > 1
     ]
     if panels in ([], ["gradient_norm"]):
         return None
@@ -200,26 +200,33 @@ def draw_stability(results: dict[str, Any]) -> Figure | None:
     for axes in grid[max(len(panels) - 2, 0) : len(panels)]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
-    spikes = {name: sum(len(run["history"]["loss_spikes"]) for run in those) for name, those in runs.items()}
+    spikes = {name: sum(len(run.history.loss_spikes) for run in those) for name, those in runs.items()}
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    is_any_diverged = any(run["diverged"] for those in runs.values() for run in those)
-    add_legend(figure, results, styles, [dotted] if is_any_diverged else [], spikes)
-    figure.suptitle(f"{results['name']}: stability while training, mean over seeds", parse_math=False)
+    is_any_diverged = any(run.diverged for those in runs.values() for run in those)
+    add_legend(figure, found.baseline, _runs(found), styles, [dotted] if is_any_diverged else [], spikes)
+    figure.suptitle(f"{found.name}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 
-def model_styles(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The style of each model's line, the same in every figure."""
-    others = [name for name in results["models"] if name != results["baseline"]]
-    styles = {results["baseline"]: BASELINE}
-    for index, name in enumerate(others):
+def begin_figure(baseline: float, height: float = 6) -> tuple[Figure, Axes]:
+    """A figure of one panel, with a line at the value of the baseline."""
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(baseline, color=BASELINE["color"], linewidth=1, zorder=1)
+    return figure, axes
+
+
+def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The style of each model's line, the same in every figure; the baseline is the first."""
+    styles = {baseline: BASELINE}
+    for index, name in enumerate(name for name in models if name != baseline):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         styles[name] = {"color": colour, "marker": marker, "linewidth": 1.6, "zorder": 2}
     return styles
 
 
-def _finished(model: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run for run in model["runs"] if not run["diverged"]]
+def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
+    return {name: model.runs for name, model in found.models.items()}
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -229,12 +236,11 @@ def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.nda
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
 
 
-def _over_layers(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
+def _over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
     """The curve of a quantity in a run, over the layers that have it at each step."""
-    history = run["history"]
-    layers = [layer[quantity] for layer in history["stability"].values() if quantity in layer]
+    layers = [layer[quantity] for layer in history.stability.values() if quantity in layer]
     values: dict[int, list[float]] = {}
-    for curve in [history[quantity]] if quantity == "gradient_norm" else layers:
+    for curve in [history.gradient_norm] if quantity == "gradient_norm" else layers:
         for step, value in curve:
             if value is not None:
                 values.setdefault(step, []).append(value)
@@ -318,17 +324,18 @@ def noise_patch() -> Patch:
 
 def add_legend(
     figure: Figure,
-    results: dict[str, Any],
+    baseline: str,
+    runs: Mapping[str, Sequence[RunOutcome]],
     styles: dict[str, dict[str, Any]],
-    others: list[Line2D | Patch],
-    spikes: dict[str, int] | None = None,
+    others: Sequence[Line2D | Patch] = (),
+    spikes: Mapping[str, int] | None = None,
 ) -> None:
-    """Adds the legend below the axes: the models, and the runs and spikes that their curves do not show."""
+    """Adds the legend below the axes: the models of `styles`, and the runs and spikes that their curves do not show."""
     handles = []
     for name, style in styles.items():
-        model, notes = results["models"][name], ["baseline"] if name == results["baseline"] else []
-        if diverged := sum(run["diverged"] for run in model["runs"]):
-            notes.append(f"{diverged} of {len(model['runs'])} diverged")
+        notes = ["baseline"] if name == baseline else []
+        if diverged := sum(run.diverged for run in runs[name]):
+            notes.append(f"{diverged} of {len(runs[name])} diverged")
         if spikes and spikes[name]:
             notes.append(f"{spikes[name]} loss spike{'s' * (spikes[name] != 1)}")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))

@@ -5,10 +5,9 @@ paired t-test (1908). Holm's method (1979) corrects the p-values for the number 
 standard deviation has n - 1 in its divisor.
 
 Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
-runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed;
-`benchmarks/selection.py` measures its errors, also where they are not, beside those of other tests. It errs too often where
-noise is skewed and that of the baseline is another one than that of the models: then differences are skewed, too. A few seeds
-cannot show skewness, but `noise_ratio` tells whether noises differ.
+runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed. It
+errs too often where noise is skewed and that of the baseline is another one than that of the models: then differences are
+skewed, too. A few seeds cannot show skewness, but `noise_ratio` tells whether noises differ.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -26,14 +24,16 @@ from scipy import optimize, stats
 # probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
 PLAUSIBLE_EFFECT = 4.0
 
-# Of a comparison with `stop: early`: the seeds of its first look
+# Of a comparison with `stop: early`: the seeds of its first interim analysis
 FIRST_INTERIM = 3
+
+Interval = tuple[float | None, float | None]
 
 TOO_FEW_SEEDS = "too few seeds: no verdict"
 WITHIN_NOISE = "within noise"
 EQUIVALENT = "equivalent"
-AT_EDGE = "no verdict: its best rate is at an edge"
-BASELINE_AT_EDGE = "no verdict: the baseline's best rate is at an edge"
+AT_BOUNDARY = "no verdict: its best rate is at the boundary"
+BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 
 # Error of the test of `noise_ratio`: the share of comparisons with equal, normal noise in which it finds a difference
 _NOISE_ALPHA = 0.05
@@ -50,9 +50,8 @@ class Effect:
     models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
-        verdict: "better", "worse", "within noise", "equivalent" (only with looks, see `analyse`), "too few seeds: no verdict",
-            "diverged", "diverged in K of N runs", "no verdict: the baseline diverged", "no verdict: its best rate is at an
-            edge", or "no verdict: the baseline's best rate is at an edge".
+        verdict: "better", "worse", "within noise", "equivalent" (only with interim analyses, see `analyse`), "diverged",
+            "diverged in K of N runs", or why there is no verdict: `TOO_FEW_SEEDS`, `AT_BOUNDARY`, ...
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         mean_loss: the mean loss in nats over the seeds that the model finished.
@@ -63,7 +62,7 @@ class Effect:
         standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
         p: two-sided, with `pairs` - 1 degrees of freedom.
-        holm_p: `p` corrected for the number of models tested, and for the looks if there are any.
+        holm_p: `p` corrected for the number of models tested, and for the interim analyses if there are any.
         loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
         perplexity_improvement_interval: percent, (low, high); exact, as the formula is monotone.
     """
@@ -80,13 +79,13 @@ class Effect:
     t: float | None = None
     p: float | None = None
     holm_p: float | None = None
-    loss_improvement_interval: tuple[float | None, float | None] | None = None
-    perplexity_improvement_interval: tuple[float | None, float | None] | None = None
+    loss_improvement_interval: Interval | None = None
+    perplexity_improvement_interval: Interval | None = None
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A comparison's outcome; `dataclasses.asdict` makes it plain JSON, without NaN or infinity.
+    """The verdicts of a comparison at one scale, without NaN or infinity.
 
     Attributes:
         baseline: the model that the others are compared with.
@@ -111,75 +110,82 @@ class Analysis:
         return [name for name, effect in self.effects.items() if effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS)]
 
 
+@dataclass(frozen=True)
+class Interim:
+    """What an interim analysis at a number of seeds said about a model, in percent of the loss as in `Effect`."""
+
+    seeds: int
+    loss_improvement: float | None
+    loss_improvement_interval: Interval | None
+
+
 def analyse_early(
     losses: dict[str, dict[int, float | None]],
     baseline: str,
     seeds: Sequence[int],
-    edges: Mapping[str, Collection[int]],
+    boundaries: Mapping[str, Collection[int]],
     alpha: float = 0.05,
-) -> tuple[Analysis, dict[str, list[dict[str, Any]]]]:
-    """Analyses a comparison with `stop: early`: each model as it was at its last look.
+) -> tuple[Analysis, dict[str, list[Interim]]]:
+    """Analyses a comparison with `stop: early`: each model as it was at its last interim analysis.
 
     Args:
-        losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last look.
+        losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
         seeds: all planned seeds, in order.
-        edges: the seeds of each model whose search of rates ended at an edge.
+        boundaries: the seeds of each model whose search of rates ended at the boundary.
 
     Returns:
-        The analysis, and by model what was known at each look: `seeds`, `loss_improvement` and `loss_improvement_interval`, in
-        percent.
+        The analysis, and what was known at each interim analysis, by model.
     """
-    history: dict[str, list[dict[str, Any]]] = {name: [] for name in losses if name != baseline}
+    interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     effects: dict[str, Effect] = {}
     for count in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:count]
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
-        unsettled = [name for name in losses if set(edges.get(name, ())) & set(seen)]
-        found = analyse(first, baseline, alpha, unsettled, most=len(seeds))
-        for name in history:
+        at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
+        found = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
+        for name, own in interims.items():
             if len(first[name]) == count:
                 effect = effects[name] = found.effects[name]
-                own = {key: getattr(effect, key) for key in ("loss_improvement", "loss_improvement_interval")}
-                history[name].append({"seeds": count, **own})
+                own.append(Interim(count, effect.loss_improvement, effect.loss_improvement_interval))
     whole = analyse(losses, baseline, alpha, most=len(seeds))
-    return dataclasses.replace(whole, effects={**whole.effects, **effects}), history
+    return dataclasses.replace(whole, effects={**whole.effects, **effects}), interims
 
 
 def analyse(
     losses: dict[str, dict[int, float | None]],
     baseline: str,
     alpha: float = 0.05,
-    unsettled: Collection[str] = (),
+    at_boundary: Collection[str] = (),
     resolution: float = 0.0,
     most: int | None = None,
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
     A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it. Neither is a
-    model tested if the baseline diverged on one of its seeds, or if one of the two is unsettled. Such models do not count among
-    the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise", or "too few
-    seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below
-    two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within noise; one that differs by
-    the same amount in each has p = 0, the limit for vanishing noise.
+    model tested if the baseline diverged on one of its seeds, or if the rate of one of the two is at the boundary. Such models
+    do not count among the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within
+    noise", or "too few seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than
+    `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within
+    noise; one that differs by the same amount in each has p = 0, the limit for vanishing noise.
 
     Args:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         baseline: a key of `losses`, of which there are two or more.
         alpha: family-wise error rate.
-        unsettled: models whose best learning rate lies at the edge of a search that stopped there. Such a model may be better
-            than its losses say.
+        at_boundary: models whose search of rates stopped with the best at the boundary of those tried. Such a model may be
+            better than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
             sign that there is no noise, so a standard deviation below it counts as one step.
-        most: of a comparison that is looked at after each seed from `FIRST_INTERIM` on, the number of seeds of the last look.
-            Each look spends its part of `alpha` (see `alpha_spent`), and Bonferroni's method corrects for all models, also
-            those that have left. So verdicts and intervals hold at every look, however many there are in the end. A model is
-            "equivalent" if its interval, at the corrected level, lies within the noise floor on both sides.
+        most: of a comparison with an interim analysis after each seed from `FIRST_INTERIM` on, the number of seeds of the last.
+            The family-wise error over all models and analyses is at most `alpha`: each analysis spends its part (see
+            `alpha_spent`), and Bonferroni's method corrects for all models, also those that have left. A model is "equivalent"
+            if its interval, at the corrected level, lies within the noise floor on both sides.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
     effects = {}
     for name, runs in models.items():
-        reason_untested = BASELINE_AT_EDGE if baseline in unsettled else AT_EDGE if name in unsettled else ""
+        reason_untested = BASELINE_AT_BOUNDARY if baseline in at_boundary else AT_BOUNDARY if name in at_boundary else ""
         effects[name] = _describe(runs, reference, reason_untested)
 
     tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
@@ -226,14 +232,13 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def alpha_spent(seeds: int, most: int) -> float:
-    """The part of alpha that a look spends: half at the last one, the other half in equal parts at those before it.
+    """The part of alpha that an interim analysis spends: half at the last one, the other half in equal parts before it.
 
-    The parts sum to 1, so by Bonferroni's inequality the errors of all looks together are alpha at most.
-    `benchmarks/selection.py` measures errors and power beside those of an e-process, which few seeds leave without power.
+    The parts sum to 1, so by Bonferroni's inequality the errors of all analyses together are alpha at most.
 
     Args:
-        seeds: the number of seeds at this look; below `FIRST_INTERIM` there is none, and nothing is spent.
-        most: that of the last look, `FIRST_INTERIM` or more.
+        seeds: the number of seeds at this analysis; below `FIRST_INTERIM` there is none, and nothing is spent.
+        most: that of the last one, `FIRST_INTERIM` or more.
     """
     if seeds < FIRST_INTERIM:
         return 0.0
@@ -243,13 +248,7 @@ def alpha_spent(seeds: int, most: int) -> float:
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The |t| that makes a model better or worse at the strictest of Holm's steps.
-
-    Args:
-        seeds: the number of seeds of each model, two or more.
-        models: the number of models besides the baseline.
-        alpha: family-wise error rate.
-    """
+    """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's steps."""
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 
@@ -265,14 +264,9 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     seed share noise, smaller differences are found.
 
     Args:
-        seeds: the number of seeds of each model, two or more.
-        models: the number of models besides the baseline.
-        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats.
-        alpha: family-wise error rate.
+        seeds, models, alpha: as for `critical_t`.
+        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats, as the result is.
         power: between `alpha` and 1.
-
-    Returns:
-        the difference, in the unit of `noise_floor`.
     """
     critical = critical_t(seeds, models, alpha)
     freedom = seeds - 1
@@ -310,12 +304,9 @@ def noise_ratio(losses: dict[str, dict[int, float | None]], baseline: str) -> fl
     The variance of the other models is pooled, each about its own mean, and compared with the baseline's by a two-sided F test.
     Where the runs of a seed share noise, the test seldom finds a difference of equal noises.
 
-    Args:
-        losses: as for `analyse`; diverged runs are left out.
-        baseline: a key of `losses`.
-
     Returns:
-        The ratio of the standard deviations; None if the test finds no difference, or there are too few runs or no noise.
+        The ratio of the standard deviations, without runs that diverged; None if the test finds no difference, or there are too
+        few runs or no noise.
     """
     groups = {name: [loss for loss in map(_plain, runs.values()) if loss is not None] for name, runs in losses.items()}
     own, *others = [groups.pop(baseline), *(group for group in groups.values() if len(group) > 1)]
@@ -362,13 +353,7 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:
-    """Describes a model without a test; the verdict says why there is no test, or is empty.
-
-    Args:
-        runs: losses of the model by seed.
-        reference: those of the baseline.
-        reason_untested: the verdict where no run diverged, or empty.
-    """
+    """Describes a model without a test; the verdict says why there is none, or is empty."""
     finished = [loss for loss in runs.values() if loss is not None]
     diverged = len(runs) - len(finished)
     pairs, differences = _pairs(runs, reference), _differences(runs, reference)
@@ -405,15 +390,7 @@ def _test(effect: Effect, resolution: float) -> Effect:
 
 
 def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
-    """Adds verdict and intervals to a test.
-
-    Args:
-        effect: with `holm_p`.
-        paired_loss: the baseline's mean loss over the pairs, in nats.
-        tests: number of models tested.
-        alpha: family-wise error rate.
-        share: the part of it that this look spends.
-    """
+    """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
     if not share:
         return dataclasses.replace(effect, verdict=TOO_FEW_SEEDS)
     if effect.holm_p < alpha:

@@ -27,7 +27,7 @@ from ..run.run_folder import FolderIsLocked, RunFolder
 from ..run.unattended import RunFailed, RunSpec, beside, run_in_subprocess
 from ..storage import is_address, origin
 from ..text import bar_options
-from .plan import Comparison, Run
+from .plan import Run, Scale
 from .results import RunStore, next_runs, run_folder
 
 
@@ -59,7 +59,7 @@ class LocalEngine:
         if self.cpus_per_run is not None and self.cpus_per_run < 1:
             raise ValueError(f"cpus_per_run={self.cpus_per_run} must be at least 1")
 
-    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> AbstractContextManager[None]:
+    def connected(self, comparisons: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
         if is_address(origin(folder)):
             raise ValueError(f"{origin(folder)} is no folder: results at an address need --engine ray")
@@ -69,7 +69,7 @@ class LocalEngine:
         """Others may work in the folder, too: each run has a lock."""
         return nullcontext()
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
@@ -77,7 +77,7 @@ class LocalEngine:
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished, seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
@@ -97,7 +97,7 @@ class LocalEngine:
                 _stop_server()
                 raise
 
-    def _make_run(self, context, comparison: Comparison, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
+    def _make_run(self, context, comparison: Scale, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
         path = run_folder(folder, run)
         if RunFolder(path).is_held():

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .noise import Interval, welch_sum
+from .inference import Interval
+from .noise import welch_sum
 
 
 # In decades of compute beyond the ladder. Nothing is read from the curve farther out.
@@ -33,18 +34,8 @@ class LossCurve:
     means, and `welch_sum` gives the noise of that sum (delta method).
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        flops: Sequence[float],
-        losses: Sequence[np.ndarray],
-    ):
-        """Checks that there is a curve.
-
-        Args:
-            names: the names of the scales, for messages.
-            flops: the FLOPs of a run of the baseline at each scale, rising.
-            losses: the baseline's test losses at each scale, `(seed,)`, in nats.
+    def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):
+        """Makes the curve from the baseline's test losses `(seed,)` in nats, at the FLOPs of each scale, rising.
 
         Raises:
             ValueError: if there are too few scales, or the mean loss does not fall; the message is a sentence.
@@ -52,7 +43,7 @@ class LossCurve:
         if len(losses) < 2:
             raise ValueError(
                 "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
-                f"best rate is at an edge, not {len(losses)}."
+                f"best rate is at the boundary, not {len(losses)}."
             )
         self.log_flops = np.log(flops)
         self.losses = losses

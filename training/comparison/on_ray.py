@@ -12,7 +12,7 @@ from ..run.run_folder import RunFolder
 from ..run.unattended import RunSpec
 from ..storage import Storage, fetch, origin, publish
 from ..text import bar_options
-from .plan import Comparison, Run
+from .plan import Run, Scale
 from .results import RunStore, next_runs, run_folder
 
 
@@ -25,7 +25,7 @@ class RayEngine(Resources):
     """Makes runs on the cluster that Ray finds: that of `RAY_ADDRESS`, else one of this machine."""
 
     @contextmanager
-    def connected(self, comparisons: Sequence[Comparison], folder: Path) -> Iterator[None]:
+    def connected(self, comparisons: Sequence[Scale], folder: Path) -> Iterator[None]:
         """Connects to the cluster.
 
         Raises:
@@ -48,14 +48,14 @@ class RayEngine(Resources):
             finally:
                 publish(folder)
 
-    def prepare_data(self, comparison: Comparison, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
         models = {variant.content["model"] for variant in comparison.variants.values()}
         name, fingerprint = share_data(recipe, models, Storage(origin(folder)), _DATA)
         return folder / name, fingerprint
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished. A search goes on as soon as its own runs are finished.
 
         Raises:

@@ -61,33 +61,33 @@ class Run:
 
 @dataclass
 class Variant:
-    """A model of a comparison.
+    """A model of a comparison, at one scale.
 
     Attributes:
-        content: its recipe without learning rate and seed, as `resolve_recipe` takes it.
+        given: its entry in the comparison's file.
         rates: the rates to choose among.
+        rates_by_seed: the rates of a seed, where it does not have `rates`.
+        has_own_start: whether its scale says where the search of rates begins.
+        content: its recipe without learning rate and seed, as `resolve_recipe` takes it.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
         steps: number of optimizer steps of each run.
         tokens: number of training tokens of each run, if every batch is full.
         tokenizer: the tokenizer of its recipe.
-        given: its entry in the comparison's file.
         config: all fields of its configuration.
-        has_own_start: whether its scale says where the search of rates begins.
-        rates_by_seed: the rates of a seed, where it does not have `rates`.
     """
 
-    content: dict[str, Any]
-    rates: Rates
-    size: Size
-    intermediate_size: int | None
-    steps: int
-    tokens: int
-    tokenizer: str
     given: dict[str, Any]
-    config: dict[str, Any] = field(default_factory=dict)
+    rates: Rates
     has_own_start: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
+    content: dict[str, Any] = field(default_factory=dict)
+    size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
+    intermediate_size: int | None = None
+    steps: int = 0
+    tokens: int = 0
+    tokenizer: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
 
     def rates_of(self, seed: int) -> Rates:
         """The rates among which a seed chooses."""
@@ -95,19 +95,18 @@ class Variant:
 
 
 @dataclass
-class Comparison:
-    """A comparison at one scale, with all overrides applied.
+class Scale:
+    """One scale of a comparison, with all overrides applied: models that see the same tokens.
 
     Attributes:
-        name: its name.
+        name: the name of the comparison, and that of the scale if there are several.
         baseline: the model that all others are compared with.
         variants: models by name.
         seeds: seeds of the runs, which all models share. Every seed tries the rates of a model, and reports its own run at the
             rate with the lowest validation loss.
+        given: the fields of the file, with those of the scale, as one mapping.
         tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
-        tokens_per_run: number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw.
-        command: the command that runs it.
-        given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
+        command: the command that runs the comparison.
         stop: `"early"` if models leave as soon as there is a verdict about them (see `RunStore.seeds_of`); then the seeds
             are the most that a model has.
     """
@@ -116,10 +115,9 @@ class Comparison:
     baseline: str
     variants: dict[str, Variant]
     seeds: list[int]
-    tasks: list[str]
-    tokens_per_run: int
-    command: str
     given: dict[str, Any]
+    tasks: list[str] = field(default_factory=list)
+    command: str = ""
     stop: Literal["early"] | None = None
 
     def has_choice(self, model: str) -> bool:
@@ -131,9 +129,24 @@ class Comparison:
         return len(self.seeds) * len(self.variants[model].rates.first)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a search may need more runs than planned."""
+        return any(variant.rates.is_search for variant in self.variants.values())
+
+    @property
+    def tokens_per_run(self) -> int:
+        """The number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw."""
+        return self.variants[self.baseline].tokens
+
+    @property
     def steps_per_run(self) -> int:
         """The number of optimizer steps of a run, which all models share."""
         return self.variants[self.baseline].steps
+
+    @property
+    def runs(self) -> int:
+        """The number of all runs; a search may need more."""
+        return sum(map(self.runs_of, self.variants))
 
     @property
     def flops(self) -> int:
@@ -151,6 +164,18 @@ class Comparison:
         content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
         return resolve_recipe(content, {"output_dir": str(folder)}, f"model {run.model!r}")
 
+    def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
+        """This scale, whose seeds begin their searches at the rates that they chose before, by model and seed.
+
+        Other seeds begin where the file says, as do all seeds of a model for which the scale says it.
+        """
+        variants = dict(self.variants)
+        for name, variant in variants.items():
+            if not variant.has_own_start:
+                own = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
+                variants[name] = dataclasses.replace(variant, rates_by_seed=own)
+        return dataclasses.replace(self, variants=variants)
+
     def power_warning(self) -> str | None:
         """A warning if there are too few seeds for a verdict."""
         return power_warning(len(self.seeds), len(self.variants) - 1)
@@ -160,79 +185,62 @@ class Comparison:
         rows = []
         for name, variant in self.variants.items():
             size = variant.size
-            rows.append(
-                {
-                    "model": name + (" (baseline)" if name == self.baseline else ""),
-                    "parameters": f"{size.total:,}",
-                    "trained": f"{size.trained:,}",
-                    "non-embedding": f"{size.non_embedding:,}",
-                    "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
-                    "FLOPs per token": f"{size.flops_per_token:,}",
-                    "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
-                    "learning rates": str(variant.rates),
-                    "runs": f"{self.runs_of(name)}{' or more' * variant.rates.is_search}",
-                }
-            )
+            row = {
+                "model": name + (" (baseline)" if name == self.baseline else ""),
+                "parameters": f"{size.total:,}",
+                "trained": f"{size.trained:,}",
+                "non-embedding": f"{size.non_embedding:,}",
+                "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
+                "FLOPs per token": f"{size.flops_per_token:,}",
+                "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
+                "learning rates": str(variant.rates),
+                "runs": f"{self.runs_of(name)}{' or more' * variant.rates.is_search}",
+            }
+            rows.append(row)
         if all(row["trained"] == row["parameters"] for row in rows):
             rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
         yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
-        runs = sum(self.runs_of(name) for name in self.variants)
         choice = ", each seed chooses among its own rates" if any(map(self.has_choice, self.variants)) else ""
-        is_open = any(variant.rates.is_search for variant in self.variants.values())
-        trained = sum(self.runs_of(name) * variant.tokens for name, variant in self.variants.items())
         yield (
-            f"{runs} runs of {self.tokens_per_run:,} tokens, {trained:,} tokens, {self.flops:.3g} FLOPs in "
-            f"all{', more if a search goes on' * is_open}; seeds {' '.join(map(str, self.seeds))}{choice}"
+            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.runs * self.tokens_per_run:,} tokens, "
+            f"{self.flops:.3g} FLOPs in all{', more if a search goes on' * self.is_open}; "
+            f"seeds {' '.join(map(str, self.seeds))}{choice}"
         )
         if self.stop:
-            yield f"{runs} is the most: from {FIRST_INTERIM} seeds on, a model leaves as soon as there is a verdict about it"
+            leaves = "a model leaves as soon as there is a verdict about it"
+            yield f"{self.runs} is the most: from {FIRST_INTERIM} seeds on, {leaves}"
         if warning := self.power_warning():
             yield f"warning: {warning}"
 
 
 @dataclass
-class Ladder:
-    """The same comparison at several scales, from the smallest to the largest.
+class Comparison:
+    """The same models at one scale or more, with all overrides applied.
 
     Attributes:
-        name, baseline, command, given: as in `Comparison`.
-        scales: a comparison for each scale, by name.
+        name: its name.
+        baseline: the model that all others are compared with.
+        scales: by name, from the smallest to the largest; a single scale has no name, "".
+        command: the command that runs it.
+        given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
     """
 
     name: str
     baseline: str
-    scales: dict[str, Comparison]
+    scales: dict[str, Scale]
     command: str
     given: dict[str, Any]
 
+    @property
+    def largest(self) -> Scale:
+        """The scale with the most compute."""
+        return list(self.scales.values())[-1]
+
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""
-        for name, comparison in self.scales.items():
-            yield f"scale {name}"
-            yield from (f"  {line}" for line in comparison.describe())
-        flops = {name: comparison.flops for name, comparison in self.scales.items()}
-        shares = ", ".join(f"{name} {value / sum(flops.values()):.0%}" for name, value in flops.items())
-        yield f"{sum(flops.values()):.3g} FLOPs in all: {shares}"
-
-
-def scales_of(plan: Comparison | Ladder) -> dict[str, Comparison]:
-    """The scales of a plan by name; a comparison at one scale is its only one, without a name."""
-    return plan.scales if isinstance(plan, Ladder) else {"": plan}
-
-
-def with_starts(comparison: Comparison, chosen: Mapping[str, Mapping[int, float]]) -> Comparison:
-    """A comparison in which seeds begin their searches at rates of their own, unless its scale says where to begin.
-
-    Args:
-        comparison: the comparison.
-        chosen: the rates of each model's seeds. Other seeds begin where the file says.
-    """
-    variants = {
-        name: dataclasses.replace(
-            variant, rates_by_seed={seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
-        )
-        if not variant.has_own_start
-        else variant
-        for name, variant in comparison.variants.items()
-    }
-    return dataclasses.replace(comparison, variants=variants)
+        for name, scale in self.scales.items():
+            yield from (f"scale {name}", *(f"  {line}" for line in scale.describe())) if name else scale.describe()
+        if len(self.scales) > 1:
+            total = sum(scale.flops for scale in self.scales.values())
+            shares = ", ".join(f"{name} {scale.flops / total:.0%}" for name, scale in self.scales.items())
+            yield f"{total:.3g} FLOPs in all: {shares}"

@@ -55,18 +55,18 @@ class Rates:
         """
         if missing := [rate for rate in self.first if rate not in losses]:
             return missing
-        edge = self.edge(losses)
-        if not self.is_search or edge is None or len(losses) >= self.limit:
+        boundary = self.boundary(losses)
+        if not self.is_search or boundary is None or len(losses) >= self.limit:
             return []
         powers = list(map(self._power, losses))
-        return [self._at(min(powers) - 1 if edge == "smallest" else max(powers) + 1)]
+        return [self._at(min(powers) - 1 if boundary == "smallest" else max(powers) + 1)]
 
     def best(self, losses: Mapping[float, float]) -> float | None:
         """The rate with the lowest loss, the smaller of equals; `None` if all diverged."""
         rate = min(losses, key=lambda rate: (losses[rate], rate))
         return rate if math.isfinite(losses[rate]) else None
 
-    def edge(self, losses: Mapping[float, float]) -> str | None:
+    def boundary(self, losses: Mapping[float, float]) -> str | None:
         """Tells whether the best rate is the `smallest` or the `largest` of several; it is the `smallest` if all diverged."""
         best = self.best(losses)
         if len(losses) > 1 and best in (None, min(losses)):

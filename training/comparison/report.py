@@ -1,10 +1,7 @@
-"""The report of a comparison, made from `results.json` alone: sections, figures, and the outcome for terminals and cards.
-
-A comparison at several scales has everything that one at a single scale has, for each of them, and the trend.
-"""
+"""The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and cards."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +10,21 @@ from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
 from ..text import align, without_html
-from .figures import draw_costs, draw_curves, draw_looks, draw_stability, save
+from .figures import draw_costs, draw_curves, draw_interim, draw_stability, save
+from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, noise_ratio, power_warning
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from .outcome import ModelOutcome, Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from .sentences import (
-    cost_sentence,
-    first_warning_sentences,
-    first_warnings,
-    last_warnings,
-    noise_floor_sentence,
-    outcome,
-    outcome_sentence,
-    protocol_sentences,
-    selection_sentences,
-    trend_protocol,
-    trend_sentence,
-    warning_sentences,
-    warnings_of_others,
-)
 from .tables import (
-    difference_rows,
+    MULTIPLIERS_CAPTION,
     given_fields,
     improvement_rows,
-    multiplier_rows,
     provenance,
     rate_rows,
     run_rows,
-    scales_in,
     summary_rows,
     task_rows,
+    trend_tables,
 )
 
 
@@ -73,19 +56,22 @@ _TASKS_CAPTION = (
     "verdicts are chance."
 )
 
-_IMPROVEMENTS_CAPTION = (
-    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
-    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
+# One of these stands beside every p-value and interval
+_EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+_ONE_RATE = (
+    "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it better: a "
+    "difference may be one between rates and not between models."
 )
-_DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
-_MULTIPLIERS_CAPTION = (
-    "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
-    "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
-    "ladder. The slope is 0 if the multiplier is the same at all scales."
+
+# The share of wrong verdicts is the largest that the benchmark measures
+_UNEQUAL_NOISE = (
+    "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
+    "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
+    "not 5 %."
 )
 
 # Title, caption, and the function that draws it
-_Figures = dict[str, tuple[str, str, Callable[[dict[str, Any]], Figure | None]]]
+_Figures = dict[str, tuple[str, str, Callable[[Any], Figure | None]]]
 _FIGURES: _Figures = {
     "curves": (
         "Losses over steps",
@@ -97,18 +83,18 @@ _FIGURES: _Figures = {
     "parameters": (
         "Improvement against parameters",
         "Improvement of test loss, with the interval of each model. Models of nearly the same size stand side by side.",
-        lambda results: draw_costs(results, "non_embedding_parameters", "non-embedding parameters"),
+        lambda found: draw_costs(found, "non_embedding_parameters", "non-embedding parameters"),
     ),
-    "looks": (
-        "Improvement at each look",
-        "Improvement of test loss after each seed, with the interval of each model, which holds at all looks together. A model "
-        "leaves when there is a verdict.",
-        draw_looks,
+    "interim": (
+        "Improvement at each interim analysis",
+        "Improvement of test loss after each seed, with the interval of each model, which holds at all interim analyses "
+        "together. A model leaves when there is a verdict.",
+        draw_interim,
     ),
     "flops": (
         "Improvement against FLOPs",
         "Improvement of test loss, with the interval of each model. Models of nearly the same cost stand side by side.",
-        lambda results: draw_costs(results, "flops_per_token", "FLOPs per token, forward and backward"),
+        lambda found: draw_costs(found, "flops_per_token", "FLOPs per token, forward and backward"),
     ),
     "stability": (
         "Stability",
@@ -124,7 +110,7 @@ _FIGURES_OF_A_LADDER: _Figures = {
         "Test loss of every run. Lines join means over the seeds.",
         draw_losses,
     ),
-    "multipliers": ("Compute multiplier over compute", _MULTIPLIERS_CAPTION, draw_multipliers),
+    "multipliers": ("Compute multiplier over compute", MULTIPLIERS_CAPTION, draw_multipliers),
     "improvements": (
         "Improvement over compute",
         "Improvement of test loss with the interval of each model and scale; grey is the noise floor. The points of a scale "
@@ -135,51 +121,57 @@ _FIGURES_OF_A_LADDER: _Figures = {
         "Loss against learning rate",
         "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it. Losses far "
         "above the others are cut off, but no reported one. If each seed chooses its own rate, not all try the same. The best "
-        "rate of a seed has a worse neighbour on both sides unless it lies at an edge.",
+        "rate of a seed has a worse neighbour on both sides unless it lies at the boundary.",
         draw_bowls,
     ),
 }
 
 
-def write_report(results: dict[str, Any], folder: Path, has_page: bool = False) -> None:
+def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
 
     Args:
-        results: the content of `results.json`.
+        outcome: the results.
         folder: folder of the comparison.
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
-    figures = _write_figures(results, folder / "figures")
-    sections = _sections(results, figures)
-    write_text(folder / "results.md", to_markdown(results["name"], sections))
+    found, of_figures = (outcome, _FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, _FIGURES)
+    drawn = []
+    for name, (title, caption, draw) in of_figures.items():
+        if (drawing := draw(found)) is not None:
+            save(drawing, folder / "figures" / f"{name}.png")
+            drawn.append(figure(title, name, caption))
+        else:
+            (folder / "figures" / f"{name}.png").unlink(missing_ok=True)  # of results that had more runs
+    sections = _sections(outcome, drawn)
+    write_text(folder / "results.md", to_markdown(outcome.name, sections))
     if has_page:
         link = f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})"
         sections.insert(1, Section("", [link]))
-    write_text(folder / "report.html", to_page(results["name"], sections, folder))
+    write_text(folder / "report.html", to_page(outcome.name, sections, folder))
 
 
-def describe(results: dict[str, Any]) -> str:
+def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: a line for each model, then notes and warnings."""
-    if "trend" in results:
-        rows, notes = improvement_rows(results), outcome(results)
+    if outcome.trend:
+        rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
-        found = summary_rows(results)
-        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in found]
-        notes = [noise_floor_sentence(results), *selection_sentences(results)]
-    first, last = ([f"warning: {text}" for text in of(results)] for of in (first_warnings, last_warnings))
+        found = outcome.largest
+        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in summary_rows(found)]
+        notes = [noise_floor_sentence(found), *selection_sentences(found)]
+    first, last = ([f"warning: {text}" for text in of(outcome)] for of in (first_warnings, last_warnings))
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    return "\n".join([*_wrap(first), *table, *_wrap([*notes, *last])])
+    wrapped = [
+        [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in part] for part in (first, notes + last)
+    ]
+    return "\n".join([*wrapped[0], *table, *wrapped[1]])
 
 
-def _wrap(texts: list[str]) -> list[str]:
-    return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in texts if text]
-
-
-def verdicts(results: dict[str, Any], model: str | None = None, run: str | None = None, scale: str | None = None) -> str:
+def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> str:
     """The outcome for a model card, as Markdown: the protocol, the noise floor, a row for each model, warnings, and the trend.
 
     Args:
-        results: the content of `results.json`.
+        outcome: the results.
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
         run: the name of its run's folder. A run that is not among the reported ones is said to be none of them.
         scale: that of the model, if there are several; by default the largest.
@@ -187,21 +179,20 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
     Raises:
         ValueError: if there is no such model.
     """
-    scales = scales_in(results)
-    scale = scale or list(scales)[-1]
-    found = scales[scale]
+    scale = scale or list(outcome.scales)[-1]
+    found = outcome.scales[scale]
+    if model is not None and model not in found.models:
+        raise ValueError(f"the comparison {found.name} has no model {model!r}, only {', '.join(found.models)}")
     rows = [{name: row[name] for name in _CARD_COLUMNS} for row in summary_rows(found)]
-    if model is not None and model not in found["models"]:
-        raise ValueError(f"the comparison {found['name']} has no model {model!r}, only {', '.join(found['models'])}")
-    is_reported = run is None or any(each["folder"] == f"runs/{model}/{run}" for each in found["models"][model]["runs"])
+    is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in found.models[model].runs)
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
-    count = "up to " if found.get("looks") else ""
+    others = {name: other for name, other in outcome.scales.items() if name != scale}
     parts = [
-        *map(warning, warnings_of_others(results, scale)),
-        f"From the comparison `{found['name']}`: {len(rows)} models, {count}{len(found['seeds'])} seeds each, "
-        f"{found['tokens_per_run']:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
+        *map(warning, of_each_scale(others, first_warning_sentences)),
+        f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
+        f"each, {found.tokens_per_run:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
         "same order.",
         *([] if is_reported else [warning(_NOT_REPORTED.format(run=run, model=model))]),
         *map(warning, first_warning_sentences(found)),
@@ -211,67 +202,48 @@ def verdicts(results: dict[str, Any], model: str | None = None, run: str | None 
         markdown_table(rows),
         *map(warning, warning_sentences(found)),
     ]
-    if "trend" in results:
+    if outcome.trend:
         parts += [
-            f"This is the scale {scale} of a ladder of {len(scales)} scales: {', '.join(scales)}.",
-            trend_sentence(results),
-            markdown_table(improvement_rows(results)),
+            f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}.",
+            trend_sentence(outcome),
+            markdown_table(improvement_rows(outcome.trend)),
         ]
     return without_html("\n\n".join(parts))
 
 
-def _figures_of(results: dict[str, Any]) -> _Figures:
-    return _FIGURES_OF_A_LADDER if "trend" in results else _FIGURES
-
-
-def _write_figures(results: dict[str, Any], folder: Path) -> list[str]:
-    """Draws the figures for which there are data, and returns their names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    for name, (_, _, draw) in _figures_of(results).items():
-        drawing = draw(results)
-        if drawing is not None:
-            save(drawing, folder / f"{name}.png")
-            drawn.append(name)
-        else:
-            (folder / f"{name}.png").unlink(missing_ok=True)  # of results that had more runs
-    return drawn
-
-
-def _sections(results: dict[str, Any], figures: list[str]) -> list[Section]:
+def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     """The report, section by section."""
-    scales, is_ladder = scales_in(results), "trend" in results
-    head = [*map(warning, first_warnings(results)), *outcome(results), *map(warning, last_warnings(results))]
-    if is_ladder:
-        tables = [part for rows, caption in _tables_of_trend(results) for part in (markdown_table(rows), caption)]
-        sections = [Section("", head), Section("The trend over scales", [*tables, bullets(trend_protocol(results))])]
-    else:
-        sections = [Section("", [*head, bullets(protocol_sentences(results))]), Section("Models", _models(results))]
-    sections += [figure(title, name, caption) for name in figures for title, caption, _ in [_figures_of(results)[name]]]
-    for name, found in scales.items():
-        if is_ladder:
-            cost = cost_sentence(found)
-            parts = [f"{cost[0].upper()}{cost[1:]}.", bullets(protocol_sentences(found)), "### Models", *_models(found)]
-            for section in _runs(found):
+    head = [*map(warning, first_warnings(outcome)), *outcome_sentences(outcome), *map(warning, last_warnings(outcome))]
+    if outcome.trend:
+        tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
+        trend = Section("The trend over scales", [*tables, bullets(trend_protocol(outcome))])
+        sections = [Section("", head), trend, *figures]
+        for name, found in outcome.scales.items():
+            parts = [cost_sentence(found), bullets(protocol_sentences(found))]
+            for section in (_models(found), *_runs(found)):
                 parts += [f"### {section.title}", *section.parts]
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
-        else:
-            sections += _runs(found)
+    else:
+        found = outcome.largest
+        sections = [Section("", [*head, bullets(protocol_sentences(found))]), _models(found), *figures, *_runs(found)]
     configuration = [
-        f"`{results['command']}`, which is after the command line:",
-        f"```yaml\n{yaml.safe_dump(results['comparison'], sort_keys=False)}```",
-        markdown_table([{"what": what, "value": value} for what, value in provenance(_top(results)).items()]),
+        f"`{outcome.command}`, which is after the command line:",
+        f"```yaml\n{yaml.safe_dump(outcome.comparison, sort_keys=False)}```",
+        markdown_table(provenance(outcome.largest)),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 
 
-def _models(found: dict[str, Any]) -> list[str]:
+def _models(found: ScaleOutcome) -> Section:
     """The models of one scale, and what differs between them."""
-    given = [f"`{name}`: {_code(given_fields(model))}" for name, model in found["models"].items()]
-    return [markdown_table(summary_rows(found)), "What differs between them:", bullets(given)]
+    given = {name: given_fields(model) for name, model in found.models.items()}
+    differences = [
+        f"`{name}`: " + (f"`{fields}`" if fields else "nothing, it is the recipe's") for name, fields in given.items()
+    ]
+    return Section("Models", [markdown_table(summary_rows(found)), "What differs between them:", bullets(differences)])
 
 
-def _runs(found: dict[str, Any]) -> list[Section]:
+def _runs(found: ScaleOutcome) -> list[Section]:
     """The sections of one scale about tasks, rates and runs."""
     rates, tasks = rate_rows(found), task_rows(found)
     return [
@@ -281,20 +253,229 @@ def _runs(found: dict[str, Any]) -> list[Section]:
     ]
 
 
-def _code(text: str) -> str:
-    return f"`{text}`" if text else "nothing, it is the recipe's"
+# Sentences
 
 
-def _top(results: dict[str, Any]) -> dict[str, Any]:
-    """The results at the largest scale."""
-    return list(scales_in(results).values())[-1]
+def outcome_sentences(outcome: Outcome) -> list[str]:
+    """The verdicts in one line, those at the largest scale if there are several, and then the trend in another."""
+    name, found = list(outcome.scales.items())[-1]
+    if outcome.trend is None:
+        return [outcome_sentence(found)]
+    return [f"Largest scale: {name}. {outcome_sentence(found)}", trend_sentence(outcome)]
 
 
-def _tables_of_trend(results: dict[str, Any]) -> list[tuple[list[dict[str, str]], str]]:
-    """The tables of a ladder's trend, each with its caption."""
-    tables = [
-        (improvement_rows(results), _IMPROVEMENTS_CAPTION),
-        (multiplier_rows(results), _MULTIPLIERS_CAPTION),
-        (difference_rows(results), _DIFFERENCES_CAPTION),
+def first_warnings(outcome: Outcome) -> list[str]:
+    """What a reader must know before the outcome, of each scale."""
+    return of_each_scale(outcome.scales, first_warning_sentences)
+
+
+def last_warnings(outcome: Outcome) -> list[str]:
+    """The limits of the outcome that stand after it: those of each scale, and of the trend."""
+    note = outcome.trend.multiplier_note if outcome.trend else ""
+    return [*of_each_scale(outcome.scales, warning_sentences), *([note] if note else [])]
+
+
+def of_each_scale(scales: Mapping[str, ScaleOutcome], sentences: Callable[[ScaleOutcome], list[str]]) -> list[str]:
+    """The sentences about each scale, the largest first."""
+    return [f"Scale {name}: {text}" if name else text for name, found in reversed(scales.items()) for text in sentences(found)]
+
+
+def trend_sentence(outcome: Outcome) -> str:
+    """The verdicts of the trend in one line."""
+    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
+    for name, trend in outcome.trend.models.items():
+        verdicts[trend.verdict].append(name)
+    found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
+    return f"Trend of the improvement over the scales: {', '.join(found)}."
+
+
+def trend_protocol(outcome: Outcome) -> list[str]:
+    """How the trend was judged."""
+    trend = outcome.trend
+    tested = sum(found.p is not None for found in trend.models.values())
+    meanings: dict[str, list[str]] = {}
+    for name, found in trend.models.items():
+        meanings.setdefault(found.meaning, []).append(name)
+    return [
+        "The verdict at the largest scale is the judgement. The trend explains it.",
+        "No model is tested over the scales."
+        if not tested
+        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
+        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} models "
+        "by Holm's method.",
+        *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
-    return [(rows, caption) for rows, caption in tables if rows]
+
+
+def cost_sentence(found: ScaleOutcome) -> str:
+    """What a run of the baseline costs at one scale."""
+    return (
+        f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, {found.tokens_per_run:,} tokens "
+        f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seeds."
+    )
+
+
+def outcome_sentence(found: ScaleOutcome) -> str:
+    """All verdicts in one line, the clear ones first."""
+    models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
+    for name, effect in found.statistics.effects.items():
+        models.setdefault(effect.verdict, []).append(name)
+    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {', '.join(names)}." for verdict, names in models.items() if names]
+    return " ".join([f"Baseline: {found.baseline}.", *verdicts])
+
+
+def first_warning_sentences(found: ScaleOutcome) -> list[str]:
+    """What a reader must know before the outcome: other tokens, best rates at the boundary, models without any good rate."""
+    warnings = []
+    if found.same_tokens is False:
+        warnings.append(
+            "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows compares "
+            "the data too, and its tests by seed do not hold."
+        )
+    for name, model in found.models.items():
+        if len(model.kernels) > 1:
+            warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
+        warnings += _boundary_warnings(name, model)
+        warnings += _diverged_warnings(name, model)
+    return warnings
+
+
+def warning_sentences(found: ScaleOutcome) -> list[str]:
+    """The limits of the outcome that stand after it, the worst first."""
+    warnings = []
+    if warning := power_warning(len(found.seeds), len(found.models) - 1, found.statistics.alpha):
+        warnings.append(f"{warning}.")
+    if added := found.added_seeds:
+        warnings.append(
+            f"Seed{'s' * (len(added) > 1)} {', '.join(map(str, added))} {'were' if len(added) > 1 else 'was'} added after a "
+            "finished report. If its outcome was the reason, p is too small."
+        )
+    for name, model in found.models.items():
+        diverged, runs = len(model.runs) - len(model.finished), len(model.runs)
+        if diverged and name == found.baseline:
+            warnings.append(
+                f"{name}, the baseline, diverged in {diverged} of {runs} runs: there are no verdicts"
+                f"{' on models compared at these seeds' if found.interim else ''}."
+            )
+        elif 0 < diverged < runs:
+            warnings.append(
+                f"{name} diverged in {diverged} of {runs} runs. Its other runs get no verdict: without its failures it would "
+                "look better than it is."
+            )
+        elif diverged and model.chosen:
+            warnings.append(f"{name} diverged in all of its runs.")
+    losses, baseline = found.losses, found.baseline
+    if ratio := noise_ratio({name: losses[name] for name in (baseline, *found.tested)}, baseline):
+        others, baseline = f"the other model{'s' * (len(found.tested) > 1)}", "the baseline"
+        louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
+        warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
+    return warnings
+
+
+def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried."""
+    warnings = []
+    for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
+        seeds = [seed for seed, found in model.boundaries.items() if found == end]
+        rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
+        where = f"at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried"
+        if len(seeds) < len(model.runs):
+            where += f", in {len(seeds)} of {len(model.runs)} seeds"
+        after = (
+            f"{_end_of_search(model)}, so there is no verdict"
+            if model.search
+            else "the file asked for just these rates, and a better one may lie beyond"
+        )
+        warnings.append(f"{name} did best {where}: {after}.")
+    return warnings
+
+
+def _diverged_warnings(name: str, model: ModelOutcome) -> list[str]:
+    """Says where a model diverged at every rate tried, by all seeds or by some."""
+    chosen = len(model.chosen)
+    if chosen == len(model.runs) > 0:
+        return []
+    if chosen:
+        tried = f", in {len(model.runs) - chosen} of {len(model.runs)} seeds"
+    else:
+        tried = f" ({', '.join(f'{rate:g}' for rate in model.learning_rates)})"
+    end = f": {_end_of_search(model)}, and smaller rates were not tried" if model.search else ""
+    return [f"{name} diverged at every learning rate tried{tried}{end}."]
+
+
+def _end_of_search(model: ModelOutcome) -> str:
+    return f"the search stopped at its limit of {model.search['limit']} rates"
+
+
+def selection_sentences(found: ScaleOutcome) -> list[str]:
+    """Whether tests and intervals include the risk of a wrong learning rate."""
+    return [_EACH_SEED if found.has_choice else _ONE_RATE] if found.tested else []
+
+
+def noise_floor_sentence(found: ScaleOutcome) -> str:
+    """How much the losses of the baseline vary, and how much of it is due to the choice of the test text."""
+    statistics = found.statistics
+    if statistics.noise_floor is None:
+        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
+    sentence = (
+        f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats from seed "
+        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
+    )
+    if (share := found.noise_from_text) is None:
+        return f"{sentence}."
+    text = "the test text" if found.test_tokens is None else f"the test text of {found.test_tokens:,} tokens"
+    if share > 0.995:
+        return f"{sentence}; all of this variance may come from the choice of {text}."
+    percent = "less than 1 %" if share < 0.005 else f"about {100 * share:.0f} %"
+    return f"{sentence}; {percent} of this variance comes from the choice of {text}, the rest from training."
+
+
+def protocol_sentences(found: ScaleOutcome) -> list[str]:
+    """How the numbers were measured."""
+    statistics, seeds, tested = found.statistics, found.seeds, found.tested
+    level, count = f"{100 * statistics.confidence:g} %", "up to " if found.interim else ""
+    sentences = [
+        noise_floor_sentence(found),
+        f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
+        f"{found.tokens_per_run:,} tokens a run.",
+    ]
+    if found.same_tokens:
+        sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
+    if found.has_choice:
+        sentences.append(
+            "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
+            "split. The reported loss is that of the same run on the test split, which was not used to choose."
+        )
+        if any(model.search for model in found.models.values()):
+            sentences.append(
+                "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
+                "beyond was tried, too."
+            )
+    else:
+        sentences.append("No learning rate was chosen. The losses are measured on the test split.")
+    if found.interim:
+        made = sum(len(model.runs) for model in found.models.values())
+        most, models = len(seeds) * len(found.models), len(found.interim)
+        sentences.append(
+            f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every seed, by "
+            "a paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
+            "equivalent, which means that its interval, corrected for the number of models, lies within the noise floor on "
+            f"both sides. Half of the probability of an error, {statistics.alpha:g}, belongs to the analysis at "
+            f"{len(seeds)} seeds, the other half in equal parts to those before it. Bonferroni's method corrects p "
+            f"for {models} model{'s' * (models != 1)} and all interim analyses. Intervals are {level} intervals of one model "
+            f"each, which hold at all analyses together. {made} of at most {most} runs are reported."
+        )
+    elif tested:
+        sentences.append(
+            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed, and by them alone. "
+            f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
+            f"below {statistics.alpha:g}. Intervals are {level} t intervals of one model each, not corrected, so an interval "
+            "may exclude 0 where the verdict is within noise."
+        )
+    sentences += selection_sentences(found)
+    sentences.append(
+        "Speed and time are the median of the reported runs, and memory the most of any"
+        + (" process, libraries included" if found.device == "cpu" else "")
+        + ". All three depend on what else the machine was doing."
+    )
+    return sentences

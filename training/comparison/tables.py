@@ -1,204 +1,206 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
 from ..run.tasks import is_guessable
+from .inference import Analysis, Effect, Interval
+from .outcome import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
+from .trend import ModelTrend, Trend
 
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
 
-
-def scales_in(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The results at each scale by name, the smallest first; those of a single scale are the only ones, without a name."""
-    return results.get("scales") or {"": results}
+Rows = list[dict[str, str]]
 
 
-def summary_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model."""
-    trained = {name: model["trained_parameters"] for name, model in results["models"].items()}
-    has_frozen = any(trained[name] < model["parameters"] for name, model in results["models"].items())
+def summary_rows(found: ScaleOutcome) -> Rows:
+    """A row for each model at one scale."""
+    has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
     rows = []
-    for name, model in results["models"].items():
-        effect = results["statistics"]["effects"].get(name, {})  # the baseline has none
-        finished = [run for run in model["runs"] if not run["diverged"]]
-        rows.append(
-            {
-                "model": name,
-                "verdict": effect.get("verdict", "baseline"),
-                "test loss (nats)": _mean_and_deviation([run["test_loss"] for run in finished]),
-                "loss improvement (%)": _improvement(effect, "loss_improvement"),
-                "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
-                "Holm p": p_value(effect.get("holm_p")),
-                **({"seeds": str(len(model["runs"]))} if results.get("looks") else {}),
-                "learning rate": _chosen_rate(results, name),
-                "parameters": f"{model['parameters']:,}",
-                **({"trained": f"{trained[name]:,}"} if has_frozen else {}),
-                "non-embedding": f"{model['non_embedding_parameters']:,}",
-                "MLP width": number(model["intermediate_size"], ","),
-                "FLOPs per token": f"{model['flops_per_token']:,}",
-                "tokens/s": _median([run["tokens_per_second"] for run in finished], ",.0f"),
-                "peak memory (MiB)": _largest_memory(finished),
-                "training time (s)": _median([run["train_seconds"] for run in finished], ",.1f"),
-                "diverged": f"{len(model['runs']) - len(finished)} of {len(model['runs'])}",
-            }
-        )
+    for name, model in found.models.items():
+        cells, finished = _verdict_cells(found.statistics, name), model.finished
+        row = {
+            "model": name,
+            "verdict": cells.pop("verdict"),
+            "test loss (nats)": _mean_and_deviation([run.test_loss for run in finished]),
+            **cells,
+            **({"seeds": str(len(model.runs))} if found.interim else {}),
+            "learning rate": _chosen_rate(model),
+            "parameters": f"{model.parameters:,}",
+            **({"trained": f"{model.trained_parameters:,}"} if has_frozen else {}),
+            "non-embedding": f"{model.non_embedding_parameters:,}",
+            "MLP width": number(model.intermediate_size, ","),
+            "FLOPs per token": f"{model.flops_per_token:,}",
+            "tokens/s": _median((run.tokens_per_second for run in finished), ",.0f"),
+            "peak memory (MiB)": _memory(run.peak_memory for run in finished),
+            "training time (s)": _median((run.train_seconds for run in finished), ",.1f"),
+            "diverged": f"{len(model.runs) - len(finished)} of {len(model.runs)}",
+        }
+        rows.append(row)
     return rows
 
 
-def rate_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+def _verdict_cells(analysis: Analysis, model: str) -> dict[str, str]:
+    """What the test says of a model; the baseline has none."""
+    effect = analysis.effects.get(model)
+    return {
+        "verdict": effect.verdict if effect else "baseline",
+        "loss improvement (%)": _improvement(effect, "loss_improvement"),
+        "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
+        "Holm p": p_value(effect and effect.holm_p),
+    }
+
+
+def rate_rows(found: ScaleOutcome) -> Rows:
     """Validation loss of each model at each learning rate tried, the mean over seeds; empty if there was no choice."""
-    swept = {name: model for name, model in results["models"].items() if len(model["learning_rates"]) > 1}
-    rates = sorted({rate for model in swept.values() for rate in model["learning_rates"]})
+    swept = {name: model for name, model in found.models.items() if len(model.learning_rates) > 1}
+    rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
     for name, model in swept.items():
         row = {"model": name, **{f"{rate:g}": NOTHING for rate in rates}}
-        chosen = [run["learning_rate"] for run in chosen_runs(results, name)]
-        for rate, losses in losses_by_rate(results, name).items():
+        chosen = [run.learning_rate for run in model.chosen]
+        for rate, losses in model.losses_by_rate().items():
             text = "diverged" if None in losses else number(statistics.fmean(losses), ".4f")
             seeds = chosen.count(rate)
-            mark = f"✓ {seeds}: " if 0 < seeds < len(model["runs"]) else "✓ " if seeds else ""
+            mark = f"✓ {seeds}: " if 0 < seeds < len(model.runs) else "✓ " if seeds else ""
             row[f"{rate:g}"] = mark + text
         rows.append(row)
     return rows
 
 
-def task_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+def task_rows(found: ScaleOutcome) -> Rows:
     """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
-    for task, metrics in results["tasks"].items():
-        for metric, found in metrics.items():
-            for name, scores in found["scores"].items():
-                effect = found["statistics"]["effects"].get(name, {})
-                rows.append(
-                    {
-                        "task": task,
-                        "metric": f"{metric} ({'higher' if found['higher_is_better'] else 'lower'} is better)",
-                        "model": name,
-                        "verdict": effect.get("verdict", "baseline"),
-                        "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
-                        "improvement (%)": _improvement(effect, "loss_improvement"),
-                        "Holm p": p_value(effect.get("holm_p")),
-                        "chance": number(found["chance"], ".3f") if is_guessable(metric) else NOTHING,
-                        "items": number(found["items"], ","),
-                    }
-                )
+    for task, metrics in found.tasks.items():
+        for metric, entry in metrics.items():
+            for name, scores in entry.scores.items():
+                cells = _verdict_cells(entry.statistics, name)
+                row = {
+                    "task": task,
+                    "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
+                    "model": name,
+                    "verdict": cells["verdict"],
+                    "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
+                    "improvement (%)": cells["loss improvement (%)"],
+                    "Holm p": cells["Holm p"],
+                    "chance": number(entry.chance, ".3f") if is_guessable(metric) else NOTHING,
+                    "items": number(entry.items, ","),
+                }
+                rows.append(row)
     return rows
 
 
-def improvement_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model of a ladder: improvement at each scale, slope and verdict."""
-    return [
-        {
-            "model": name,
-            **{
-                f"{scale} (%)": with_interval(step["improvement"], step["improvement_interval"], "+.2f")
-                for scale, step in trend["steps"].items()
-            },
-            "slope (% per decade)": with_interval(trend["slope"], trend["slope_interval"], "+.2f"),
-            "Holm p": p_value(trend["holm_p"]),
-            "trend": trend["verdict"],
-        }
-        for name, trend in results["trend"]["models"].items()
-    ]
-
-
-def difference_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model of a ladder: improvement at each scale in nats."""
-    return [
-        {
-            "model": name,
-            **{
-                f"{scale} (nats)": with_interval(step["difference"], step["difference_interval"], "+.4f")
-                for scale, step in trend["steps"].items()
-            },
-        }
-        for name, trend in results["trend"]["models"].items()
-    ]
-
-
-def multiplier_rows(results: dict[str, Any]) -> list[dict[str, str]]:
-    """A row for each model of a ladder: its compute multiplier at each scale; empty if there are none."""
-    if results["trend"]["multiplier_note"]:
-        return []
-    return [
-        {
-            "model": name,
-            **{
-                scale: with_interval(step["multiplier"], step["multiplier_interval"], ".2f")
-                if step["multiplier"] is not None
-                else step["note"]
-                for scale, step in trend["steps"].items()
-            },
-            "slope of log10 per decade": with_interval(trend["multiplier_slope"], trend["multiplier_slope_interval"], "+.3f"),
-        }
-        for name, trend in results["trend"]["models"].items()
-    ]
-
-
-def losses_by_rate(results: dict[str, Any], model: str) -> dict[float, list[float | None]]:
-    """The validation losses of the runs that chose a model's learning rate; `None` for a run that diverged."""
-    found = results["models"][model]
-    losses: dict[float, list[float | None]] = {}
-    for run in sorted([*found["tried"], *found["runs"]], key=lambda run: run["learning_rate"]):
-        losses.setdefault(run["learning_rate"], []).append(None if run["diverged"] else run["validation_loss"])
-    return losses
-
-
-def chosen_runs(results: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
-    found = results["models"][model]
-    if len(found["learning_rates"]) == 1:
-        return found["runs"]
-    return [run for run in found["runs"] if not run["diverged"]]
-
-
-def run_rows(results: dict[str, Any]) -> list[dict[str, str]]:
+def run_rows(found: ScaleOutcome) -> Rows:
     """A row for each run."""
     rows = []
-    for name, model in results["models"].items():
-        runs = [*(("tried", run) for run in model["tried"]), *(("reported", run) for run in model["runs"])]
-        for kind, run in runs:
-            outcome = "finished"
-            if run["diverged"]:
-                outcome = "diverged" + ("" if run["diverged_at"] is None else f" at step {run['diverged_at']:,}")
-            norms = [norm for _, norm in run["history"]["gradient_norm"]]
-            rows.append(
-                {
-                    "model": name,
-                    "kind": kind,
-                    "learning rate": f"{run['learning_rate']:g}",
-                    "seed": str(run["seed"]),
-                    "outcome": outcome,
-                    "train loss": number(run["train_loss"], ".4f"),
-                    "validation loss": number(run["validation_loss"], ".4f"),
-                    "test loss": number(run["test_loss"], ".4f"),
-                    "tokens/s": number(run["tokens_per_second"], ",.0f"),
-                    "seconds": number(run["train_seconds"], ",.1f"),
-                    "peak memory (MiB)": number(run["peak_memory"] and run["peak_memory"] / _MEBIBYTE, ",.0f"),
-                    "backend": run["attn_implementation"],
-                    "loss spikes": str(len(run["history"]["loss_spikes"])),
-                    "largest gradient norm": "not finite" if None in norms else number(max(norms, default=None), ".3g"),
-                    "tokens seen": run["token_stream"][:8],
-                }
-            )
+    for name, model in found.models.items():
+        for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
+            norms = [norm for _, norm in run.history.gradient_norm]
+            row = {
+                "model": name,
+                "kind": kind,
+                "learning rate": f"{run.learning_rate:g}",
+                "seed": str(run.seed),
+                "outcome": _ending(run),
+                "train loss": number(run.train_loss, ".4f"),
+                "validation loss": number(run.validation_loss, ".4f"),
+                "test loss": number(run.test_loss, ".4f"),
+                "tokens/s": number(run.tokens_per_second, ",.0f"),
+                "seconds": number(run.train_seconds, ",.1f"),
+                "peak memory (MiB)": _memory([run.peak_memory]),
+                "backend": run.attn_implementation,
+                "loss spikes": str(len(run.history.loss_spikes)),
+                "largest gradient norm": "not finite" if None in norms else number(max(norms, default=None), ".3g"),
+                "tokens seen": run.token_stream[:8],
+            }
+            rows.append(row)
     return rows
 
 
-def _mean_and_deviation(losses: list[float]) -> str:
-    if not losses:
-        return NOTHING
-    return f"{statistics.fmean(losses):.4f}" + (f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else "")
+def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
+    """The tables of a trend, each with its caption."""
+    models = outcome.trend.models.items()
+    differences = [{"model": name, **_steps(found, " (nats)", "difference", "+.4f")} for name, found in models]
+    multipliers = [
+        {
+            "model": name,
+            **_steps(found, "", "multiplier", ".2f"),
+            "slope of log10 per decade": with_interval(found.multiplier_slope, found.multiplier_slope_interval, "+.3f"),
+        }
+        for name, found in models
+        if not outcome.trend.multiplier_note
+    ]
+    tables = [
+        (improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION),
+        (multipliers, MULTIPLIERS_CAPTION),
+        (differences, _DIFFERENCES_CAPTION),
+    ]
+    return [(rows, caption) for rows, caption in tables if rows]
 
 
-def _improvement(effect: dict[str, Any], name: str) -> str:
-    return with_interval(effect.get(name), effect.get(f"{name}_interval"), "+.2f")
+def improvement_rows(trend: Trend) -> Rows:
+    """A row for each model: improvement at each scale, slope and verdict."""
+    return [
+        {
+            "model": name,
+            **_steps(found, " (%)", "improvement", "+.2f"),
+            "slope (% per decade)": with_interval(found.slope, found.slope_interval, "+.2f"),
+            "Holm p": p_value(found.holm_p),
+            "trend": found.verdict,
+        }
+        for name, found in trend.models.items()
+    ]
 
 
-def with_interval(value: float | None, interval: list[float | None] | None, form: str) -> str:
+def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
+    """A quantity of a model at each scale; where it has none, the note says why."""
+    cells = {}
+    for scale, step in found.steps.items():
+        value = getattr(step, quantity)
+        is_missing = quantity == "multiplier" and value is None
+        cells[f"{scale}{unit}"] = step.note if is_missing else with_interval(value, getattr(step, f"{quantity}_interval"), form)
+    return cells
+
+
+_IMPROVEMENTS_CAPTION = (
+    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
+    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
+)
+_DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
+MULTIPLIERS_CAPTION = (
+    "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
+    "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
+    "ladder. The slope is 0 if the multiplier is the same at all scales."
+)
+
+
+def provenance(found: ScaleOutcome) -> Rows:
+    """Corpus, device, versions, and what computed the runs of each model."""
+    values = {
+        "corpus": str(found.comparison["recipe"].get("dataset", "python-stdlib")),
+        "fingerprint": found.dataset_fingerprint or NOTHING,
+        **{f"{split} tokens": number(getattr(found, f"{split}_tokens"), ",") for split in ("train", "validation", "test")},
+        "device": found.device,
+        **found.versions,
+        **{f"kernels of {name}": " | ".join(model.kernels) for name, model in found.models.items() if model.kernels},
+    }
+    return [{"what": what, "value": value} for what, value in values.items()]
+
+
+def given_fields(model: ModelOutcome) -> str:
+    """The entry of a model in the comparison, in one line."""
+    sections: dict[str, Any] = {name: model.given.get(name) or {} for name in ("switches", "training")}
+    flat = {name: value for name, value in model.given.items() if name not in sections}
+    flat.update(sections["switches"], **sections["training"])
+    return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
+
+
+def with_interval(value: float | None, interval: Interval | None, form: str) -> str:
     """Formats a number with its interval in brackets, if there is one."""
     if interval is None:
         return number(value, form)
@@ -212,48 +214,42 @@ def p_value(p: float | None) -> str:
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")
 
 
-def _chosen_rate(results: dict[str, Any], name: str) -> str:
-    """The rates that were chosen, with the number of seeds at each if not all chose the same."""
-    model, chosen = results["models"][name], [run["learning_rate"] for run in chosen_runs(results, name)]
-    if not chosen:
-        return "none"
-    rates = sorted(set(chosen))
-    is_same = len(rates) == 1 and len(chosen) == len(model["runs"])
-    text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in rates)
-    return text + (" (edge)" if model["edges"] else "" if len(model["learning_rates"]) > 1 else " (no choice)")
-
-
-def _median(values: list[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    return number(statistics.median(known) if known else None, form)
-
-
-def _largest_memory(runs: list[dict[str, Any]]) -> str:
-    known = [run["peak_memory"] / _MEBIBYTE for run in runs if run["peak_memory"] is not None]
-    return number(max(known, default=None), ",.0f")
-
-
 def number(value: float | None, form: str) -> str:
     """Formats a number; a dash stands for a missing one."""
     return NOTHING if value is None else format(value, form)
 
 
-def provenance(results: dict[str, Any]) -> dict[str, str]:
-    """Corpus, device, versions, and what computed the runs of each model."""
-    kernels = {name: model["kernels"] for name, model in results["models"].items() if "kernels" in model}
-    return {
-        "corpus": str(results["comparison"]["recipe"].get("dataset", "python-stdlib")),
-        "fingerprint": results["dataset_fingerprint"] or NOTHING,
-        **{f"{split} tokens": number(results[f"{split}_tokens"], ",") for split in ("train", "validation", "test")},
-        "device": results["device"],
-        **results["versions"],
-        **{f"kernels of {name}": " | ".join(found) for name, found in kernels.items()},
-    }
+def _mean_and_deviation(values: list[float]) -> str:
+    if not values:
+        return NOTHING
+    return f"{statistics.fmean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
-def given_fields(model: dict[str, Any]) -> str:
-    """The entry of a model in the comparison, in one line."""
-    sections = {name: model["given"].get(name) or {} for name in ("switches", "training")}
-    flat = {name: value for name, value in model["given"].items() if name not in sections}
-    flat.update(sections["switches"], **sections["training"])
-    return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
+def _improvement(effect: Effect | None, name: str) -> str:
+    return NOTHING if effect is None else with_interval(getattr(effect, name), getattr(effect, f"{name}_interval"), "+.2f")
+
+
+def _ending(run: RunOutcome) -> str:
+    if not run.diverged:
+        return "finished"
+    return "diverged" if run.diverged_at is None else f"diverged at step {run.diverged_at:,}"
+
+
+def _chosen_rate(model: ModelOutcome) -> str:
+    """The rates that were chosen, with the number of seeds at each if not all chose the same."""
+    chosen = [run.learning_rate for run in model.chosen]
+    if not chosen:
+        return "none"
+    is_same = len(set(chosen)) == 1 and len(chosen) == len(model.runs)
+    text = " ".join(f"{rate:g}" + ("" if is_same else f" ({chosen.count(rate)})") for rate in sorted(set(chosen)))
+    return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (no choice)")
+
+
+def _median(values: Iterable[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return number(statistics.median(known) if known else None, form)
+
+
+def _memory(values: Iterable[int | None]) -> str:
+    """The most memory of several runs."""
+    return number(max((value / _MEBIBYTE for value in values if value is not None), default=None), ",.0f")

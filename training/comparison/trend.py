@@ -5,8 +5,7 @@ one scale saw the same tokens, so they are paired; seeds of different scales are
 Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
 All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals. `benchmarks/trend.py` measures
-how often they err.
+and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals.
 """
 
 import math
@@ -15,32 +14,32 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .inference import holm
+from .inference import Interval, holm
 from .multiplier import LossCurve
-from .noise import Interval, welch_sum
+from .noise import welch_sum
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The runs of all models at one scale, with the same seeds for each.
+class ScaleLosses:
+    """The losses of all models at one scale, with the same seeds for each.
 
     Attributes:
         name: the name of the scale.
         flops: the FLOPs of a run of each model.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
-        unsettled: models whose best learning rate lies at the edge of a search that stopped there, and so may be better.
+        at_boundary: models whose search of rates stopped with the best at the boundary, and which so may be better.
     """
 
     name: str
     flops: dict[str, float]
     losses: dict[str, dict[int, float | None]]
-    unsettled: Collection[str] = ()
+    at_boundary: Collection[str] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at an edge, there are no
-    intervals and no multiplier.
+    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at the boundary, there are
+    no intervals and no multiplier.
 
     Attributes:
         flops: the FLOPs of a run of the model.
@@ -100,7 +99,7 @@ class ModelTrend:
 
 @dataclass(frozen=True)
 class Trend:
-    """The trends of a ladder; `dataclasses.asdict` makes it plain JSON, without NaN or infinity.
+    """The trends of a ladder, without NaN or infinity.
 
     Attributes:
         baseline: the model that the others are compared with.
@@ -121,7 +120,7 @@ class Trend:
     models: dict[str, ModelTrend]
 
 
-def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -> Trend:
+def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
     The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed share. It
@@ -129,7 +128,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
     scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales makes a
     percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
 
-    A model with a diverged run, or unsettled at a scale, is not tested, nor is any if the baseline is.
+    A model with a diverged run, or at_boundary at a scale, is not tested, nor is any if the baseline is.
 
     Args:
         scales: two or more, in any order, with the same models and no two of the same compute.
@@ -145,7 +144,7 @@ def analyse_trend(scales: Sequence[Scale], baseline: str, alpha: float = 0.05) -
         return [
             index
             for index, (scale, found) in enumerate(zip(scales, losses))
-            if np.isfinite(found[model]).all() and model not in scale.unsettled
+            if np.isfinite(found[model]).all() and model not in scale.at_boundary
         ]
 
     curve, multiplier_note, measured = None, "", whole(baseline)
@@ -220,25 +219,18 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     )
 
 
-def _obstacle(scale: Scale, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
-    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at an edge."""
+def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
+    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at the boundary."""
     for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
         if diverged := int((~np.isfinite(found[name])).sum()):
             return f"{who}diverged in {diverged} of {len(found[name])} runs"
-        if name in scale.unsettled:
-            return f"{whose} best rate is at an edge"
+        if name in scale.at_boundary:
+            return f"{whose} best rate is at the boundary"
     return ""
 
 
 def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
-    """Tests the slope of a model, as yet without Holm's correction and a verdict.
-
-    Args:
-        steps: the model at each scale.
-        decades: log10 of the compute of each scale, rising.
-        percents: the improvement of each seed, at each scale `(seed,)`.
-        confidence: the level of the intervals.
-    """
+    """Tests the slope of the improvements in percent, each `(seed,)`, as yet without Holm's correction and a verdict."""
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
     slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
@@ -270,7 +262,7 @@ def _noise_floor(losses: np.ndarray) -> float | None:
     return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
 
 
-def _array(scale: Scale, model: str) -> np.ndarray:
+def _array(scale: ScaleLosses, model: str) -> np.ndarray:
     """The losses of a model in order of seeds; NaN if diverged."""
     losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
     return np.where(np.isfinite(losses), losses, math.nan)

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
-from modeling_nlq import NLQConfig
-
 from ..card import base_model_of, render
 from ..files import (
     CARD_FILE,
@@ -32,7 +29,7 @@ from ..files import (
     is_nonempty,
     model_files,
 )
-from ..models import read_conversion
+from ..models import read_conversion, read_record
 from ..parameters import shapes_of, size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -40,26 +37,11 @@ from ..run.trained_on import read_trained_on
 from ..text import first_line, one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
-from .renaming import (
-    LossyConversion,
-    ParameterSource,
-    chain,
-    class_in_family,
-    empty_model,
-    from_nlq,
-    from_nlq_origins,
-    lost_by,
-    nearest_in_family,
-    nlq_class_of,
-    parameter_shapes,
-    to_nlq,
-    to_nlq_origins,
-)
+from .renaming import Draft, LossyConversion, nlq_config
 from .rules import BIASED_PARTS
 from .sources import find_checkpoint, load_checkpoint, load_gguf, load_model, read_source
-from .streaming import Weights, add_new_parameters, find_weights, write_weights
-from .upcycling import changed, largest_difference, only_adds
-from .upcycling import upcycle as upcycle_model
+from .streaming import Weights, empty_model, find_weights, write_weights
+from .upcycling import changed, largest_difference
 
 
 logger = logging.get_logger(__name__)
@@ -68,23 +50,6 @@ logger = logging.get_logger(__name__)
 _TOLERANCE = 1e-4
 # Larger weights, in bytes, are not loaded to compare the outputs: both models in float32 would take four times as much
 COMPARED_BELOW = 2**30
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A conversion shard by shard.
-
-    Attributes:
-        weights: those of the source.
-        new: the new model, without weights.
-        origins: what each of its parameters is made from.
-        lost: what is lost, in words.
-    """
-
-    weights: Weights
-    new: PreTrainedModel
-    origins: dict[str, ParameterSource]
-    lost: list[str]
 
 
 @dataclass
@@ -181,7 +146,7 @@ def _convert(
     source: str, target: Path, to: str, switches: dict[str, Any], tokenizer: str | None, allow_lossy: bool
 ) -> Conversion:
     """Converts as `convert` does, into a target that is this process's own."""
-    checkpoint, gguf, not_read, plan = find_checkpoint(source), None, [], None
+    checkpoint, gguf, not_read, weights = find_checkpoint(source), None, [], None
     if checkpoint is not None:
         old = load_checkpoint(checkpoint)
     elif (path := find_gguf(source)) is not None:
@@ -189,13 +154,27 @@ def _convert(
         old, not_read = load_gguf(gguf, allow_lossy)
     else:
         config, model_class = read_source(source)
-        old, plan = _open(source, config, model_class, switches, to, allow_lossy)
-    new, lost = (plan.new, plan.lost) if plan is not None else _convert_in_memory(old, switches, to, allow_lossy)
+        old, weights = _open(source, config, model_class)
+    try:
+        draft = Draft.of(old, weights, not_read)
+        if old.config.model_type in FAMILIES:
+            draft = draft.to_nlq(allow_lossy)
+        if switches:
+            _check_changed(draft.model.config, changed(draft.model.config, switches), switches)
+            draft = draft.with_switches(switches)
+        if to != "nlq":
+            draft = draft.from_nlq(to, allow_lossy)
+    except LossyConversion:
+        raise
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"{source!r}: {one_line(error)}") from error
+    new = draft.model
+    new.config.dtype = old.config.dtype or draft.weights.dtype
     is_nlq = old.config.model_type == "nlq" and checkpoint is None
     earlier = read_conversion(source, is_untrained=True) if is_nlq else None
     added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
     if switches:
-        added, enlarged = _new_parameters(empty_model(type(new), _nlq_config(old.config)), new, added, enlarged)
+        added, enlarged = _new_parameters(empty_model(type(new), nlq_config(old.config)), new, added, enlarged)
     if to != "nlq":
         added, enlarged = [], []  # models of other families have no such parameters
     own_tokenizer = _load_tokenizer(source, tokenizer, new, gguf)
@@ -205,7 +184,7 @@ def _convert(
         target_class=type(new).__name__,
         base_model=base_model_of(source),
         switches=switches,
-        lost=[*not_read, *lost],
+        lost=draft.lost,
         dequantised=gguf.weights if gguf is not None and gguf.is_quantised else None,
         parameters=new.num_parameters(),
         has_tokenizer=own_tokenizer is not None,
@@ -216,123 +195,47 @@ def _convert(
     )
     # config.json is last: it makes a model of the folder
     with atomic_dir(target, last="config.json") as folder:
-        if plan is None:
-            new.save_pretrained(folder)
-        else:
-            _write_shards(folder, plan)
+        new.config.architectures = [type(new).__name__]
+        new.config.save_pretrained(folder)
+        if new.can_generate():
+            new.generation_config.save_pretrained(folder)
+        write_weights(folder, new, draft.weights, draft.origins)
         if own_tokenizer is not None:
             own_tokenizer.save_pretrained(folder)
-        size = plan.weights.bytes if plan is not None else sum(value.nbytes for value in old.state_dict().values())
+        size = (weights or Weights.of(old)).bytes
         if size >= COMPARED_BELOW:
             done.not_compared = f"the weights take {size / 2**30:.1f} GiB"
-        elif new is not old and (switches or type(new) is not type(old)):
-            if plan is not None:
-                old, new = load_model(source, config, model_class), load_model(str(folder), new.config, type(new))
-            done.difference = _compare(source, old, new, lost)
-        if checkpoint is not None:
-            done.difference = None  # there was no other model
+        elif checkpoint is None and (switches or type(new) is not type(old)):  # of a checkpoint, there is no other model
+            old = old if weights is None else load_model(source, config, model_class)
+            done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
     return done
+
+
+def _open(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> tuple[PreTrainedModel, Weights | None]:
+    """Opens a saved model: without its weights, and with their files; or in memory, if these have to be loaded as a whole."""
+    try:
+        model = empty_model(model_class, config)
+        weights = find_weights(source, model)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise ValueError(f"{source!r}: {one_line(error)}") from error
+    if weights is None:
+        return load_model(source, config, model_class), None
+    if model.can_generate() and (settings := read_record(source, GENERATION_CONFIG_NAME)) is not None:
+        model.generation_config = GenerationConfig.from_dict(settings)
+    return model, weights
 
 
 def _new_parameters(
     before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Finds the parameters that a change of switches added, and those that it enlarged.
-
-    Args:
-        before, after: the model with the old switches, and the one with the new; their weights are not read.
-        added, enlarged: those of earlier changes, which count if the parameters are still there.
-    """
+    """Finds the parameters that a change of switches added, and those that it enlarged, with those of earlier changes."""
     # A tied LM head counts as there before, so that its own copy of the embeddings is not new
-    shapes = {name: parameter.shape for name, parameter in before.named_parameters(remove_duplicate=False)}
-    new_shapes = {name: parameter.shape for name, parameter in after.named_parameters(remove_duplicate=False)}
-    all_added = {*added, *(new_shapes.keys() - shapes.keys())}
-    all_enlarged = {*enlarged, *(name for name, shape in new_shapes.items() if shapes.get(name, shape) != shape)}
-    return (
-        [name for name in new_shapes if name in all_added],
-        [name for name in new_shapes if name in all_enlarged - all_added],
+    old, new = (
+        {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)} for each in (before, after)
     )
-
-
-def _nlq_config(config: PreTrainedConfig) -> NLQConfig:
-    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
-
-
-def _open(
-    source: str,
-    config: PreTrainedConfig,
-    model_class: type[PreTrainedModel],
-    switches: dict[str, Any],
-    to: str,
-    allow_lossy: bool,
-) -> tuple[PreTrainedModel, _Plan | None]:
-    """Plans a conversion shard by shard, and returns with it the old model without weights; or the whole model, and no plan."""
-    try:
-        empty = empty_model(model_class, config)
-        weights = find_weights(source)
-        if weights is not None and weights.belong_to(empty):
-            plan = _plan(weights, empty, switches, to, allow_lossy)
-            if plan is not None:
-                _take_generation_config(plan.new, source, empty)
-                return empty, plan
-    except LossyConversion:
-        raise
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"{source!r}: {one_line(error)}") from error
-    return load_model(source, config, model_class), None
-
-
-def _plan(weights: Weights, old: PreTrainedModel, switches: dict[str, Any], to: str, allow_lossy: bool) -> _Plan | None:
-    """Plans a conversion in which no number changes; `None` if there is none."""
-    new, lost, origins = old, [], {name: ParameterSource((name,)) for name in parameter_shapes(old)}
-    if old.config.model_type in FAMILIES:
-        lost = lost_by(type(old), old.config)
-        if lost and not allow_lossy:
-            raise LossyConversion(lost)
-        new = empty_model(nlq_class_of(type(old)), _nlq_config(old.config))
-        origins = to_nlq_origins(old, new)
-    if switches:
-        config = changed(new.config, switches)
-        _check_changed(new.config, config, switches)
-        if not only_adds(new.config, config):
-            return None
-        new = empty_model(type(new), config)
-        origins = add_new_parameters(origins, new, weights.dtype)
-    if to != "nlq":
-        config, plain = nearest_in_family(to, new.config)
-        if not only_adds(new.config, plain):
-            return None
-        theirs = empty_model(class_in_family(to, type(new)), config)
-        new, origins = theirs, chain(origins, from_nlq_origins(theirs, new))
-    new.config.dtype = old.config.dtype or weights.dtype
-    return _Plan(weights, new, origins, lost)
-
-
-def _convert_in_memory(
-    model: PreTrainedModel, switches: dict[str, Any], to: str, allow_lossy: bool
-) -> tuple[PreTrainedModel, list[str]]:
-    """Converts a model, and returns with it the list of losses."""
-    lost: list[str] = []
-    if model.config.model_type in FAMILIES:
-        model, lost = _lossily(to_nlq, model, allow_lossy)
-    if switches:
-        before, model = model, upcycle_model(model, switches)
-        _check_changed(before.config, model.config, switches)
-    if to != "nlq":
-        model, more = _lossily(partial(from_nlq, family=to), model, allow_lossy)
-        lost = [*lost, *more]
-    return model, lost
-
-
-def _lossily(conversion, model: PreTrainedModel, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Converts a model, and returns with it the list of losses."""
-    try:
-        return conversion(model), []
-    except LossyConversion as error:
-        if not allow_lossy:
-            raise
-        return conversion(model, allow_lossy=True), error.lost
+    all_added = [name for name in new if name in added or name not in old]
+    return all_added, [name for name in new if name not in all_added and (name in enlarged or old[name] != new[name])]
 
 
 def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None) -> PreTrainedTokenizerBase | None:
@@ -402,32 +305,6 @@ def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list
             f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
         )
     return difference
-
-
-def _take_generation_config(new: PreTrainedModel, source: str, old: PreTrainedModel) -> None:
-    """Sets the generation settings of the source, as Transformers would load them."""
-    if not old.can_generate() or not new.can_generate():
-        return
-    if Path(source).exists() and not (file := Path(source) / GENERATION_CONFIG_NAME).is_file():
-        new.generation_config = old.generation_config  # those that follow from the configuration
-        return
-    try:
-        new.generation_config = GenerationConfig.from_pretrained(source)
-    except OSError as error:
-        if Path(source).exists():
-            raise ValueError(f"{file.name} cannot be read: {first_line(error)}") from error
-        new.generation_config = old.generation_config
-    except TypeError as error:
-        raise ValueError(f"{GENERATION_CONFIG_NAME} must hold fields and values") from error
-
-
-def _write_shards(folder: Path, plan: _Plan) -> None:
-    config = plan.new.config
-    config.architectures = [type(plan.new).__name__]
-    config.save_pretrained(folder)
-    if plan.new.can_generate():
-        plan.new.generation_config.save_pretrained(folder)
-    write_weights(folder, plan.new, plan.weights, plan.origins)
 
 
 def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Conversion) -> None:

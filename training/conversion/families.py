@@ -7,28 +7,13 @@ is not the default, has no counterpart here.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    ArceeConfig,
-    CwmConfig,
-    DiffLlamaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    NanoChatConfig,
-    Olmo2Config,
-    OlmoConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
@@ -42,7 +27,7 @@ class Part(NamedTuple):
     Attributes:
         fields: their names in the family.
         read: function from a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
-        write: function from the configurations of the layers of an NLQ model to fields of the family.
+        write: function from the configurations of the layers of an NLQ model to fields of the family. Others are dropped.
     """
 
     fields: tuple[str, ...]
@@ -59,48 +44,36 @@ def _equal(**names: str) -> Part:
     )
 
 
-def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    return {"position_embedding": "rope", "rope_parameters": dict(config.rope_parameters)}
-
-
-def _read_whole_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+def _read_rope(
+    config: PreTrainedConfig, is_partial: bool = False, is_before_norm: bool = False, by_layer: bool = False
+) -> dict[str, Any]:
+    parameters = dict(config.rope_parameters)
+    rope_type, factor = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
-    if factor != 1.0 and config.rope_parameters.get("rope_type") != "proportional":
+    if factor != 1.0 and not is_partial and rope_type != "proportional":
         raise ValueError(
             f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
         )
-    return _read_rope(config)
-
-
-def _read_rope_before_norm(config: PreTrainedConfig) -> dict[str, Any]:
-    if config.rope_parameters.get("rope_type") == "yarn" and config.rope_parameters.get("attention_factor") != 1.0:
+    if is_before_norm and rope_type == "yarn" and parameters.get("attention_factor") != 1.0:
         raise ValueError(
             "rope_parameters: the norms after rotation take yarn's factor of the scores out again; set attention_factor to "
             f"1.0, with which Transformers' {config.model_type} computes the same"
         )
-    return _read_whole_rope(config)
+    positions: str | list[str] = "rope"
+    if by_layer:
+        has_rope = config.no_rope_layers[: config.num_hidden_layers]  # 1 where a layer has rotary positions
+        positions = ["rope" if has else "none" for has in has_rope]
+    return {"position_embedding": positions, "rope_parameters": parameters}
 
 
-def _write_rope(layers: Sequence[NLQConfig], **others: float) -> dict[str, Any]:
+def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[str, Any]:
     parameters = dict(layers[0].rope_parameters or {})
-    if parameters.get("rope_type") != "proportional":
+    if is_partial:  # without a factor, the family would rotate a quarter of each head
+        parameters.setdefault("partial_rotary_factor", 1.0)
+    elif parameters.get("rope_type") != "proportional":
         parameters.pop("partial_rotary_factor", None)
-    return {"rope_parameters": {**parameters, **others}}
-
-
-def _write_partial_rope(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    # Without it the family would rotate a quarter of each head
-    return _write_rope(layers, partial_rotary_factor=(layers[0].rope_parameters or {}).get("partial_rotary_factor", 1.0))
-
-
-def _read_rope_by_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    has_rope = config.no_rope_layers[: config.num_hidden_layers]  # 1 where a layer has rotary positions
-    return {**_read_whole_rope(config), "position_embedding": ["rope" if has else "none" for has in has_rope]}
-
-
-def _write_rope_by_layer(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    return {**_write_rope(layers), "no_rope_layers": [int(layer.position_embedding == "rope") for layer in layers]}
+    has_rope = [int(layer.position_embedding == "rope") for layer in layers]
+    return {"rope_parameters": parameters, "no_rope_layers": has_rope}
 
 
 def _head_dim(config: PreTrainedConfig) -> dict[str, Any]:
@@ -143,10 +116,6 @@ def _write_windows(layers: Sequence[NLQConfig]) -> dict[str, Any]:
     }
 
 
-def _write_windows_alone(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    return {name: value for name, value in _write_windows(layers).items() if name != "use_sliding_window"}
-
-
 def _read_scaling(config: PreTrainedConfig) -> dict[str, Any]:
     usual = 1.0 / math.sqrt(config.n_embd // config.n_head)
     scaling = usual if config.scale_attn_weights else 1.0
@@ -170,52 +139,40 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
     return {"n_inner": None if size == 4 * layers[0].hidden_size else size}
 
 
-def _as_it_is(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    return tensors
+class Layout(NamedTuple):
+    """How a family keeps the tensors of a module, as functions of tensors and the family's configuration.
+
+    Attributes:
+        read: from its tensor to those of NLQ, of which there are several if they are fused there.
+        write: the inverse.
+    """
+
+    read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]
+    write: Callable[[Sequence[torch.Tensor], PreTrainedConfig], torch.Tensor]
 
 
-def _swap_halves(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    """Swaps the halves of each head of queries and keys, which is its own inverse: NanoChat turns them the other way round."""
-    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
-    for part, number in heads.items():
-        if part in name:
-            return [tensor.unflatten(0, (number, 2, -1)).flip(1).flatten(0, 2) for tensor in tensors]
-    return tensors
+_SAME_LAYOUT = Layout(lambda tensor, _: [tensor], lambda tensors, _: tensors[0])
+# A `Conv1D` stores its matrix transposed, input x output, and GPT-2 has query, key and value in one
+_CONV1D = Layout(lambda tensor, _: [tensor.t()], lambda tensors, _: tensors[0].t())
+_FUSED_CONV1D = Layout(lambda tensor, _: tensor.t().chunk(3), lambda tensors, _: torch.cat(list(tensors)).t())
 
 
-def _read_interleaved(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
+def _swapped_halves(heads: str) -> Layout:
+    """Swaps the halves of each head, which is its own inverse: NanoChat turns queries and keys the other way round."""
+
+    def swap(tensor: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+        return tensor.unflatten(0, (getattr(config, heads), 2, -1)).flip(1).flatten(0, 2)
+
+    return Layout(lambda tensor, config: [swap(tensor, config)], lambda tensors, config: swap(tensors[0], config))
+
+
+def _read_interleaved(fused: torch.Tensor, config: PreTrainedConfig) -> Sequence[torch.Tensor]:
     """Rows of a fused matrix, ordered by head and then by query, key and value, to three matrices."""
-    if not _is_fused(name):
-        return tensors
-    (fused,) = tensors
     return [part.flatten(0, 1) for part in fused.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)]
 
 
-def _write_interleaved(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    if not _is_fused(name):
-        return tensors
-    by_head = [part.unflatten(0, (config.num_attention_heads, -1)) for part in tensors]
-    return [torch.stack(by_head, 1).flatten(0, 2)]
-
-
-def _read_conv1d(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    """A `Conv1D` stores its matrix transposed, input x output, and GPT-2 has query, key and value in one."""
-    (tensor,) = tensors
-    tensor = tensor.t() if _is_conv1d(name) else tensor
-    return tensor.chunk(3) if _is_fused(name) else [tensor]
-
-
-def _write_conv1d(name: str, tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    tensor = torch.cat(list(tensors)) if _is_fused(name) else tensors[0]
-    return [tensor.t() if _is_conv1d(name) else tensor]
-
-
-def _is_fused(name: str) -> bool:
-    return any(f".{module}." in name for module in ("query_key_value", "c_attn"))
-
-
-def _is_conv1d(name: str) -> bool:
-    return any(name.endswith(f".{module}.weight") for module in ("c_attn", "c_proj", "c_fc"))
+def _write_interleaved(tensors: Sequence[torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
+    return torch.stack([part.unflatten(0, (config.num_attention_heads, -1)) for part in tensors], 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
@@ -223,7 +180,7 @@ class Family:
     """A type of Transformers' models, and what its configuration and parameters are in an NLQ model.
 
     Attributes:
-        config_class: the configuration; its `model_type` names the family.
+        name: its `model_type`.
         switches: fields of `NLQConfig` with one value for the whole family.
         parts: the fields of its configuration.
         without_effect: other fields, which do not change the outputs.
@@ -231,19 +188,22 @@ class Family:
             in the family are fused there.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a classifier of tokens.
-        read_tensors: function that makes the tensors of an NLQ model from the one of the family with the given name.
-        write_tensors: its inverse.
+        layouts: by the last part of a module's name in the family, if it keeps its tensors in another way.
     """
 
-    config_class: type[PreTrainedConfig]
+    name: str
     switches: dict[str, Any]
     parts: tuple[Part, ...]
     without_effect: tuple[str, ...] = ()
     block_names: dict[str, str] = field(default_factory=dict)
     body_names: dict[str, str] = field(default_factory=dict)
     classifier: str = "score"
-    read_tensors: Callable[[str, Sequence[torch.Tensor], PreTrainedConfig], Sequence[torch.Tensor]] = _as_it_is
-    write_tensors: Callable[[str, Sequence[torch.Tensor], PreTrainedConfig], Sequence[torch.Tensor]] = _as_it_is
+    layouts: dict[str, Layout] = field(default_factory=dict)
+
+    @property
+    def config_class(self) -> type[PreTrainedConfig]:
+        """The class of its configurations."""
+        return CONFIG_MAPPING[self.name]
 
     def read(self, config: PreTrainedConfig) -> NLQConfig:
         """Makes the configuration of the NLQ model that computes the same.
@@ -278,7 +238,7 @@ class Family:
         layers = list(config.per_layer_config)
         values = _library_fields(config)
         for part in self.parts:
-            values.update(part.write(layers))
+            values.update({name: value for name, value in part.write(layers).items() if name in part.fields})
         return self.config_class(**values)
 
     def not_read(self, config: PreTrainedConfig) -> list[str]:
@@ -291,6 +251,10 @@ class Family:
                 continue
             found.append(f"{name}={value!r}: NLQ models have no such field")
         return found
+
+    def layout(self, name: str) -> Layout:
+        """How it keeps the parameter with this name there."""
+        return self.layouts.get(name.split(".")[-2], _SAME_LAYOUT)
 
     def module_name(self, name: str) -> str:
         """The name in the family of a module of the body, which may be one of a block (`layers.0.self_attn`)."""
@@ -330,24 +294,25 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 _TOKENS = _equal(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="pad_token_id")
-_COMMON = _equal(
-    vocab_size="vocab_size",
-    hidden_size="hidden_size",
-    intermediate_size="intermediate_size",
-    num_hidden_layers="num_hidden_layers",
-    num_attention_heads="num_attention_heads",
-    hidden_act="hidden_act",
-    max_position_embeddings="max_position_embeddings",
-    initializer_range="initializer_range",
-    attention_dropout="attention_dropout",
-    tie_word_embeddings="tie_word_embeddings",
-    use_cache="use_cache",
+_SAME_NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "attention_dropout",
+    "tie_word_embeddings",
+    "use_cache",
 )
-_GROUPED = _equal(num_key_value_heads="num_key_value_heads", rms_norm_eps="layer_norm_eps")
-_ROPE = Part(("rope_parameters",), _read_whole_rope, _write_rope)
-_ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
-_PARTIAL_ROPE = Part(("rope_parameters",), _read_rope, _write_partial_rope)
-_ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), _read_rope_by_layer, _write_rope_by_layer)
+_COMMON = _equal(**{name: name for name in _SAME_NAMES})
+_KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
+_ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
+_ROPE_BEFORE_NORM = _ROPE._replace(read=partial(_read_rope, is_before_norm=True))
+_ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), partial(_read_rope, by_layer=True), _write_rope)
+_PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
 _UNDECLARED_HEAD_DIM = Part(("head_dim",), _head_dim, _write_head_dim_unless_usual)
 _HIDDEN_DROPOUT = Part(
@@ -358,142 +323,97 @@ _HIDDEN_DROPOUT = Part(
 _NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
-_QUERY_KEY_VALUE_BIAS, _OUTPUT_BIAS = (
-    _bias("attention_bias", "query_key_value"),
-    _bias("attention_out_bias", "attention_output"),
-)
 _RESIDUAL_DROPOUT = _equal(residual_dropout="residual_dropout")
 _WINDOW = _equal(sliding_window="sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
-_WINDOWS_ALONE = Part(("sliding_window", "layer_types"), _read_windows, _write_windows_alone)
-
-_LLAMA_BLOCK = {"norm_type": "rmsnorm", "mlp_type": "gated"}
+_LLAMA_PARTS = (_TOKENS, _COMMON, _KEY_HEADS, _equal(rms_norm_eps="layer_norm_eps"))
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_PLAIN_MLP_NAMES = {"mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
-_LLAMA_PARTS = (_TOKENS, _COMMON, _GROUPED)
+
+
+def _fused(name: str) -> dict[str, str]:
+    return dict.fromkeys((f"self_attn.{kind}_proj" for kind in "qkv"), name)
+
+
+def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None, **others: Any) -> Family:
+    """A family with Llama's fields, norms and names, but for what is given."""
+    switches = {"norm_type": "rmsnorm", "mlp_type": "gated", **(switches or {})}
+    return Family(name, switches, (*_LLAMA_PARTS, *parts), **{"block_names": _LLAMA_NAMES, **others})
+
 
 _ROWS = (
-    Family(LlamaConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS), (), _LLAMA_NAMES),
-    Family(MistralConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _WINDOW), (), _LLAMA_NAMES),
-    Family(CwmConfig, _LLAMA_BLOCK, (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS_ALONE), (), _LLAMA_NAMES),
-    Family(
-        Qwen2Config,
-        {**_LLAMA_BLOCK, "query_key_value_bias": True},
-        (*_LLAMA_PARTS, _ROPE, _UNDECLARED_HEAD_DIM, _WINDOWS),
-        block_names=_LLAMA_NAMES,
+    _like_llama("llama", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+    _like_llama("mistral", _ROPE, _HEAD_DIM, _WINDOW),
+    _like_llama("cwm", _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
+    _like_llama("qwen2", _ROPE, _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
+    _like_llama("qwen3", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
+    _like_llama("smollm3", _ROPE_BY_LAYER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama(
+        "arcee",
+        *(_ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+        switches={"mlp_type": "plain"},
+        block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
-    Family(
-        Qwen3Config,
-        {**_LLAMA_BLOCK, "qk_norm": "rms"},
-        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS),
-        block_names=_LLAMA_NAMES,
+    _like_llama(
+        "seed_oss",
+        *(_ROPE, _HEAD_DIM, _MLP_BIAS, _RESIDUAL_DROPOUT),
+        *(_bias("attention_bias", "query_key_value"), _bias("attention_out_bias", "attention_output")),
     ),
-    Family(
-        SmolLM3Config,
-        _LLAMA_BLOCK,
-        (*_LLAMA_PARTS, _ROPE_BY_LAYER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
-        block_names=_LLAMA_NAMES,
+    _like_llama(
+        "nanochat",
+        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
+        layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
-    Family(
-        ArceeConfig,
-        {"norm_type": "rmsnorm"},
-        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
-        block_names={**_LLAMA_NAMES, **_PLAIN_MLP_NAMES},
+    _like_llama(
+        "olmo2",
+        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
+        block_names={"self_attn_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
     ),
-    Family(
-        SeedOssConfig,
-        _LLAMA_BLOCK,
-        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _QUERY_KEY_VALUE_BIAS, _OUTPUT_BIAS, _MLP_BIAS, _RESIDUAL_DROPOUT),
-        block_names=_LLAMA_NAMES,
-    ),
-    Family(
-        Starcoder2Config,
-        {"use_bias": True},
-        (
-            _TOKENS,
-            _COMMON,
-            _equal(num_key_value_heads="num_key_value_heads", norm_epsilon="layer_norm_eps"),
-            _equal(embedding_dropout="embedding_dropout"),
-            _bias("use_bias", "query_key_value", "attention_output", "mlp"),
-            _RESIDUAL_DROPOUT,
-            _ROPE,
-            _UNDECLARED_HEAD_DIM,
-            _WINDOW,
-        ),
-        block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"},
-    ),
-    Family(
-        OlmoConfig,
-        {"mlp_type": "gated", "norm_gain": False},  # whose epsilon is our default
-        (
-            _TOKENS,
-            _COMMON,
-            _equal(num_key_value_heads="num_key_value_heads"),
-            _ROPE,
-            _UNDECLARED_HEAD_DIM,
-            _ATTENTION_BIAS,
-        ),
-        block_names=_LLAMA_NAMES,
-    ),
-    Family(
-        NanoChatConfig,
-        {"norm_type": "rmsnorm", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
-        (
-            *_LLAMA_PARTS,
-            _equal(final_logit_softcapping="final_logit_softcapping"),
-            _ROPE_BEFORE_NORM,
-            _UNDECLARED_HEAD_DIM,
-            _ATTENTION_BIAS,
-        ),
-        block_names=_LLAMA_NAMES,
-        read_tensors=_swap_halves,
-        write_tensors=_swap_halves,
-    ),
-    Family(
-        Olmo2Config,
-        {**_LLAMA_BLOCK, "norm_position": "output", "qk_norm": "rms_all_heads"},
-        (*_LLAMA_PARTS, _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
-        block_names={
-            "self_attn_output_norm": "post_attention_layernorm",
-            "mlp_output_norm": "post_feedforward_layernorm",
-        },
-    ),
-    Family(
-        DiffLlamaConfig,
-        {**_LLAMA_BLOCK, "differential_attention": "v1"},
-        (*_LLAMA_PARTS, _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+    _like_llama(
+        "diffllama",
+        *(_ROPE, _HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        switches={"differential_attention": "v1"},
         without_effect=("lambda_std_dev",),  # of the initial vectors
         block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
     ),
     Family(
-        GPTNeoXConfig,
+        "starcoder2",
         {"use_bias": True},
         (
-            _TOKENS,
-            _COMMON,
+            *(_TOKENS, _COMMON, _KEY_HEADS, _RESIDUAL_DROPOUT, _ROPE, _UNDECLARED_HEAD_DIM, _WINDOW),
+            _equal(norm_epsilon="layer_norm_eps", embedding_dropout="embedding_dropout"),
+            _bias("use_bias", "query_key_value", "attention_output", "mlp"),
+        ),
+        block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"},
+    ),
+    Family(
+        "olmo",
+        {"mlp_type": "gated", "norm_gain": False},  # whose epsilon is our default
+        (_TOKENS, _COMMON, _KEY_HEADS, _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        block_names=_LLAMA_NAMES,
+    ),
+    Family(
+        "gpt_neox",
+        {"use_bias": True},
+        (
+            *(_TOKENS, _COMMON, _HIDDEN_DROPOUT, _PARTIAL_ROPE, _ATTENTION_BIAS),
             _equal(layer_norm_eps="layer_norm_eps", use_parallel_residual="parallel_residual"),
-            _HIDDEN_DROPOUT,
-            _PARTIAL_ROPE,
-            _ATTENTION_BIAS,
         ),
         block_names={
-            "self_attn_norm": "input_layernorm",
-            "mlp_norm": "post_attention_layernorm",
-            "self_attn.q_proj": "attention.query_key_value",
-            "self_attn.k_proj": "attention.query_key_value",
-            "self_attn.v_proj": "attention.query_key_value",
+            **_LLAMA_NAMES,
+            **_fused("attention.query_key_value"),
             "self_attn.o_proj": "attention.dense",
             "mlp.fc1": "mlp.dense_h_to_4h",
             "mlp.fc2": "mlp.dense_4h_to_h",
         },
         body_names={"embed_tokens": "embed_in", "norm": "final_layer_norm"},
         classifier="classifier",
-        read_tensors=_read_interleaved,
-        write_tensors=_write_interleaved,
+        layouts={"query_key_value": Layout(_read_interleaved, _write_interleaved)},
     ),
     Family(
-        GPT2Config,
+        "gpt2",
         {"use_bias": True},
         (
             _TOKENS,
@@ -517,28 +437,20 @@ _ROWS = (
         ),
         # The order of operations, the second head of a class that is named in `LossyConversion`, and an old name
         without_effect=(
-            "reorder_and_upcast_attn",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "n_ctx",
+            *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
+            *("summary_first_dropout", "summary_proj_to_labels", "n_ctx"),
         ),
         block_names={
             "self_attn_norm": "ln_1",
             "mlp_norm": "ln_2",
-            "self_attn.q_proj": "attn.c_attn",
-            "self_attn.k_proj": "attn.c_attn",
-            "self_attn.v_proj": "attn.c_attn",
+            **_fused("attn.c_attn"),
             "self_attn.o_proj": "attn.c_proj",
             "mlp.fc1": "mlp.c_fc",
             "mlp.fc2": "mlp.c_proj",
         },
         body_names={"layers": "h", "embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"},
         classifier="classifier",
-        read_tensors=_read_conv1d,
-        write_tensors=_write_conv1d,
+        layouts={"c_attn": _FUSED_CONV1D, "c_proj": _CONV1D, "c_fc": _CONV1D},
     ),
 )
-FAMILIES = {family.config_class.model_type: family for family in _ROWS}
+FAMILIES = {family.name: family for family in _ROWS}

@@ -162,16 +162,11 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors of a file that have no place in a model of Transformers, in words.
-
-    Args:
-        gguf: the header of the file.
-        parameters: the names of the model's parameters.
-        layers: how many layers the model has.
-    """
+    """Lists the tensors of a file that have no place in a model with these parameters and layers, in words."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture), layers)
+    architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture)
+    names = get_tensor_name_map(architecture, layers)
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in parameters}
     return [f"{name}: Transformers does not read it from GGUF files" for name in gguf.tensors if name not in known]
 

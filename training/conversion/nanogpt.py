@@ -7,35 +7,31 @@ import math
 import pickle
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
 from ..parameters import check_shapes
 from ..text import one_line
-from .families import FAMILIES
-from .renaming import build
+from .families import FAMILIES, Layout
+from .renaming import Draft, from_nlq_origins, to_nlq_origins
+from .streaming import Weights, empty_model
 
 
-# `query_mode` there, `query_projection` here, and the parts that the rows of the fused `c_attn` are
-_QUERY_MODES = {
-    "original": ("linear", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "residual": ("residual", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "identity": ("identity", ("self_attn.k_proj", "self_attn.v_proj")),
-    "residual_gelu": ("nonlinear", ("self_attn.k_proj", "self_attn.v_proj")),
-}
+# `query_mode` there, `query_projection` here
+_QUERY_MODES = {"original": "linear", "residual": "residual", "identity": "identity", "residual_gelu": "nonlinear"}
+# The other modules have the names of GPT-2
 _BOTTLENECK_NAMES = {
-    "residual_rmsnorm_input": "input_norm",
-    "residual_in": "fc1",
-    "residual_out": "fc2",
-    "residual_layernorm_output": "output_norm",
+    "self_attn.q_bottleneck.input_norm": "attn.residual_rmsnorm_input",
+    "self_attn.q_bottleneck.fc1": "attn.residual_in",
+    "self_attn.q_bottleneck.fc2": "attn.residual_out",
+    "self_attn.q_bottleneck.output_norm": "attn.residual_layernorm_output",
 }
-# The other modules have the names of GPT-2: name there -> name here
-_BLOCK_NAMES = {theirs: ours for ours, theirs in FAMILIES["gpt2"].block_names.items()}
-_BODY_NAMES = {theirs: ours for ours, theirs in FAMILIES["gpt2"].body_names.items()}
 # Defaults of the paper's code for keys missing from `model_args`; the scale is that of a head of 64 for any head size
 _DEFAULTS = {
     "block_size": 1024,
@@ -119,46 +115,21 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
             raise ValueError(f"{name} must be a tensor, not {type(value).__name__}")
     # The causal mask, which attention without a kernel saves, is no parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
-    shapes = _shapes(config)
+    ours, theirs = empty_model(NLQForCausalLM, config), empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
+    names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
+    # The rows of its linear layers are those here; the fused one has no query where there is no matrix
+    parts = 3 if config.query_projection in ("linear", "residual") else 2
+    fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
+    family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
     head, embedding = "lm_head.weight", "transformer.wte.weight"
     if config.tie_word_embeddings and head in state:
         if not torch.equal(state[head], state.setdefault(embedding, state[head])):
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
         del state[head]
-    if config.tie_word_embeddings:
-        del shapes[head]
+    needed, empty = from_nlq_origins(family, theirs, ours), ours.state_dict()
+    shapes = {name: origin.make([empty[source] for source in origin.sources]).shape for name, origin in needed.items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()})
-    _, parts = _QUERY_MODES[arguments.get("query_mode", "original")]
-    renamed = {}
-    for name, value in state.items():
-        new_names = _nlq_names(name, parts)
-        renamed.update(zip(new_names, value.chunk(len(new_names))))
-    return build(NLQForCausalLM, config, renamed)
-
-
-def _shapes(config: NLQConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters in a checkpoint of this configuration, by name."""
-    d, r, inner = config.hidden_size, config.hidden_size // 2, config.intermediate_size
-    parts = len(next(parts for projection, parts in _QUERY_MODES.values() if projection == config.query_projection))
-    block = {
-        "ln_1": (d,),
-        "attn.c_attn": (parts * d, d),
-        "attn.c_proj": (d, d),
-        "ln_2": (d,),
-        "mlp.c_fc": (inner, d),
-        "mlp.c_proj": (d, inner),
-    }
-    if config.query_projection == "nonlinear":
-        bottleneck = ((d,), (r, d), (d, r), (d,))
-        block.update({f"attn.{name}": shape for name, shape in zip(_BOTTLENECK_NAMES, bottleneck)})
-    modules = {"wte": (config.vocab_size, d), "wpe": (config.max_position_embeddings, d), "ln_f": (d,)}
-    for layer in range(config.num_hidden_layers):
-        modules.update({f"h.{layer}.{name}": shape for name, shape in block.items()})
-    shapes = {f"transformer.{name}.weight": shape for name, shape in modules.items()}
-    if config.use_bias:
-        unbiased = ("wte", "wpe", "residual_rmsnorm_input")
-        shapes.update({f"transformer.{name}.bias": shape[:1] for name, shape in modules.items() if not name.endswith(unbiased)})
-    return {**shapes, "lm_head.weight": (config.vocab_size, d)}
+    return Draft(ours, Weights(state), to_nlq_origins(family, theirs, ours)).build()
 
 
 def _to_config(arguments: dict[str, Any]) -> NLQConfig:
@@ -186,27 +157,10 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
         intermediate_size=values["mlp_hidden_size"],
         max_position_embeddings=values["block_size"],
         use_bias=values["bias"],
-        query_projection=_QUERY_MODES[values["query_mode"]][0],
+        query_projection=_QUERY_MODES[values["query_mode"]],
         attention_scaling=1.0 / math.sqrt(values["n_embd"] // values["num_heads"]) if scale is None else scale,
         embedding_dropout=values["dropout"],
         residual_dropout=values["dropout"],
         attention_dropout=values["dropout"],
         tie_word_embeddings=values["tie_weights"],
     )
-
-
-def _nlq_names(name: str, parts: tuple[str, ...]) -> list[str]:
-    """The new name of a parameter, or the names of the parts that its rows are."""
-    if name == "lm_head.weight":
-        return [name]
-    name = name.removeprefix("transformer.")
-    module, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"h\.(\d+)\.(.+)", module)
-    if not match:
-        return [f"model.{_BODY_NAMES[module]}.{kind}"]
-    layer, module = match.groups()
-    if module.startswith("attn.residual_"):
-        parts = (f"self_attn.q_bottleneck.{_BOTTLENECK_NAMES[module.removeprefix('attn.')]}",)
-    elif module != "attn.c_attn":
-        parts = (_BLOCK_NAMES[module],)
-    return [f"model.layers.{layer}.{part}.{kind}" for part in parts]

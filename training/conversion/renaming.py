@@ -1,8 +1,12 @@
-"""Moves weights between NLQ models and the models of `FAMILIES`: the same numbers under other names, and fused or split."""
+"""Moves weights between NLQ models and the models of `FAMILIES`: the same numbers under other names, and fused or split.
+
+A `Draft` is a model whose weights are not made yet. It changes in steps, and is then built in memory or written shard by shard.
+"""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -19,31 +23,24 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from modeling_nlq import (
-    NLQConfig,
-    NLQForCausalLM,
-    NLQForQuestionAnswering,
-    NLQForSequenceClassification,
-    NLQForTokenClassification,
-    NLQModel,
-    NLQPreTrainedModel,
-)
+from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
 from ..parameters import check_parameters
 from ..text import one_line
 from .families import FAMILIES, Family
-from .upcycling import problems, restructure
+from .streaming import ParameterSource, Weights, empty_model, parameter_shapes
+from .upcycling import changed, only_adds, problems, restructure, upcycle
 
 
 logger = logging.get_logger(__name__)
 
-# The class of each NLQ model, and the table with the class of each family; the first is the default
-_CLASSES = (
-    (NLQForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-    (NLQModel, MODEL_MAPPING),
-    (NLQForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
-    (NLQForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
-    (NLQForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING),
+# A table for each head, with the class of NLQ and that of each family; the first is the default
+_HEADS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 )
 # Classes with a second head, which would be lost, and its name
 _WITHOUT_SECOND_HEAD = {GPT2DoubleHeadsModel: "multiple_choice_head"}
@@ -57,47 +54,25 @@ class LossyConversion(ValueError):
         self.lost = lost
 
 
-@dataclass(frozen=True)
-class ParameterSource:
-    """What a parameter is made from.
-
-    Attributes:
-        sources: names of other parameters.
-        make: function from their tensors to the tensor of this parameter.
-    """
-
-    sources: tuple[str, ...]
-    make: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
-
-
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """The classes of a configuration that can be converted, by name; the first is the default."""
-    if isinstance(config, NLQConfig):
-        found = [nlq_class for nlq_class, _ in _CLASSES]
-    else:
-        found = [mapping[type(config)] for _, mapping in _CLASSES if type(config) in mapping]
-        found += [two_heads for two_heads in _WITHOUT_SECOND_HEAD if two_heads.config_class is type(config)]
+    found = [head[type(config)] for head in _HEADS if type(config) in head]
+    found += [two_heads for two_heads in _WITHOUT_SECOND_HEAD if two_heads.config_class is type(config)]
     return {found_class.__name__: found_class for found_class in found}
 
 
-def nlq_class_of(model_class: type[PreTrainedModel]) -> type[NLQPreTrainedModel]:
-    """The class of the NLQ model with the same head as a class of a family."""
-    config_class = model_class.config_class
-    rows = ((nlq_class, mapping) for nlq_class, mapping in _CLASSES if config_class in mapping)
-    return next((nlq_class for nlq_class, mapping in rows if issubclass(model_class, mapping[config_class])), NLQForCausalLM)
+def class_with_same_head(
+    model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
+) -> type[PreTrainedModel] | None:
+    """The class of another configuration with the same head as a class, or of two heads the first; `None` if there is none."""
+    own = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
+    heads = (head for head in _HEADS if any(issubclass(model_class, head[each]) for each in own if each in head))
+    return next(heads, _HEADS[0]).get(config_class, None)
 
 
-def class_in_family(family: str, model_class: type[NLQPreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of a family with the same head as a class of NLQ models.
-
-    Raises:
-        ValueError: if the family has none.
-    """
-    name, mapping = next((nlq_class.__name__, rows) for nlq_class, rows in _CLASSES if issubclass(model_class, nlq_class))
-    config_class = FAMILIES[family].config_class
-    if config_class not in mapping:
-        raise ValueError(f"{family} has no model with the head of {name}")
-    return mapping[config_class]
+def nlq_config(config: PreTrainedConfig) -> NLQConfig:
+    """The configuration of the NLQ model that computes the same; that of an NLQ model stays as it is."""
+    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
 
 
 def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig, NLQConfig]:
@@ -120,50 +95,102 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
     return theirs, plain
 
 
-def empty_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Makes a model on the meta device, with a copy of the configuration."""
-    with torch.device("meta"):
-        return model_class(copy.deepcopy(config))
+@dataclass(frozen=True)
+class Draft:
+    """A model whose weights are not made yet.
+
+    Attributes:
+        model: the model, whose weights are not read.
+        weights: those of the source.
+        origins: what each parameter of the model is made from.
+        lost: what the source has and the model has not, in words.
+    """
+
+    model: PreTrainedModel
+    weights: Weights
+    origins: dict[str, ParameterSource]
+    lost: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, weights: Weights | None = None, lost: Sequence[str] = ()) -> "Draft":
+        """The draft of a model as it is, with its own weights or those given."""
+        origins = {name: ParameterSource((name,)) for name in parameter_shapes(model)}
+        return cls(model, Weights.of(model) if weights is None else weights, origins, [*lost])
+
+    def build(self, copied: bool = True) -> PreTrainedModel:
+        """Makes the model in memory, in evaluation mode. Without a copy, its parameters may be those of the source.
+
+        Raises:
+            ValueError: naming parameters that are missing, unknown, or of another shape.
+        """
+        loaded = self.weights.load(list(self.weights.stored))
+        state = {
+            name: origin.make([loaded[source] for source in origin.sources]).detach() for name, origin in self.origins.items()
+        }
+        if copied:
+            state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+        with no_init_weights():  # and yet with the buffers that follow from the configuration
+            model = type(self.model)(copy.deepcopy(self.model.config))
+        check_parameters(model, {name: value.shape for name, value in state.items()})
+        model.load_state_dict(state, strict=False, assign=True)
+        model.tie_weights()
+        model.config.dtype = model.dtype
+        _take_generation_config(model, self.model)
+        return model.eval()
+
+    def to_nlq(self, allow_lossy: bool = False) -> "Draft":
+        """Makes an NLQ model of a model of a family; raises as the function `to_nlq` does."""
+        old, family = self.model, FAMILIES[self.model.config.model_type]
+        lost = family.not_read(old.config)
+        if type(old) in _WITHOUT_SECOND_HEAD:
+            lost.append(f"{_WITHOUT_SECOND_HEAD[type(old)]}: NLQ models have one head, the language-modelling head is kept")
+        if lost and not allow_lossy:
+            raise LossyConversion(lost)
+        new = empty_model(class_with_same_head(type(old), NLQConfig), family.read(old.config))
+        return self._next(new, to_nlq_origins(family, old, new), lost)
+
+    def with_switches(self, switches: dict[str, Any]) -> "Draft":
+        """Changes switches of an NLQ model; raises `ValueError` as `upcycle` does."""
+        config = changed(self.model.config, switches)
+        if self.weights.are_in_memory or not only_adds(self.model.config, config):
+            return Draft.of(upcycle(self.build(copied=False), switches), lost=self.lost)
+        new = empty_model(type(self.model), config)
+
+        def initial(name: str) -> torch.Tensor:
+            """The value that the model gives a parameter at first."""
+            module_name, _, kind = name.rpartition(".")
+            module = copy.deepcopy(new.get_submodule(module_name)).to_empty(device="cpu")
+            with torch.no_grad():
+                new._init_weights(module)
+            return getattr(module, kind).detach().to(self.weights.dtype)
+
+        first = {name: ParameterSource((), lambda _, name=name: initial(name)) for name in parameter_shapes(new)}
+        kept = {name: ParameterSource((name,)) for name in self.origins}
+        return self._next(new, {**first, **kept})
+
+    def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
+        """Makes a model of a family of an NLQ model; raises as the function `from_nlq` does."""
+        draft, their_class = self, class_with_same_head(type(self.model), FAMILIES[family].config_class)
+        if their_class is None:
+            raise ValueError(f"{family} has no model with the head of {type(self.model).__name__}")
+        config, plain = nearest_in_family(family, self.model.config)
+        if not only_adds(self.model.config, plain):
+            model, lost = restructure(self.build(copied=False), plain)
+            if lost and not allow_lossy:
+                raise LossyConversion(lost)
+            draft = Draft.of(model, lost=[*self.lost, *lost])
+        new = empty_model(their_class, config)
+        return draft._next(new, from_nlq_origins(FAMILIES[family], new, draft.model))
+
+    def _next(self, model: PreTrainedModel, origins: dict[str, ParameterSource], lost: Sequence[str] = ()) -> "Draft":
+        """The draft of another model, whose parameters are made from those of this one."""
+        _take_generation_config(model, self.model)
+        return Draft(model, self.weights, chain(self.origins, origins), [*self.lost, *lost])
 
 
-def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Names and shapes of the parameters that a file of the model holds: those that are tied to another are left out."""
-    return {name: value.shape for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
-
-
-def lost_by(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
-    """Lists what an NLQ model made from a model of this class would lack, in words."""
-    lost = FAMILIES[config.model_type].not_read(config)
-    if model_class in _WITHOUT_SECOND_HEAD:
-        lost.append(f"{_WITHOUT_SECOND_HEAD[model_class]}: NLQ models have one head, the language-modelling head is kept")
-    return lost
-
-
-def to_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
-    """The origin of each parameter of an NLQ model among those of a model of a family. Both may be on the meta device."""
-    family, origins = FAMILIES[theirs.config.model_type], {}
-
-    def part(name: str, index: int) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-        return lambda tensors: family.read_tensors(name, tensors, theirs.config)[index]
-
-    for their_name, our_names in _names(family, theirs, ours).items():
-        origins.update({name: ParameterSource((their_name,), part(their_name, index)) for index, name in enumerate(our_names)})
-    return origins
-
-
-def from_nlq_origins(theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
-    """The inverse of `to_nlq_origins`."""
-    family, origins = FAMILIES[theirs.config.model_type], {}
-
-    def whole(name: str) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-        return lambda tensors: family.write_tensors(name, tensors, theirs.config)[0]
-
-    for their_name, our_names in _names(family, theirs, ours).items():
-        origins[their_name] = ParameterSource(tuple(our_names), whole(their_name))
-    weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
-    if bias in parameter_shapes(theirs) and bias not in origins:  # `token_classification_bias=False`
-        origins[bias] = ParameterSource(origins[weight].sources, lambda tensors: torch.zeros_like(tensors[0][:, 0]))
-    return origins
+def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> None:
+    if getattr(source, "generation_config", None) is not None:
+        model.generation_config = copy.deepcopy(source.generation_config)
 
 
 def chain(first: Mapping[str, ParameterSource], second: Mapping[str, ParameterSource]) -> dict[str, ParameterSource]:
@@ -181,6 +208,29 @@ def chain(first: Mapping[str, ParameterSource], second: Mapping[str, ParameterSo
     return {name: joined(name) for name in second}
 
 
+def to_nlq_origins(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
+    """The origin of each parameter of an NLQ model among those of a model of a family. Both may be on the meta device."""
+    origins = {}
+    for their_name, our_names in _names(family, theirs, ours).items():
+        for index, name in enumerate(our_names):
+            read = family.layout(their_name).read
+            make = lambda tensors, read=read, index=index: read(tensors[0], theirs.config)[index]  # noqa: E731
+            origins[name] = ParameterSource((their_name,), make)
+    return origins
+
+
+def from_nlq_origins(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
+    """The inverse of `to_nlq_origins`."""
+    origins = {}
+    for their_name, our_names in _names(family, theirs, ours).items():
+        write = family.layout(their_name).write
+        origins[their_name] = ParameterSource(tuple(our_names), lambda tensors, write=write: write(tensors, theirs.config))
+    weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
+    if bias in parameter_shapes(theirs) and bias not in origins:  # `token_classification_bias=False`
+        origins[bias] = ParameterSource(origins[weight].sources, lambda tensors: torch.zeros_like(tensors[0][:, 0]))
+    return origins
+
+
 def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
     """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
 
@@ -192,14 +242,9 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
         ValueError: for another family, or a value of the configuration that an NLQ model cannot have.
         LossyConversion: if it has fields, or a second head, without a counterpart.
     """
-    config = model.config
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"a model of type {config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
-    lost = lost_by(type(model), config)
-    if lost and not allow_lossy:
-        raise LossyConversion(lost)
-    new = empty_model(nlq_class_of(type(model)), FAMILIES[config.model_type].read(config))
-    return _filled(new, to_nlq_origins(model, new), model)
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
+    return Draft.of(model).to_nlq(allow_lossy).build()
 
 
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
@@ -219,48 +264,7 @@ def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) 
     """
     if not isinstance(model.config, NLQConfig):
         raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model")
-    their_class = class_in_family(family, type(model))
-    config, plain = nearest_in_family(family, model.config)
-    model, lost = restructure(model, plain)
-    if lost and not allow_lossy:
-        raise LossyConversion(lost)
-    new = empty_model(their_class, config)
-    return _filled(new, from_nlq_origins(new, model), model)
-
-
-def build(
-    target: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    state: dict[str, torch.Tensor],
-) -> PreTrainedModel:
-    """Makes a model from all its weights, in evaluation mode.
-
-    Args:
-        target: class of the model.
-        config: configuration of the model.
-        state: parameters by name; they are copied.
-
-    Raises:
-        ValueError: naming parameters that are missing, unknown, or of another shape.
-    """
-    with no_init_weights():  # and yet with the buffers that follow from the configuration
-        model = target(copy.deepcopy(config))
-    check_parameters(model, {name: value.shape for name, value in state.items()})
-    copied = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
-    model.load_state_dict(copied, strict=False, assign=True)
-    model.tie_weights()
-    model.config.dtype = model.dtype
-    return model.eval()
-
-
-def _filled(new: PreTrainedModel, origins: Mapping[str, ParameterSource], source: PreTrainedModel) -> PreTrainedModel:
-    """Makes the model of an empty one, with weights and generation settings of another."""
-    weights = source.state_dict()
-    state = {name: origin.make([weights[source] for source in origin.sources]) for name, origin in origins.items()}
-    model = build(type(new), new.config, state)
-    if getattr(source, "generation_config", None) is not None:
-        model.generation_config = copy.deepcopy(source.generation_config)
-    return model
+    return Draft.of(model).from_nlq(family, allow_lossy).build()
 
 
 def _names(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:

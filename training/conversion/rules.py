@@ -6,6 +6,7 @@ Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
-from modeling_nlq.part_table_nlq import ATTENTION_PARTS
-from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
 
 
 # Parts of a model with a field for their biases
@@ -48,19 +48,28 @@ class LayerChange:
         """How many heads of queries there were, and how many there are; the second is a multiple of the first."""
         return self.before.num_query_heads, self.after.num_query_heads
 
+    @property
+    def key_heads(self) -> tuple[int, int]:
+        """The same of keys and values."""
+        return self.before.num_key_value_heads, self.after.num_key_value_heads
+
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
     """Says in words why a field cannot change."""
     return f"{field}={before!r} cannot {'stay' if before == after else f'become {after!r}'}: {reason}"
 
 
+def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> list[str]:
+    """Says in words why those of some fields cannot change that do, given the reason for each."""
+    values = {field: (getattr(before, field), getattr(after, field)) for field in reasons}
+    return [refusal(field, *values[field], reason) for field, reason in reasons.items() if values[field][0] != values[field][1]]
+
+
 def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
     """Says in words which part takes heads of queries away from a layer."""
     if after.num_query_heads >= before.num_query_heads:
         return []
-    changed = [name for name in ATTENTION_PARTS if getattr(before, name) != getattr(after, name)]
-    reason = "heads of queries that the model has learned would be lost"
-    return [refusal(name, getattr(before, name), getattr(after, name), reason) for name in changed]
+    return refusals(before, after, dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost"))
 
 
 # Rules of the whole model: they take the old model and the new one, and return what is lost
@@ -160,10 +169,8 @@ def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
     field = f"{kind}_projection"
 
     def carry(change: LayerChange) -> str | None:
-        source, target = _projection_of(change.source, kind), _projection_of(change.target, kind)
-        heads = change.query_heads
-        if kind != "query":
-            heads = change.before.num_key_value_heads, change.after.num_key_value_heads
+        source, target = _Terms.of(change.source, kind), _Terms.of(change.target, kind)
+        heads = change.query_heads if kind == "query" else change.key_heads
         if heads[0] != heads[1]:
             source = copy.deepcopy(source)
             _expand_heads(source, *heads)
@@ -178,9 +185,9 @@ class _Terms(NamedTuple):
     linear: nn.Linear | None
     bottleneck: NLQBottleneck | None
 
-
-def _projection_of(attention: nn.Module, kind: str) -> _Terms:
-    return _Terms(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
+    @classmethod
+    def of(cls, attention: nn.Module, kind: str) -> "_Terms":
+        return cls(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
 
 
 def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, heads: tuple[int, int]) -> str | None:
@@ -206,16 +213,14 @@ def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, h
         from_, into = source.bottleneck, target.bottleneck
         into.input_norm.load_state_dict(from_.input_norm.state_dict())
         _widen(from_, into)
-        for old_module, new_module in ((from_.fc2, into.fc2), (from_.output_norm, into.output_norm)):
-            for name, parameter in old_module.named_parameters():
-                if getattr(new_module, name) is not None and (old_module, name) != (from_.fc2, "weight"):
-                    getattr(new_module, name).copy_(parameter)
+        for name in ("fc2.bias", "output_norm.weight", "output_norm.bias"):
+            old_value, new_value = (dict(each.named_parameters()).get(name) for each in (from_, into))
+            if old_value is not None and new_value is not None:
+                new_value.copy_(old_value)
     elif new.bottleneck:
         # The gain has a gradient at once, the parameters before it from the first step on
-        output_norm = target.bottleneck.output_norm
-        output_norm.weight.zero_()
-        if output_norm.bias is not None:
-            output_norm.bias.zero_()
+        for parameter in target.bottleneck.output_norm.parameters():
+            parameter.zero_()
     return reason
 
 
@@ -237,10 +242,8 @@ def _projection_activation(change: LayerChange) -> str | None:
 
 def _expand_heads(terms: _Terms, before: int, after: int) -> None:
     """Puts the copies of each head beside it, in place."""
-    modules = [terms.linear]
-    if terms.bottleneck is not None:
-        modules += [terms.bottleneck.fc2, terms.bottleneck.output_norm]
-    for module in filter(None, modules):
+    f = terms.bottleneck
+    for module in filter(None, [terms.linear, *((f.fc2, f.output_norm) if f is not None else ())]):
         for parameter in module.parameters(recurse=False):
             parameter.data = _copy_heads(parameter.data, before, after)
 
@@ -263,7 +266,7 @@ def _attention_scaling(change: LayerChange) -> str | None:
     else:
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-        key = _projection_of(change.target, "key")
+        key = _Terms.of(change.target, "key")
         modules = [key.linear, None if key.bottleneck is None else key.bottleneck.output_norm]
         scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     for parameter in scaled:
@@ -288,9 +291,8 @@ def _attention_gate(change: LayerChange) -> str | None:
 def _attention_output_scaling(change: LayerChange) -> str | None:
     if not change.differs("attention_output_scaling"):
         return None
-    before, after = (
-        1.0 if scaling is None else scaling for scaling in (change.source.output_scaling, change.target.output_scaling)
-    )
+    scalings = (change.source.output_scaling, change.target.output_scaling)
+    before, after = (1.0 if scaling is None else scaling for scaling in scalings)
     if after == 0.0:
         return "attention would contribute nothing"
     if change.before.attention_output_activation is not None:
@@ -321,10 +323,6 @@ def _attention_sink(change: LayerChange) -> str | None:
     return "the weights would sum to another number"
 
 
-def _attention_activation(change: LayerChange) -> str | None:
-    return "the attention weights would change" if change.source.activation.name != change.target.activation.name else None
-
-
 def _attention_normalization(change: LayerChange) -> str | None:
     before, after = (side.attention_normalization or side.activation.normalization for side in (change.before, change.after))
     if change.before.activation.name == change.after.activation.name and before != after:
@@ -338,10 +336,7 @@ def _qk_norm(change: LayerChange) -> str | None:
     if change.after.qk_norm is None:
         return None
     # Copies of all heads have the mean square of the heads
-    for name, heads in (
-        ("q_norm", change.query_heads),
-        ("k_norm", (change.before.num_key_value_heads, change.after.num_key_value_heads)),
-    ):
+    for name, heads in (("q_norm", change.query_heads), ("k_norm", change.key_heads)):
         for old, new in zip(*(getattr(side, name).parameters() for side in (change.source, change.target))):
             if old.shape != new.shape:
                 new.copy_(_copy_heads(old, *heads))
@@ -349,26 +344,15 @@ def _qk_norm(change: LayerChange) -> str | None:
 
 
 def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
-    """The rule of a field that turns a part on: the part itself says how it starts."""
+    """The rule of a field that turns a part on, or several by name: the part itself says how it starts."""
 
     def carry(change: LayerChange) -> str | None:
-        reasons = (_start_of_part(change, name) for name in dict.fromkeys(_names_of_parts(change, field)))
-        return next(filter(None, reasons), None)
+        names = [field]
+        if field not in ATTENTION_PARTS:
+            names = dict.fromkeys([*(getattr(change.before, field) or ()), *(getattr(change.after, field) or ())])
+        return next(filter(None, (_start_of_part(change, name) for name in names)), None)
 
     return carry
-
-
-def _names_of_parts(change: LayerChange, field: str) -> list[str]:
-    values = getattr(change.before, field), getattr(change.after, field)
-    return [field] if field in ATTENTION_PARTS else [name for names in values for name in names or ()]
-
-
-def _resize(new: torch.Tensor, old: torch.Tensor, kind: str, change: LayerChange) -> None:
-    if kind == "inner":
-        new[: len(old)] = old  # the others meet output weights of 0
-    else:
-        heads = (change.before.num_key_value_heads, change.after.num_key_value_heads)
-        new.copy_(_copy_heads(old, *(change.query_heads if kind == "query" else heads)))
 
 
 def _start_of_part(change: LayerChange, name: str) -> str | None:
@@ -382,18 +366,22 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
         return "the part that the model has learned would compute something else"
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
-        if key in trained and trained[key].shape != new.shape:
-            _resize(new, trained[key], part.kind_of(key), change)
+        if (old := trained.get(key, new)).shape == new.shape:
+            continue
+        if (kind := part.shard_dim(key)) == "inner":
+            new[: len(old)] = old  # the others meet output weights of 0
+        else:
+            new.copy_(_copy_heads(old, *(change.query_heads if kind == "query" else change.key_heads)))
     return part.refuse_change(change.before, change.after)
 
 
-def _unchanged(field: str, reason: str) -> Callable[[LayerChange], str | None]:
-    return lambda change: reason if change.differs(field) else None
+def _unchanged(reason: str, value: Callable[[NLQConfig], Any]) -> Callable[[LayerChange], str | None]:
+    return lambda change: reason if value(change.before) != value(change.after) else None
 
 
 # A rule for each switch of a layer, in the order in which their factors are multiplied into the weights
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
-    "sliding_window": _unchanged("sliding_window", "queries would see other keys"),
+    "sliding_window": _unchanged("queries would see other keys", attrgetter("sliding_window")),
     "query_projection": _rule_of_projection("query"),
     "key_projection": _rule_of_projection("key"),
     "value_projection": _rule_of_projection("value"),
@@ -401,13 +389,13 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "projection_activation": _projection_activation,
     "qk_norm": _qk_norm,
     "attention_scaling": _attention_scaling,
-    "attention_activation": _attention_activation,
+    "attention_activation": _unchanged("the attention weights would change", attrgetter("activation.name")),
     "attention_normalization": _attention_normalization,
-    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
+    "linear_attention_decay": _unchanged("earlier tokens would count more, or less", attrgetter("linear_attention_decay")),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
-    "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
+    "attention_output_activation": _unchanged("what passes the heads would change", attrgetter("attention_output_activation")),
     "attention_gate": _attention_gate,
 }
 # The parts with a rule of their own are above; others start as they say themselves

@@ -9,13 +9,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
-from ..models import read_config
+from ..models import read_config, source_named
 from ..parameters import check_names
 from ..text import first_line, one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, is_gguf, tensors_not_read
 from .nanogpt import from_paper, read_checkpoint
-from .renaming import LossyConversion, classes_of, empty_model
+from .renaming import LossyConversion, classes_of
+from .streaming import empty_model
 
 
 PAPER_CHECKPOINT = "ckpt.pt"
@@ -89,7 +90,7 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
         ValueError: for weights that cannot be read, naming the parameters that are missing, damaged or unknown.
     """
     try:
-        with _place(source) as (folder, options):
+        with _place(source) as (folder, options), source_named(source):
             if options:
                 options["quantization_config"] = GgufConfig(dequantize=True)
             model, found = model_class.from_pretrained(
@@ -97,13 +98,6 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
             )
     except (SafetensorError, OSError, EOFError, RuntimeError, KeyError) as error:
         raise ValueError(f"{source!r}: the weights cannot be read: {first_line(error)}") from error
-    except Exception as error:
-        # torch has a long message for a pickle that holds more than tensors
-        if "weights_only" not in str(error) and "Unsupported" not in str(error):
-            raise
-        raise ValueError(
-            f"{source!r}: the weights ask for more than tensors, which could run code; they were not read"
-        ) from None
     if found["mismatched_keys"]:
         name, there, expected = min(found["mismatched_keys"])
         raise ValueError(f"{source!r}: {name} has the shape {tuple(there)}, and its configuration says {tuple(expected)}")

@@ -1,21 +1,21 @@
-"""Reads and writes the weights of saved models shard by shard, so that a conversion needs memory for one shard.
+"""The weights of models, in memory or in safetensors files, and what the parameters of another model are made from.
 
-Tensors are mapped from the files of the source, and copied only where their elements move.
+Tensors are mapped from files, and written shard by shard, so that a conversion needs memory for one shard. A model in memory is
+the case of one shard.
 """
 
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key, revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
@@ -23,13 +23,38 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..parameters import check_names, check_shapes
 from ..text import first_line
-from .renaming import ParameterSource, parameter_shapes
 
 
 # The types of weights, as safetensors names them
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old versions of Transformers saved, and every class ignores
 _OLD_BUFFERS = r"rotary_emb\.inv_freq"
+# Of the weights of a model in memory, in bytes: as Transformers saves them, and the Hub takes them
+_LARGEST_SHARD = 50 * 10**9
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """What a parameter is made from.
+
+    Attributes:
+        sources: names of other parameters.
+        make: function from their tensors to the tensor of this parameter.
+    """
+
+    sources: tuple[str, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
+
+
+def empty_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Makes a model on the meta device, with a copy of the configuration."""
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
+def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Names and shapes of the parameters that a file of the model holds: those that are tied to another are left out."""
+    return {name: value.shape for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
 
 @dataclass(frozen=True)
@@ -38,144 +63,131 @@ class _Stored:
 
     file: Path
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    type_name: str
+    shape: torch.Size
 
     @property
-    def bytes(self) -> int:
-        return _DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.type_name]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * self.shape.numel()
 
 
+@dataclass(frozen=True)
 class Weights:
-    """The weights of a saved model in safetensors files. Only their headers are read until a tensor is needed.
+    """The weights of a model. Of those in files, only the headers are read until a tensor is needed.
 
-    Args:
-        files: all files of the model.
-
-    Raises:
-        ValueError: for a file that is missing or damaged.
+    Attributes:
+        stored: by name, a tensor, or its place in a file.
     """
 
-    def __init__(self, files: list[Path]):
-        self.stored: dict[str, _Stored] = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as content:
-                    for name in content.keys():  # noqa: SIM118 - it is no mapping
-                        header = content.get_slice(name)
-                        self.stored[name] = _Stored(file, name, header.get_dtype(), tuple(header.get_shape()))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file.name}: the weights cannot be read: {first_line(error)}") from error
+    stored: dict[str, torch.Tensor | _Stored]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Weights":
+        """Those of a model in memory, which are not copied."""
+        state = model.state_dict()
+        return cls({name: state[name] for name in parameter_shapes(model)})
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether there is no file to read."""
+        return all(isinstance(stored, torch.Tensor) for stored in self.stored.values())
 
     @property
     def bytes(self) -> int:
         """The size of all tensors."""
-        return sum(stored.bytes for stored in self.stored.values())
+        return sum(stored.nbytes for stored in self.stored.values())
 
-    @cached_property
+    @property
     def largest_shard(self) -> int:
         """The size of the tensors of the largest file, in bytes."""
+        if self.are_in_memory:
+            return min(self.bytes, _LARGEST_SHARD)
         sizes: dict[Path, int] = {}
         for stored in self.stored.values():
-            sizes[stored.file] = sizes.get(stored.file, 0) + stored.bytes
+            sizes[stored.file] = sizes.get(stored.file, 0) + stored.nbytes
         return max(sizes.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the first tensor."""
-        return _DTYPES[next(iter(self.stored.values())).dtype]
+        return next(iter(self.stored.values())).dtype
 
-    def load(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def load(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Maps tensors from their files; a page is read when it is used."""
-        tensors = {}
-        for file in dict.fromkeys(self.stored[name].file for name in names):
-            there = {name: self.stored[name].name for name in names if self.stored[name].file == file}
+        tensors = {name: self.stored[name] for name in names}
+        for file in dict.fromkeys(stored.file for stored in tensors.values() if isinstance(stored, _Stored)):
+            there = {name: stored.name for name, stored in tensors.items() if getattr(stored, "file", None) == file}
             with safe_open(file, framework="pt") as content:
                 tensors.update({name: content.get_tensor(name_there) for name, name_there in there.items()})
         return tensors
 
-    def belong_to(self, model: PreTrainedModel) -> bool:
-        """Tells whether these are the parameters of an empty model, after dropping what it ignores.
 
-        Returns `False` for names of another class or version, which Transformers may know.
+def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
+    """Opens the safetensors files of a folder or of a model of the Hub, for a model without weights.
 
-        Raises:
-            ValueError: naming a parameter that is missing, or has another shape or type.
-        """
-        shapes, state, renamings = parameter_shapes(model), model.state_dict(), get_model_conversion_mapping(model)
-        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
-        stored, self.stored = self.stored, {}
-        for name, tensor in stored.items():
-            # Some names in files are those of an old version, or lack the prefix of the body
-            renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
-            if renamed in shapes or not any(re.search(pattern, renamed) for pattern in ignored):
-                self.stored[renamed] = tensor
-        for name, other in model.all_tied_weights_keys.items():
-            if name in self.stored and other in self.stored:
-                if not torch.equal(*self.load([name, other]).values()):
-                    raise ValueError(f"tie_word_embeddings=True, and yet {name} differs from {other}")
-                del self.stored[name]
-        if self.stored.keys() - shapes.keys():
-            return False
-        check_names(shapes.keys(), self.stored.keys())
-        check_shapes(shapes, {name: stored.shape for name, stored in self.stored.items()})
-        for name, stored in self.stored.items():
-            if stored.dtype not in _DTYPES:
-                raise ValueError(f"{name} has the type {stored.dtype}, which must be one of {', '.join(_DTYPES)}")
-        return True
-
-
-def find_weights(source: str) -> Weights | None:
-    """Opens the safetensors files of a folder or of a model of the Hub; `None` if it has none.
+    `None` if there are none, or they have names of another class or version, which Transformers may know.
 
     Raises:
-        ValueError: for an index or a file that is missing or damaged.
+        ValueError: naming a file that is missing or damaged, or a parameter that is missing, or has another shape or type.
     """
+    shapes, state, renamings = parameter_shapes(model), model.state_dict(), get_model_conversion_mapping(model)
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
+    stored = {}
+    for tensor in _read_headers(source):
+        # Some names in files are those of an old version, or lack the prefix of the body
+        name, _ = rename_source_key(tensor.name, renamings, [], model.base_model_prefix, state)
+        if name in shapes or not any(re.search(pattern, name) for pattern in ignored):
+            stored[name] = tensor
+    weights = Weights(stored)
+    for name, other in model.all_tied_weights_keys.items():
+        if name in stored and other in stored:
+            if not torch.equal(*weights.load([name, other]).values()):
+                raise ValueError(f"tie_word_embeddings=True, and yet {name} differs from {other}")
+            del stored[name]
+    if not stored or stored.keys() - shapes.keys():
+        return None
+    check_names(shapes.keys(), stored.keys())
+    check_shapes(shapes, {name: tensor.shape for name, tensor in stored.items()})
+    for name, tensor in stored.items():
+        if tensor.type_name not in _DTYPES:
+            raise ValueError(f"{name} has the type {tensor.type_name}, which must be one of {', '.join(_DTYPES)}")
+    return weights
+
+
+def _read_headers(source: str) -> list[_Stored]:
+    """Lists the tensors in the safetensors files of a source."""
 
     def find(name: str) -> str | None:
         return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
 
-    if (file := find(SAFE_WEIGHTS_NAME)) is not None:
-        return Weights([Path(file)])
-    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
-        return None
-    try:
-        files, _ = get_checkpoint_shard_files(source, index)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} is damaged: {first_line(error)}") from error
-    return Weights([Path(file) for file in files])
-
-
-def add_new_parameters(
-    origins: dict[str, ParameterSource], model: PreTrainedModel, dtype: torch.dtype
-) -> dict[str, ParameterSource]:
-    """Adds origins of the parameters that the source lacks: the values that the model gives them at first."""
-
-    def initial(name: str) -> torch.Tensor:
-        module_name, _, kind = name.rpartition(".")
-        module = copy.deepcopy(model.get_submodule(module_name)).to_empty(device="cpu")
-        with torch.no_grad():
-            model._init_weights(module)
-        return getattr(module, kind).detach().to(dtype)
-
-    new = [name for name in parameter_shapes(model) if name not in origins]
-    return {**origins, **{name: ParameterSource((), lambda _, name=name: initial(name)) for name in new}}
+    files, tensors = [find(SAFE_WEIGHTS_NAME)], []
+    if files == [None] and (index := find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        try:
+            files, _ = get_checkpoint_shard_files(source, index)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} is damaged: {first_line(error)}") from error
+    for file in map(Path, filter(None, files)):
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118 - it is no mapping
+                    header = content.get_slice(name)
+                    tensors.append(_Stored(file, name, header.get_dtype(), torch.Size(header.get_shape())))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file.name}: the weights cannot be read: {first_line(error)}") from error
+    return tensors
 
 
 def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> None:
-    """Writes the weights of a new model in as many files as the source has.
-
-    Args:
-        folder: where to write them.
-        model: the new model, empty.
-        weights: those of the source.
-        origins: what each parameter of the new model is made from.
-    """
+    """Writes the weights of an empty model, made from those of the source, in as many files as these are in."""
     shapes = parameter_shapes(model)
 
     def size(name: str) -> int:
         sources = origins[name].sources
-        dtype = _DTYPES[weights.stored[sources[0]].dtype] if sources else weights.dtype
+        dtype = weights.stored[sources[0]].dtype if sources else weights.dtype
         return dtype.itemsize * shapes[name].numel()
 
     sizes = {name: size(name) for name in shapes}
@@ -187,20 +199,15 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
     )
     places = {}
     for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing shards", disable=not split.is_sharded):
-        written = _write_shard(folder / file, model, weights, {name: origins[name] for name in names})
-        places.update(dict.fromkeys(written, file))
+        # Nothing of one file stays in memory
+        mapped = weights.load(list(dict.fromkeys(source for name in names for source in origins[name].sources)))
+        tensors = {name: origins[name].make([mapped[source] for source in origins[name].sources]) for name in names}
+        check_shapes({name: shapes[name] for name in names}, {name: tensor.shape for name, tensor in tensors.items()})
+        tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(tensors, file))
+        del mapped, tensors
     if split.is_sharded:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": places}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _write_shard(path: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> list[str]:
-    """Writes one file, and returns the names of its tensors. Nothing of it stays in memory."""
-    mapped = weights.load(list(dict.fromkeys(source for origin in origins.values() for source in origin.sources)))
-    tensors = {name: origin.make([mapped[source] for source in origin.sources]) for name, origin in origins.items()}
-    expected = parameter_shapes(model)
-    check_shapes({name: expected[name] for name in tensors}, {name: tensor.shape for name, tensor in tensors.items()})
-    tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
-    save_file(tensors, path, metadata={"format": "pt"})
-    return list(tensors)

@@ -14,7 +14,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from modeling_nlq import NLQConfig
 
 from ..files import check_keys
-from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal
+from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -79,10 +79,9 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
     """
     values = config.to_dict()
     check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
-    if "per_layer_config" not in switches and values.get("per_layer_config"):
-        layers = values["per_layer_config"].items()
-        kept = {index: {name: value for name, value in own.items() if name not in switches} for index, own in layers}
-        values["per_layer_config"] = {index: own for index, own in kept.items() if own} or None
+    layers = (values.get("per_layer_config") or {}).items()
+    kept = {index: {name: value for name, value in own.items() if name not in switches} for index, own in layers}
+    values["per_layer_config"] = {index: own for index, own in kept.items() if own} or None
     return NLQConfig(**{**values, **switches})
 
 
@@ -100,10 +99,10 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
     compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
     fields = NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - compared_above
     for old, new in zip(before.per_layer_config, after.per_layer_config):
-        changes = {field: (getattr(old, field), getattr(new, field)) for field in fields}
-        for field, (value, new_value) in changes.items():
-            is_upcycled = field.endswith("_projection") and (value, new_value) == ("linear", "upcycled")
-            if value != new_value and not is_upcycled:
+        for field in fields:
+            values = getattr(old, field), getattr(new, field)
+            is_upcycled = field.endswith("_projection") and values == ("linear", "upcycled")
+            if values[0] != values[1] and not is_upcycled:
                 return False
     return True
 
@@ -131,12 +130,7 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for field in _TOKEN_IDS:
             if getattr(before, field) != getattr(config, field):
                 setattr(new.generation_config, field, getattr(config, field))
-    lost = [
-        refusal(field, getattr(before, field), getattr(config, field), reason)
-        for field, reason in _OTHER_FUNCTION.items()
-        if getattr(before, field) != getattr(config, field)
-    ]
-    before_layers, after_layers = list(before.per_layer_config), list(config.per_layer_config)
+    lost = refusals(before, config, _OTHER_FUNCTION)
     with torch.no_grad():
         state = model.state_dict()
         for name, value in new.state_dict().items():
@@ -145,8 +139,9 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for rule in MODEL_RULES.values():
             lost += rule(model, new)
         reasons: list[list[str]] = []
-        for index, (old_layer, new_layer) in enumerate(zip(model.base_model.layers, new.base_model.layers)):
-            change = LayerChange(before_layers[index], after_layers[index], old_layer.self_attn, new_layer.self_attn)
+        attention = ([layer.self_attn for layer in each.base_model.layers] for each in (model, new))
+        for values in zip(before.per_layer_config, config.per_layer_config, *attention):
+            change = LayerChange(*values)
             reasons.append([])
             for field, rule in LAYER_RULES.items():
                 if reason := rule(change):
@@ -156,31 +151,24 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
 
 def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
     """Lists the fields that cannot change, in words."""
-    found = []
-    for field, reason in _FIXED.items():
-        old, new = getattr(before, field), getattr(after, field)
-        if old != new and not (field == "rope_parameters" and _have_same_angles(before, after)):
-            found.append(refusal(field, old, new, reason))
-    if before.rope_parameters == after.rope_parameters and not _have_same_angles(before, after):
+    has_same_angles = _have_same_angles(before, after)
+    found = refusals(
+        before, after, {field: _FIXED[field] for field in _FIXED if field != "rope_parameters" or not has_same_angles}
+    )
+    if before.rope_parameters == after.rope_parameters and not has_same_angles:
         lengths = before.max_position_embeddings, after.max_position_embeddings
         found.append(refusal("max_position_embeddings", *lengths, "this rotary type takes its angles from it"))
-    for field, reason in _FIXED_IN_LAYERS.items():
-        values = [
-            (getattr(old, field), getattr(new, field)) for old, new in zip(before.per_layer_config, after.per_layer_config)
-        ]
-        found += _by_layer([[refusal(field, old, new, reason)] if old != new else [] for old, new in values])
-    layers = zip(before.per_layer_config, after.per_layer_config)
+    layers = list(zip(before.per_layer_config, after.per_layer_config))
+    found += _by_layer([refusals(old, new, _FIXED_IN_LAYERS) for old, new in layers])
     found += _by_layer([lost_queries(old, new) for old, new in layers])
     before_code, after_code = before.attention_parts_code or {}, after.attention_parts_code or {}
     changed_parts = sorted(name for name in before_code.keys() & after_code.keys() if before_code[name] != after_code[name])
     found += [f"attention_parts: the file of {name!r} is another one than the model was made with" for name in changed_parts]
     known = {"attention_parts_code", *_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
-    other = sorted(
-        field for field in NLQConfig.__annotations__.keys() - known if getattr(before, field) != getattr(after, field)
+    other = sorted(NLQConfig.__annotations__.keys() - known)
+    return list(
+        dict.fromkeys([*found, *refusals(before, after, dict.fromkeys(other, "no rule says how to keep the function"))])
     )
-    reason = "no rule says how to keep the function"
-    found += [refusal(field, getattr(before, field), getattr(after, field), reason) for field in other]
-    return list(dict.fromkeys(found))
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:

@@ -8,22 +8,21 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
-from modeling_nlq.attention_parts_nlq import AttentionCall
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.configuration_nlq import NLQConfig
 from modeling_nlq.linear_nlq import linear_attention
+from modeling_nlq.parts_base_nlq import AttentionCall
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import observe_calls, visibility_of
 from .measures import (
     ablations,
     effective_ranks,
     entropies,
-    first_token_shares,
     induction_scores,
     largest_scores,
     own_value_cosines,
     previous_token_scores,
-    row_sums,
+    shares,
 )
 
 
@@ -83,7 +82,7 @@ class Layer:
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
         """Adds weights `(heads, query, key)`, and what follows from them alone; `has_choice` is that of `add_rows`."""
         self.weights = weights
-        rows = {"entropy": entropies(weights), "first_token": first_token_shares(weights), "row_sum": row_sums(weights)}
+        rows = {"entropy": entropies(weights), "first_token": shares(weights)[..., 0], "row_sum": weights.sum(dim=-1)}
         self.add_rows(has_choice, **rows)
 
     def add_measure(self, part: str, name: str, values: torch.Tensor, query_heads: int) -> None:
@@ -168,7 +167,7 @@ def _see_inside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
 def _see_weights(
     layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
-    """Measures a layer that has weights; the arguments are those of `Receive`."""
+    """Measures a layer that has weights."""
     query, key, value, bias = layer.prepare(call, position_embeddings)
     visibility = visibility_of(layer, query.shape[2], query.device)
     visible, counts = visibility.dense(), visibility.visible_count
@@ -198,7 +197,7 @@ def _see_weights(
 def _see_linear(
     layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
-    """Measures a layer of linear attention; the arguments are those of `Receive`."""
+    """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
     options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
     outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")

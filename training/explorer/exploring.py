@@ -111,11 +111,7 @@ class Subject:
 
 
 def load_subjects(names: Sequence[str], trust_remote_code: bool = False) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
-    """Loads models by the names that a page gives them, and their tokenizer.
-
-    Raises:
-        ValueError: for a model that cannot be loaded, and for different tokenizers.
-    """
+    """Loads models by the names that a page gives them, and their tokenizer; raises as `explore` does."""
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if len(names) > 1 and _identity(tokenizers[0]) != _identity(tokenizers[1]):
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
@@ -234,20 +230,19 @@ def _check_length(models: Mapping[str, Subject], max_tokens: int | None) -> tupl
 
 def _notes(name: str, model: PreTrainedModel, layers: list[Layer], ablated_tokens: int, length: int) -> list[str]:
     """What a page must say of the numbers of a model. Where heads were not removed, the layers get the reason."""
-    notes = []
-    if isinstance(model.config, NLQConfig):
-        if ablated_tokens < 2:
-            reason = "the text has a single token" if length < 2 else "it would take too long for a model of this size"
-            for layer in layers:
-                layer.missing["ablation"] = reason
-        elif ablated_tokens < length:
-            notes.append(f"Ablation of {name} uses the first {ablated_tokens} tokens only, to save time.")
-    elif len(layers) < (count := model.config.get_text_config(decoder=True).num_hidden_layers):
-        notes.append(
-            f"Only {len(layers)} of the {count} layers of {name} return attention weights. Only they are shown, and the others "
-            "are not counted."
+    if not isinstance(model.config, NLQConfig):
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        said = (
+            f"Only {len(layers)} of the {count} layers of {name} return attention weights. Only they are shown, and the others"
         )
-    return notes
+        return [f"{said} are not counted."] if len(layers) < count else []
+    if ablated_tokens < 2:
+        reason = "the text has a single token" if length < 2 else "it would take too long for a model of this size"
+        for layer in layers:
+            layer.missing["ablation"] = reason
+    elif ablated_tokens < length:
+        return [f"Ablation of {name} uses the first {ablated_tokens} tokens only, to save time."]
+    return []
 
 
 def read_text(file: Path) -> Text:
@@ -342,12 +337,11 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
 
 def _check_output(path: Path) -> None:
+    """Raises `ValueError` for a page that could not be written, before models are loaded; no folder is made yet."""
     if path.is_dir() or not path.name:
         raise ValueError(f"output {str(path)!r} is a folder; name a file, such as {path / PAGE_FILE}")
     if path.exists() and not path.is_file():
         raise ValueError(f"output {str(path)!r} is no file that can be replaced")
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    folder = next(folder for folder in path.parents if folder.exists())
+    if not folder.is_dir() or not all(os.access(place, os.W_OK) for place in (folder, path) if place.exists()):
         raise ValueError(f"output {str(path)!r} cannot be written: {folder} is not a folder, or you may not write to it")

@@ -27,14 +27,9 @@ _TOKENS_AT_ONCE = 2**13
 
 
 def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Computes the loss of each token after the first, `-log p(token | tokens before it)`.
+    """Computes the loss of each token after the first, `-log p(token | tokens before it)`, in nats.
 
-    Args:
-        model: any causal language model.
-        input_ids: `(batch, length)`, without padding.
-
-    Returns:
-        `(batch, length - 1)`, in nats, on the CPU.
+    Takes any causal language model and `(batch, length)` tokens without padding, and returns `(batch, length - 1)`, on the CPU.
     """
     with torch.no_grad():
         logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits
@@ -42,12 +37,7 @@ def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.T
 
 
 def losses_of_documents(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Computes the losses of several texts, `(tokens - 1,)` each, in batches.
-
-    Args:
-        model: any causal language model.
-        documents: the tokens of each text, at least 2.
-    """
+    """Computes the losses of several texts of at least 2 tokens, `(tokens - 1,)` each, in batches."""
     order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
     found: dict[int, torch.Tensor] = {}
     while order:
@@ -71,11 +61,6 @@ def shares(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
-def row_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums `(heads, query, key)` over the keys, with signs: `(heads, query)`. It is 1 for softmax without a sink."""
-    return weights.sum(dim=-1)
-
-
 def entropies(weights: torch.Tensor) -> torch.Tensor:
     """Computes `-sum_j p_ij log p_ij` in nats, `(heads, query)`; NaN in rows of zeros.
 
@@ -85,46 +70,29 @@ def entropies(weights: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(shares(weights)).sum(dim=-1)
 
 
-def first_token_shares(weights: torch.Tensor) -> torch.Tensor:
-    """Returns `p_i0`, `(heads, query)`: the share of the text's first token; NaN in rows of zeros (Xiao et al. 2309.17453)."""
-    return shares(weights)[..., 0]
-
-
 def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Computes `cos(y_i, v_i)`, `(heads, query)`, between a head's output and the token's own value (arXiv 2603.09078).
 
     Args:
         outputs: `(heads, query, head_dim)`, `y_i = sum_j w_ij v_j`, before gates and the output projection.
-        values: `(heads, query, head_dim)`, the values as they are attended, repeated for the heads that share them.
-
-    Returns:
-        Between -1 and 1; 0 where one of the two is 0.
+        values: `(heads, query, head_dim)`, as they are attended, repeated for the heads that share them. Where one of the two
+            is 0, the cosine is 0.
     """
     return nn.functional.cosine_similarity(outputs, values, dim=-1, eps=torch.finfo(values.dtype).tiny)
 
 
 def effective_ranks(states: torch.Tensor) -> torch.Tensor:
-    """Computes the effective rank of each head's matrix of queries (Roy and Vetterli 2007).
+    """Computes the effective rank of each head's matrix of queries, `(heads, query, head_dim)` (Roy and Vetterli 2007).
 
-    It is `exp(H)`, with the entropy `H` of the singular values divided by their sum.
-
-    Args:
-        states: `(heads, query, head_dim)`.
-
-    Returns:
-        `(heads,)`, between 1 and the smaller side of the matrix; NaN for a matrix of zeros.
+    It is `exp(H)`, with the entropy `H` of the singular values divided by their sum: `(heads,)`, between 1 and the smaller side
+    of the matrix; NaN for a matrix of zeros.
     """
     values = torch.linalg.svdvals(states.double())
     return torch.special.entr(values / values.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
 
 
 def largest_scores(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Returns the largest score of each head, `(heads,)`, before the activation.
-
-    Args:
-        scores: `(heads, query, key)`.
-        visible: booleans that broadcast to them.
-    """
+    """Returns the largest of the visible scores `(heads, query, key)` of each head before the activation, `(heads,)`."""
     return scores.masked_fill(~visible, -torch.inf).flatten(1).amax(dim=-1)
 
 
@@ -139,14 +107,8 @@ def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
 def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
     """Returns how much a head attends to what followed the same token before (Olsson et al. 2022, arXiv 2209.11895).
 
-    It is the mean of `p_i,i-period+1` over the queries of the second part of a text that consists of random tokens, twice.
-
-    Args:
-        weights: `(heads, 2 * period, 2 * period)`.
-        period: the number of random tokens.
-
-    Returns:
-        `(heads,)`, between 0 and 1; a row of zeros counts as 0.
+    It is the mean of `p_i,i-period+1`, `(heads,)`, over the queries of the second part of a text that consists of `period`
+    random tokens, twice. A row of zeros counts as 0.
     """
     return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
 
@@ -168,18 +130,15 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
     Args:
         model: a language model with NLQ attention layers.
         input_ids: `(1, length)`.
-        heads: of each layer, into how many equal parts the input of its output projection is cut, which are removed one by
-            one.
+        heads: of each layer, into how many equal parts the input of its output projection is cut.
 
     Returns:
         For each layer `(heads,)`, in nats per token; positive where the head lowers the loss.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
-    layers = attention_layers(model)
     rows_at_once = _rows_at_once(model, input_ids.shape[1])
     found = []
-    progress = tqdm(zip(layers, heads), "Removing heads", len(layers), **bar_options())
-    for layer, count in progress:
+    for layer, count in tqdm(zip(attention_layers(model), heads), "Removing heads", len(heads), **bar_options()):
         losses = []
         for removed in torch.arange(count).split(rows_at_once):
 
@@ -188,11 +147,8 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
                 parts[torch.arange(len(removed)), :, removed] = 0.0
                 return (parts.flatten(-2),)
 
-            hook = layer.o_proj.register_forward_pre_hook(remove)
-            try:
+            with layer.o_proj.register_forward_pre_hook(remove):
                 losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1)))
-            finally:
-                hook.remove()
         found.append(torch.cat(losses).double().mean(dim=-1) - whole)
     return found
 

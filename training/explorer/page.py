@@ -1,10 +1,12 @@
 """The page of the explorer: one HTML file that works from disk, without any request.
 
-Maps are packed: the lower triangle of a head's weights, each row as whole numbers from -127 to 127 of its largest, as bytes,
-deflated, in base64. Numbers of rows are packed too. The page unpacks a head when it is looked at.
+Its policy forbids every request, and its text is data that is never read as HTML. Maps are packed: the lower triangle of a
+head's weights, each row as whole numbers from -127 to 127 of its largest, as bytes, deflated, in base64. Numbers of rows are
+packed too. The page unpacks a head when it is looked at.
 """
 
 import base64
+import html
 import json
 import math
 import zlib
@@ -12,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from .attention import HEADS, ROWS, Layer
 from .measures import LossDifference
@@ -88,17 +89,16 @@ def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: 
         model["map_tokens"] = map_tokens
         for layer, packed in zip(model["layers"], layers):
             layer["maps"] = packed
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    return environment.get_template("page.html.jinja").render(
-        title=title,
-        notes=notes,
-        is_pair=len(models) > 1,
+    together = '<label><input type="checkbox" id="together" autocomplete="off" checked> same head in both models</label>\n'
+    return Template(_read("page.html")).substitute(
+        title=html.escape(title),
+        notes="".join(f'<p class="soft">{html.escape(note)}</p>\n' for note in notes),
+        together=together if len(models) > 1 else "",
         levels=LEVELS,
-        style=Markup(_read("explorer.css")),
-        script=Markup(_read("explorer.js")),
+        style=_read("explorer.css"),
+        script=_read("explorer.js"),
         # No text can end the element, or begin another
-        data=Markup(json.dumps(content, allow_nan=False).replace("<", "\\u003c")),
+        data=json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
     )
 
 

@@ -13,18 +13,9 @@ _FRAME = '<iframe sandbox="allow-scripts" title="page" style="width:100%;height:
 
 
 def make_app(
-    model: str,
-    other: str | None = None,
-    text: str = "",
-    max_tokens: int | None = None,
-    trust_remote_code: bool = False,
+    model: str, other: str | None = None, text: str = "", max_tokens: int | None = None, trust_remote_code: bool = False
 ):
-    """Loads the models, and makes Gradio's app of them.
-
-    Raises:
-        ImportError: if Gradio is not installed.
-        ValueError: as `explore` does.
-    """
+    """Loads the models, and makes Gradio's app of them; raises as `serve` does."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio
@@ -40,12 +31,9 @@ def make_app(
             raise gradio.Error(one_line(error), print_exception=False) from error
         return _FRAME.format(html.escape(page))
 
-    title = f"Attention of {' and '.join(models)}"
-    with gradio.Blocks(title=title, analytics_enabled=False) as app:
+    with gradio.Blocks(title=f"Attention of {' and '.join(models)}", analytics_enabled=False) as app:
         field = gradio.Textbox(text, label="Text", lines=4)
-        button = gradio.Button("Show", variant="primary")
-        page = gradio.HTML()
-        button.click(show, field, page)
+        gradio.Button("Show", variant="primary").click(show, field, gradio.HTML())
     return app
 
 
@@ -69,11 +57,11 @@ def serve(
         trust_remote_code: as in `load_model`.
 
     Raises:
-        ImportError, ValueError: as `make_app` does.
+        ImportError: if Gradio is not installed.
+        ValueError: as `explore` does.
         OSError: if the port is taken.
     """
     check_number("port", port, 1, 65535)
     text = text if file is None else read_text(Path(file)).shown
-    make_app(model, other, text or "", max_tokens, trust_remote_code).launch(
-        server_name=host or "127.0.0.1", server_port=port, share=False
-    )
+    app = make_app(model, other, text or "", max_tokens, trust_remote_code)
+    app.launch(server_name=host or "127.0.0.1", server_port=port, share=False)

@@ -1,8 +1,7 @@
-"""Checkpoints: which of them are complete and as they were written, and whether a run may go on from one."""
+"""Checkpoints: which of them are complete and as they were written, and whether a run may resume from one."""
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.constants import FSDP_MODEL_NAME
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
@@ -19,41 +17,13 @@ from transformers.utils import logging
 from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, files_below, read_json, write_text
 from ..models import config_differences
 from .record import RunRecord, best_checkpoint
+from .run_folder import RunFolder
 
 
 logger = logging.get_logger(__name__)
 
 # Where FSDP's checkpoints hold the weights, by Accelerate's `fsdp_state_dict_type`
-FSDP_FILE, FSDP_FOLDER = f"{FSDP_MODEL_NAME}.bin", f"{FSDP_MODEL_NAME}_0"
-_FSDP_WEIGHTS = {"FULL_STATE_DICT": FSDP_FILE, "SHARDED_STATE_DICT": FSDP_FOLDER}
-
-
-def is_complete_checkpoint(folder: Path) -> bool:
-    """Tells whether Trainer finished writing a checkpoint, and can resume from it.
-
-    The files it reads are its state, which is written last, the headers of the weights, and the archives of optimizer,
-    scheduler and random state. Shards lie in folders of their own, those of FSDP with an index that is written last.
-    """
-    try:
-        state = TrainerState.load_from_json(str(folder / STATE_FILE))
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*"), *folder.glob("global_step*")]
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt"):
-                pass
-        has_steps = state.global_step > 0
-    except (OSError, ValueError, TypeError, RecursionError, SafetensorError):
-        return False
-    optimizers = [*folder.glob("optimizer*"), *folder.glob("global_step*")]
-    shards = [path for path in (folder / FSDP_FOLDER, *folder.glob("optimizer_*")) if path.is_dir()]
-    archives = [folder / "scheduler.pt", *folder.glob("rng_state*.pth"), *folder.glob("pytorch_model*.bin")]
-    archives += [path for path in optimizers if path.is_file()]
-    return (
-        bool(weights and optimizers)
-        and has_steps
-        and all(zipfile.is_zipfile(path) for path in archives)
-        and all((path / ".metadata").is_file() for path in shards)
-    )
+_FSDP_WEIGHTS = {"FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin", "SHARDED_STATE_DICT": f"{FSDP_MODEL_NAME}_0"}
 
 
 class ChecksumCallback(TrainerCallback):
@@ -72,15 +42,15 @@ def _checksum(path: Path) -> str:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Says in words what is wrong with a checkpoint; `None` if it is complete and as it was written.
+    """What is wrong with a checkpoint, in words; `None` if it is complete and as it was written.
 
-    A checkpoint of a version that wrote no hashes is judged by `is_complete_checkpoint` alone.
+    The hashes are written last: a checkpoint without them is incomplete.
     """
-    if not is_complete_checkpoint(checkpoint):
-        return "is incomplete or damaged"
     file = checkpoint / CHECKSUMS_FILE
+    if not file.is_file():
+        return "is incomplete"
     try:
-        checksums = read_json(file) if file.is_file() else {}
+        checksums = read_json(file)
     except ValueError as error:
         return f"is damaged ({error})"
     there = set(files_below(checkpoint))  # a name that is damaged too leads nowhere else
@@ -92,8 +62,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
     """Finds the newest checkpoint of a run without a fault, and warns of newer ones, which it leaves alone."""
-    folders = [path for path in run_folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    for folder in RunFolder(run_folder).checkpoints():
         if (fault := fault_of(folder)) is None:
             return folder
         logger.warning(f"{folder} {fault}: passing over it")
@@ -111,7 +80,7 @@ def checkpoint_to_resume(
     record: RunRecord,
     state_dict_type: str | None = None,
 ) -> tuple[Path, TrainerState] | None:
-    """Finds the checkpoint that a run goes on from, with its state; `None` if the run begins.
+    """Finds the checkpoint that a run resumes from, with its state; `None` if the run begins.
 
     Args:
         arguments: name the run folder, or the checkpoint.
@@ -131,10 +100,19 @@ def checkpoint_to_resume(
         checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
     if checkpoint is None:
         return None
-    _check_same_model(checkpoint, config)
+    if changes := config_differences(type(config).from_pretrained(str(checkpoint)).to_dict(), config.to_dict()):
+        raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
     _check_same_storage(checkpoint, state_dict_type)
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-    _check_same_conditions(checkpoint, state, record, is_asked_for)
+    before = record.conditions_of(state)
+    if changes := differences(before, {name: record.conditions[name] for name in before}):
+        found = f"{checkpoint} was made with another dataset or global batch size ({changes})"
+        if not is_asked_for:
+            raise ValueError(
+                f"{found}; restore what it was, choose another --output_dir, or go on all the same by "
+                f"--resume_from_checkpoint {checkpoint}"
+            )
+        logger.warning(f"{found}: the run goes on all the same")
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
     if best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
@@ -143,32 +121,9 @@ def checkpoint_to_resume(
     return checkpoint, state
 
 
-def _check_same_model(checkpoint: Path, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` if the model of the run differs from the one in the checkpoint."""
-    if changes := config_differences(type(config).from_pretrained(str(checkpoint)).to_dict(), config.to_dict()):
-        raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
-
-
 def _check_same_storage(checkpoint: Path, state_dict_type: str | None) -> None:
     """Raises `ValueError` if the run cannot read the weights of the checkpoint. Each way of storing has a reader of its own."""
     before = next((name for name, weights in _FSDP_WEIGHTS.items() if (checkpoint / weights).exists()), None)
     if before != state_dict_type:
         there, now = (f"FSDP and fsdp_state_dict_type={name}" if name else "no FSDP" for name in (before, state_dict_type))
         raise ValueError(f"{checkpoint} was made with {there}, this run has {now}; choose what it was, or another --output_dir")
-
-
-def _check_same_conditions(checkpoint: Path, state: TrainerState, record: RunRecord, is_asked_for: bool) -> None:
-    """Raises `ValueError` if the run would go on with other data or in another order; warns if the user asked for it."""
-    before = record.conditions_of(state)
-    found = None
-    if before is None:
-        found = f"{checkpoint} does not say with which dataset and global batch size it was made"
-    elif changes := differences(before, {name: record.conditions[name] for name in before}):
-        found = f"{checkpoint} was made with another dataset or global batch size ({changes})"
-    if found is not None and is_asked_for:
-        logger.warning(f"{found}: the run goes on all the same")
-    elif found is not None:
-        raise ValueError(
-            f"{found}; restore what it was, choose another --output_dir, or go on all the same by --resume_from_checkpoint "
-            f"{checkpoint}"
-        )

@@ -29,6 +29,7 @@ MASK = "<|mask|>"
 # Says that the blocks beside it are complete
 BLOCKS_FILE = "blocks.json"
 _TOKENS = Features({"input_ids": List(Value("int32"))})
+_ENCODED = Features({**_TOKENS, "length": Value("int64"), "bytes": Value("int64")})
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
@@ -54,9 +55,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
 
-    Args:
-        texts: the texts to train on.
-        vocab_size: the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
+    `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,18 +129,18 @@ def make_blocks(
         ValueError: if the documents make no block.
     """
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
+    too_few = (
+        f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
+        f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
+    )
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
         texts = [check_text(text, recipe) for text in batch[column]]
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        return {"input_ids": [[*document, end] for document in ids]}
-
-    def encode_with_sizes(batch: dict) -> dict:
-        ids = encode(batch)["input_ids"]
-        sizes = {"length": [len(document) for document in ids], "bytes": [len(text.encode()) for text in batch[column]]}
-        return {"input_ids": ids, **sizes}
+        sizes = {"length": [len(document) + 1 for document in ids], "bytes": [len(text.encode()) for text in texts]}
+        return {"input_ids": [[*document, end] for document in ids], **sizes}
 
     if isinstance(documents, IterableDataset):
 
@@ -150,20 +149,21 @@ def make_blocks(
             count = len(stream) // block_size
             return {"input_ids": stream[: count * block_size].reshape(count, block_size)}
 
-        encoded = documents.map(encode, batched=True, remove_columns=documents.column_names or [column], features=_TOKENS)
+        encoded = documents.map(encode, batched=True, remove_columns=documents.column_names or [column], features=_ENCODED)
+        encoded = encoded.select_columns("input_ids")
         blocks = encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS)
         if next(iter(blocks), None) is None:
-            raise ValueError(f"dataset {recipe.dataset!r} has too few tokens in a split: {_remedy(recipe)}")
+            raise ValueError(f"dataset {recipe.dataset!r} has too few {too_few}")
         return Blocks(blocks)
 
     # By default `datasets` hashes the pickle of a tokenizer, which changes with use; its serialised form does not
     identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, "special tokens split"))
     encoded = documents.map(
-        encode_with_sizes,
+        encode,
         batched=True,
         num_proc=recipe.num_proc,
         remove_columns=documents.column_names,
-        features=Features({**_TOKENS, "length": Value("int64"), "bytes": Value("int64")}),
+        features=_ENCODED,
         new_fingerprint=identity,
         desc="Tokenizing",
     ).with_format("numpy")
@@ -172,7 +172,7 @@ def make_blocks(
     has_remainder = keep_remainder and tokens % block_size > 1  # one token alone has no loss
     count = tokens // block_size + has_remainder
     if count == 0:
-        raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} tokens in a split: {_remedy(recipe)}")
+        raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} {too_few}")
 
     def cut(indices: list[int]) -> dict:
         begin, end = indices[0] * block_size, min((indices[-1] + 1) * block_size, tokens)
@@ -200,19 +200,11 @@ def make_blocks(
     return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
 
 
-def _remedy(recipe: Recipe) -> str:
-    fractions = f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
-    return f"block_size={recipe.block_size} fits none; give more text, or raise {fractions}"
-
-
 class EndlessBlocks(torch.utils.data.IterableDataset):
-    """A stream of blocks, read again and again, each time in another order.
+    """A shuffled stream of blocks, read again and again, each time in another order.
 
     Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run could not
     skip what was trained on before.
-
-    Args:
-        blocks: a shuffled stream.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -238,7 +230,7 @@ def prepare_data(
         recipe: names the data.
         tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run. If
             `save_blocks` saved the blocks there too, nothing is prepared.
-        seed: the seed of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
+        seed: of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
         return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
@@ -260,13 +252,7 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the result of `prepare_data` beside its tokenizer, for other machines.
-
-    Args:
-        blocks: not of a stream.
-        fingerprint: the fingerprint of the documents.
-        folder: holds the tokenizer; `BLOCKS_FILE` is written last.
-    """
+    """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     sizes = {split: {"tokens": part.tokens, "bytes_per_token": part.bytes_per_token} for split, part in blocks.items()}
@@ -282,27 +268,17 @@ def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
     return blocks, content["fingerprint"]
 
 
-def _count_tokens(blocks: Dataset, vocab_size: int, max_tokens: int) -> np.ndarray:
-    """Counts each token in the first blocks, `(vocabulary,)`."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for batch in blocks.iter(batch_size=1000):
-        counts += np.bincount(batch["input_ids"].reshape(-1), minlength=vocab_size)
-        if counts.sum() >= max_tokens:
-            break
-    return counts
-
-
 def unigram_perplexity(train: Dataset, validation: Dataset, vocab_size: int, max_tokens: int = 2**27) -> float:
     """Perplexity of a unigram model: each token has its frequency in the training tokens, plus one.
 
-    It is the baseline that knows only which tokens are common.
-
-    Args:
-        train, validation: blocks.
-        vocab_size: the result of `vocabulary_size`.
-        max_tokens: the number of tokens of each split to count.
+    It is the baseline that knows only which tokens are common. Of each split's blocks the first `max_tokens` are counted.
     """
-    seen, held_out = (_count_tokens(blocks, vocab_size, max_tokens) for blocks in (train, validation))
+    seen, held_out = np.zeros((2, vocab_size), dtype=np.int64)
+    for counts, blocks in ((seen, train), (held_out, validation)):
+        for batch in blocks.iter(batch_size=1000):
+            counts += np.bincount(batch["input_ids"].reshape(-1), minlength=vocab_size)
+            if counts.sum() >= max_tokens:
+                break
     return float(np.exp(-(held_out * np.log((seen + 1) / (seen + 1).sum())).sum() / held_out.sum()))
 
 
@@ -335,13 +311,9 @@ class BlockCollator:
 
 @torch.no_grad()
 def check_restart(model: PreTrainedModel) -> None:
-    """Checks that attention restarts where positions do, which is up to the model: OPT and Bloom see the document before.
+    """Raises `ValueError` if the attention of a model, on the CPU, does not restart where positions do.
 
-    Args:
-        model: on the CPU.
-
-    Raises:
-        ValueError: if a document's logits depend on the one before it.
+    That is up to the model: OPT and Bloom see the document before.
     """
     was_training = model.training
     input_ids = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]]) % model.get_input_embeddings().num_embeddings

@@ -3,7 +3,6 @@
 import codecs
 import dataclasses
 import errno
-import functools
 import gzip
 import hashlib
 import itertools
@@ -57,12 +56,7 @@ def python_files(corpus: str) -> list[Path]:
 
 
 def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The documents of a built-in corpus: one per file that is valid Python source text.
-
-    Args:
-        corpus: a key of `BUILT_IN_CORPORA`.
-        fingerprint: a hash of the files; `datasets` caches by it.
-    """
+    """The documents of a built-in corpus: one per file that is valid Python source text. `datasets` caches by the arguments."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
@@ -86,7 +80,7 @@ def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[s
 
     Args:
         paths: UTF-8 files, with or without a byte order mark, and compressed if they end in `.gz`.
-        fingerprints: hashes of their contents; `datasets` caches by them.
+        fingerprints: hashes of their contents, by which `datasets` caches.
     """
     for path in paths:
         with _open(path, "rt", encoding="utf-8-sig") as file:
@@ -118,22 +112,17 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     Raises:
         ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
     """
-    name = recipe.dataset
+    name, column = recipe.dataset, recipe.text_column
+    files, content = _local_files(recipe)
     if name in BUILT_IN_CORPORA:
-        content = _fingerprint_of_files(python_files(name))
-        splits = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
-        splits = splits.to_iterable_dataset() if recipe.streaming else splits
-    elif Path(name).exists():
-        files, content = _local_files(recipe)
+        rows = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
+        splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
+    elif content is not None:
         splits = {split: _load_files(recipe, part) for split, part in files.items()}
     else:
-        splits, content = _load_from_hub(recipe), None
-    if isinstance(splits, (Dataset, IterableDataset)):
-        splits = {"train": splits}
+        splits = _load_from_hub(recipe)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
-
-    column = recipe.text_column
     if splits["train"].column_names is not None and column not in splits["train"].column_names:
         columns = ", ".join(splits["train"].column_names)
         raise ValueError(f"dataset {name!r} has no column {column!r}; set text_column to one of {columns}")
@@ -142,11 +131,11 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
     if recipe.max_validation_documents is not None:
         for split in documents.keys() - {"train"}:
-            documents[split] = _take(documents[split], recipe.max_validation_documents)
-    if not recipe.streaming:
-        for split, dataset in documents.items():
-            if len(dataset) == 0:
-                raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
+            most = recipe.max_validation_documents
+            documents[split] = documents[split].take(most if recipe.streaming else min(most, len(documents[split])))
+    for split, dataset in documents.items():
+        if not recipe.streaming and len(dataset) == 0:
+            raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
     return Documents(documents, _fingerprint(content, recipe, is_whole))
@@ -154,13 +143,8 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
 
 def local_fingerprint(recipe: Recipe) -> str | None:
     """The fingerprint of the documents of a recipe, without loading them; `None` for a dataset of the Hub."""
-    if recipe.dataset in BUILT_IN_CORPORA:
-        content = _fingerprint_of_files(python_files(recipe.dataset))
-    elif Path(recipe.dataset).exists():
-        _, content = _local_files(recipe)
-    else:
-        return None
-    return _fingerprint(content, recipe)
+    _, content = _local_files(recipe)
+    return None if content is None else _fingerprint(content, recipe)
 
 
 def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:
@@ -181,7 +165,7 @@ def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:
 def has_own_splits(recipe: Recipe) -> bool:
     """Tells whether the files of a local dataset make splits, so that none is cut from the training documents."""
     try:
-        return set(_local_files(recipe)[0]) != {"train"}
+        return bool(_local_files(recipe)[0].keys() - {"train"})
     except ValueError:  # it cannot be read at all
         return False
 
@@ -220,13 +204,19 @@ class _File:
     digest: str
 
 
-def _local_files(recipe: Recipe) -> tuple[dict[str, list[_File]], str]:
-    """Finds the files of a local dataset by split, and returns with them a text that follows their content and formats.
+def _local_files(recipe: Recipe) -> tuple[dict[str, list[_File]], str | None]:
+    """The files of a local dataset by split, and a text that follows their content and formats; `None` for one of the Hub.
+
+    Of a built-in corpus there is the text alone.
 
     Raises:
         ValueError: if there are none that can be read, or some would be left out.
     """
     name, path = recipe.dataset, Path(recipe.dataset)
+    if name in BUILT_IN_CORPORA:
+        return {}, _fingerprint_of_files(python_files(name))
+    if not path.exists():
+        return {}, None
     if path.is_file():
         reader = data_format(path)
         if reader is None:
@@ -253,11 +243,7 @@ def _local_files(recipe: Recipe) -> tuple[dict[str, list[_File]], str]:
 def _find_files(recipe: Recipe, folder: Path) -> dict[str, list[str]] | None:
     """Finds the files of a folder by split, of all `DATA_FORMATS`, where `datasets` would read those of one format only.
 
-    Returns:
-        `None` if there are none, or if the card of the folder says which files to read: that is left to `datasets`.
-
-    Raises:
-        ValueError: if the folder holds other files with text, or files that belong to no split.
+    It is `None` if there are none, or if the card of the folder says which files to read: that is left to `datasets`.
     """
     name, card = recipe.dataset, folder / CARD_FILE
     if recipe.dataset_config is not None or (card.is_file() and DatasetCard.load(card).data.get("configs")):
@@ -414,7 +400,6 @@ def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> 
 
 def _hold_out(splits: dict, recipe: Recipe) -> dict:
     """Takes the dataset's own splits, and holds out documents of its training split for the missing ones."""
-    column = recipe.text_column
     wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
     documents, bounds, end = {"train": splits["train"]}, {}, 0.0
     for split, fraction in wanted.items():
@@ -424,15 +409,11 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
             bounds[split] = (end, end + fraction)
             end += fraction
     for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
-        lies_here = functools.partial(_lies_between, recipe=recipe, first=first, last=last)
         options = {}
         if not recipe.streaming:
             # By default `datasets` hashes the name of the function, and would reuse a result of another version of it
-            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", column, first, last))
+            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", recipe.text_column, first, last))
             options = {"num_proc": recipe.num_proc, "new_fingerprint": identity}
-        documents[split] = splits["train"].filter(lies_here, **options)
+        lies_here = {"recipe": recipe, "first": first, "last": last}
+        documents[split] = splits["train"].filter(_lies_between, fn_kwargs=lies_here, **options)
     return documents
-
-
-def _take(dataset, count: int):
-    return dataset.take(count) if isinstance(dataset, IterableDataset) else dataset.select(range(min(count, len(dataset))))

@@ -44,8 +44,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
 class LanguageModelingMetrics:
     """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
-    Args:
-        bytes_per_token: bytes per token of the evaluated text, for bits per byte; `None` leaves those out.
+    With `bytes_per_token` of the evaluated text there are bits per byte.
     """
 
     def __init__(self, bytes_per_token: float | None = None):
@@ -128,6 +127,7 @@ def evaluate(
         raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
     trained_on = read_trained_on(name)
     given = {
+        "dataset": _last_dataset(name, trained_on) if dataset is None else str(dataset),
         "dataset_config": dataset_config,
         "text_column": text_column,
         "validation_fraction": validation_fraction,
@@ -136,43 +136,46 @@ def evaluate(
         "packing": packing,
     }
     given = {field: value for field, value in given.items() if value is not None}
-    if dataset is None:
-        given["dataset"] = _last_dataset(name, trained_on)
-    else:
-        given["dataset"] = str(dataset)
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
     places = [find_place(record, given["dataset"]) for record in trained_on]
     own = [{**record, "dataset": place} for record, place in zip(trained_on, places) if place is not None]
     held_out = min(map(held_out_by, own), default=1.0)
-    if validation_fraction is not None and validation_fraction > held_out + 1e-9:
-        raise ValueError(
-            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
-            f"{held_out:g}"
-        )
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
-        defaults |= {name: trained_on[-1][name] for name in ("block_size", "packing")}
-    if own and None not in (before := own[-1]["fingerprint"], now := local_fingerprint(recipe_of(own[-1]))) and before != now:
-        logger.warning(f"{given['dataset']} has changed since model {name!r} was trained on it")
-    if overlapping := [record for record in own if is_split_otherwise(record, given["dataset"])]:
-        logger.warning(
-            f"model {name!r} was trained on {overlapping[-1]['dataset']}, which shares files with {given['dataset']} and is "
-            "split otherwise: it may have seen what is evaluated; evaluate its held-out text by "
-            f"--dataset {overlapping[-1]['dataset']}"
-        )
-    elif own and is_whole:
-        logger.warning(
-            f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all of it is evaluated; "
-            f"with --validation_fraction {held_out:g}, only what was held out is"
-        )
-    if own and is_whole:
-        defaults["text_column"] = own[-1]["text_column"]
-    elif own:
+        defaults |= {field: trained_on[-1][field] for field in ("block_size", "packing")}
+    if own:
+        _check_unseen(name, own, given, held_out, is_whole)
         share = min(own[-1]["validation_fraction"], held_out)
-        defaults = {**own[-1], "validation_fraction": share, "test_fraction": 0.0}
+        before = {"text_column": own[-1]["text_column"]} if is_whole else {**own[-1], "test_fraction": 0.0}
+        defaults |= before | ({} if is_whole else {"validation_fraction": share})
     recipe = recipe_of(defaults, model=name, tokenizer=name, **given)
     is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
+
+
+def _check_unseen(model: str, own: list[dict[str, Any]], given: dict[str, Any], held_out: float, is_whole: bool) -> None:
+    """Raises `ValueError` for a share of a dataset that the model was trained on; warns where no share tells what it saw.
+
+    `own` are the records of its runs on this dataset, of which none was trained on the share `held_out`.
+    """
+    dataset, share = given["dataset"], given.get("validation_fraction")
+    if share is not None and share > held_out + 1e-9:
+        raise ValueError(
+            f"validation_fraction={share}: model {model!r} was trained on {dataset} but for a share of {held_out:g}"
+        )
+    if None not in (before := own[-1]["fingerprint"], now := local_fingerprint(recipe_of(own[-1]))) and before != now:
+        logger.warning(f"{dataset} has changed since model {model!r} was trained on it")
+    if overlapping := [record for record in own if is_split_otherwise(record, dataset)]:
+        logger.warning(
+            f"model {model!r} was trained on {overlapping[-1]['dataset']}, which shares files with {dataset} and is split "
+            "otherwise: it may have seen what is evaluated; evaluate its held-out text by "
+            f"--dataset {overlapping[-1]['dataset']}"
+        )
+    elif is_whole:
+        logger.warning(
+            f"model {model!r} was trained on {dataset} but for a share of {held_out:g}, and all of it is evaluated; "
+            f"with --validation_fraction {held_out:g}, only what was held out is"
+        )
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
@@ -206,15 +209,9 @@ def evaluate_model(
     is_whole: bool = False,
     keep_remainder: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a model on the validation split of a recipe's dataset.
+    """Evaluates a causal language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
 
-    Args:
-        model: any causal language model.
-        tokenizer: the tokenizer of the model.
-        recipe: names the dataset, block size and packing.
-        batch_size: blocks per device.
-        is_whole: evaluate on all documents instead.
-        keep_remainder: as in `make_blocks`.
+    `keep_remainder` is that of `make_blocks`.
     """
     validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:

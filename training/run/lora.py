@@ -17,10 +17,7 @@ _NOT_SET = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_t
 
 
 def make_lora_config(fields: dict[str, Any]):
-    """Makes a `peft.LoraConfig`.
-
-    Args:
-        fields: its fields by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
+    """Makes a `peft.LoraConfig` of its fields by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
 
     Raises:
         ValueError: if PEFT is not installed, there is no such field, or PEFT does not take the values.
@@ -38,14 +35,7 @@ def make_lora_config(fields: dict[str, Any]):
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
-    """Freezes a model and adds a LoRA, which is trained.
-
-    Args:
-        model: it is changed in place, and may be on the meta device.
-        fields: as in `make_lora_config`.
-
-    Returns:
-        The `peft.PeftModel` around it.
+    """Freezes a model in place, which may be on the meta device, and returns a `peft.PeftModel` with a LoRA around it.
 
     Raises:
         ValueError: as `make_lora_config` does, or if the LoRA does not fit the model.

@@ -5,11 +5,11 @@ import dataclasses
 import functools
 import json
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -59,103 +59,60 @@ _RANGES = {
 class Recipe:
     """The part of a recipe that is not `TrainingArguments`."""
 
-    model: str = field(
-        metadata={"help": "A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."}
-    )
-    dataset: str = field(
-        default="python-stdlib",
-        metadata={
-            "help": "`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt "
-            "(documents between blank lines), .jsonl or .parquet; text in UTF-8."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
-    text_column: str = field(
-        default="text",
-        metadata={
-            "help": "The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."
-        },
-    )
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the dataset while training instead of storing it; needs max_steps."}
-    )
-    validation_fraction: float = field(
-        default=0.02,
-        metadata={
-            "help": "Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."
-        },
-    )
-    max_validation_documents: int | None = field(default=None, metadata={"help": "Hold out at most this many documents."})
-    test_fraction: float = field(
-        default=0.0,
-        metadata={
-            "help": "Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."
-        },
-    )
-    tokenizer: str | None = field(
-        default=None,
-        metadata={
-            "help": "`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved "
-            "model, else `bpe:8192`."
-        },
-    )
-    parts: list[str] | None = field(
-        default=None,
-        metadata={"help": "Python files with attention parts of your own, which the model's `attention_parts` name."},
-    )
-    block_size: int = field(default=1024, metadata={"help": "Length of a training sample, in tokens."})
-    packing: Literal["stream", "documents"] = field(
-        default="stream",
-        metadata={
-            "help": "`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where "
-            "attention and positions restart at each document."
-        },
-    )
-    num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
-    trainable: Literal["all", "new"] = field(
-        default="all",
-        metadata={
-            "help": "`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as "
-            "they are."
-        },
-    )
-    lora: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its "
-            "weights at the end."
-        },
-    )
-    parametrization: Literal["standard", "completep"] = field(
-        default="standard",
-        metadata={
-            "help": "`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning "
-            "rate of a model of `base_sizes` suits this one too (arXiv 2505.01618)."
-        },
-    )
-    base_sizes: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."},
-    )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention backend; by default the model's own choice."}
-    )
-    record_stability: bool = field(
-        default=False, metadata={"help": "Record entropy, normaliser and scores of every attention layer while training."}
-    )
-    stability_steps: int = field(default=50, metadata={"help": "Optimizer steps between two records."})
-    explore: bool = field(
-        default=True, metadata={"help": "Write the page of `nlq explore` on held-out text when the run is finished."}
-    )
+    model: str
+    """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
+    dataset: str = "python-stdlib"
+    """`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt (documents between
+    blank lines), .jsonl or .parquet; text in UTF-8."""
+    dataset_config: str | None = None
+    """The configuration of a Hub dataset."""
+    text_column: str = "text"
+    """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
+    streaming: bool = False
+    """Read the dataset while training instead of storing it; needs `max_steps`."""
+    validation_fraction: float = 0.02
+    """Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."""
+    max_validation_documents: int | None = None
+    """Hold out at most this many documents."""
+    test_fraction: float = 0.0
+    """Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."""
+    tokenizer: str | None = None
+    """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model, else
+    `bpe:8192`."""
+    parts: list[str] | None = None
+    """Python files with attention parts of your own, which the model's `attention_parts` name."""
+    block_size: int = 1024
+    """Length of a training sample, in tokens."""
+    packing: Literal["stream", "documents"] = "stream"
+    """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
+    positions restart at each document."""
+    num_proc: int | None = None
+    """Processes that prepare the data."""
+    trainable: Literal["all", "new"] = "all"
+    """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they are."""
+    lora: dict[str, Any] | str | None = None
+    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights at the
+    end."""
+    parametrization: Literal["standard", "completep"] = "standard"
+    """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate of a
+    model of `base_sizes` suits this one too (arXiv 2505.01618)."""
+    base_sizes: dict[str, Any] | str | None = None
+    """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
+    attn_implementation: str | None = None
+    """Attention backend; by default the model's own choice."""
+    record_stability: bool = False
+    """Record entropy, normaliser and scores of every attention layer while training."""
+    stability_steps: int = 50
+    """Optimizer steps between two records; one of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)."""
+    explore: bool = True
+    """Write the page of `nlq explore` on held-out text when the run is finished."""
 
     def __post_init__(self):
-        for name in ("model", "dataset", "text_column"):
+        if self.tokenizer is None and isinstance(self.model, str):
+            self.tokenizer = self.model if self.has_weights else "bpe:8192"
+        for name in ("model", "dataset", "text_column", "tokenizer"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
-        if self.tokenizer is None:
-            self.tokenizer = self.model if is_saved_model(self.model) else "bpe:8192"
-        if not isinstance(self.tokenizer, str):
-            raise ValueError(f"tokenizer={self.tokenizer!r} must be a text")
         if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is a whole number of at least "
@@ -165,29 +122,29 @@ class Recipe:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
-        if self.max_validation_documents is not None and self.max_validation_documents < 1:
-            raise ValueError(f"max_validation_documents={self.max_validation_documents} must be at least 1")
-        if self.stability_steps < 1:
-            raise ValueError(f"stability_steps={self.stability_steps} must be at least 1")
-        if not isinstance(self.block_size, int) or self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size!r} must be a whole number of at least 2 tokens")
-        if self.packing not in ("stream", "documents"):
-            raise ValueError(f"packing={self.packing!r} must be 'stream' or 'documents'")
-        if self.trainable not in ("all", "new"):
-            raise ValueError(f"trainable={self.trainable!r} must be 'all' or 'new'")
+        for name, least in (("block_size", 2), ("max_validation_documents", 1), ("stability_steps", 1)):
+            if not isinstance(getattr(self, name), int | None):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
+            check_number(name, getattr(self, name), least)
+        for name, kind in get_type_hints(Recipe).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, get_args(kind)))}")
         for name, what in _MAPPINGS.items():
             if isinstance(getattr(self, name), str):  # of a command line
                 with contextlib.suppress(yaml.YAMLError):
                     setattr(self, name, parse_yaml(getattr(self, name)))
             if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
-        if self.parametrization not in ("standard", "completep"):
-            raise ValueError(f"parametrization={self.parametrization!r} must be 'standard' or 'completep'")
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"parametrization={self.parametrization!r} and base_sizes={self.base_sizes!r}: 'completep' needs the sizes of "
                 "its base model, such as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the model is a saved one, and no configuration."""
+        return is_saved_model(self.model)
 
     @property
     def new_vocabulary_size(self) -> int | None:
@@ -220,16 +177,13 @@ class ResolvedRecipe:
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
         """The record of the conversion that made the saved model, read once; `None` if there is none."""
-        return read_conversion(self.recipe.model) if is_saved_model(self.recipe.model) else None
+        return read_conversion(self.recipe.model) if self.recipe.has_weights else None
 
     def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Freezes what the recipe does not train, and adds the LoRA that it does.
+        """Freezes what the recipe does not train, and adds the LoRA that it does; returns the model to train.
 
         Args:
             model: it is changed in place, and may be on the meta device.
-
-        Returns:
-            The model to train.
 
         Raises:
             ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
@@ -239,21 +193,23 @@ class ResolvedRecipe:
         return model if self.recipe.lora is None else add_lora(model, self.recipe.lora)
 
 
+# The fields of both, and their types
+_FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
+_RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
+
+
 class _RecipeParser(HfArgumentParser):
+    """Reads texts as the types of the fields. `defaults` are the values of fields that are not given."""
+
+    def __init__(self, defaults: dict[str, Any]):
+        super().__init__([*_FIELDS], add_help=False, allow_abbrev=False)
+        for action in self._actions:
+            action.required = False
+        self.add_argument("--set", action="append", metavar="SWITCH=VALUE")
+        self.set_defaults(**defaults)
+
     def error(self, message: str):
         raise ValueError(message)
-
-
-def _make_parser() -> _RecipeParser:
-    parser = _RecipeParser((Recipe, TrainingArguments), add_help=False, allow_abbrev=False)
-    for action in parser._actions:
-        action.required = False
-    parser.add_argument("--set", action="append", metavar="SWITCH=VALUE")
-    return parser
-
-
-def _field_names(kind: type) -> set[str]:
-    return {item.name for item in dataclasses.fields(kind) if item.init}
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
@@ -268,11 +224,9 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
     """
-    fields = _field_names(Recipe) | _field_names(TrainingArguments)
-    parser = _make_parser()
+    fields = _RECIPE_FIELDS | _TRAINING_FIELDS
     # Without defaults, argparse returns only what the command line gives
-    parser.set_defaults(**dict.fromkeys(fields, None))
-    arguments, unknown = parser.parse_known_args(words)
+    arguments, unknown = _RecipeParser(dict.fromkeys(fields, None)).parse_known_args(words)
     if unknown:
         given = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
         check_keys("command line", given, fields | {"set"})
@@ -302,18 +256,17 @@ def read_switches(texts: list[str]) -> dict[str, Any]:
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
     """Writes overrides as the words of a command line: the inverse of `read_overrides`."""
+
+    def word(value: Any) -> str:
+        return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
+
     words = []
     for name, value in overrides.items():
         if name == "switches":
-            for switch, setting in value.items():
-                words += ["--set", f"{switch}={_word(setting)}"]
+            words += [part for switch, setting in value.items() for part in ("--set", f"{switch}={word(setting)}")]
         else:
-            words += [f"--{name}", *(map(_word, value) if isinstance(value, list) else [_word(value)])]
+            words += [f"--{name}", *map(word, value if isinstance(value, list) else [value])]
     return words
-
-
-def _word(value: Any) -> str:
-    return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ResolvedRecipe:
@@ -366,13 +319,12 @@ def resolve_recipe(
     content = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
     training, switches = (read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches"))
-    recipe_fields, training_fields = _field_names(Recipe), _field_names(TrainingArguments)
-    check_keys(source, content, recipe_fields | {"training", "switches"})
-    check_keys(f"{source}: training", training, training_fields)
-    check_keys("arguments", overrides, recipe_fields | training_fields | {"switches"})
-    switches.update(read_section(overrides.pop("switches", None), "arguments: switches"))
-    content.update({name: value for name, value in overrides.items() if name in recipe_fields})
-    training.update({name: value for name, value in overrides.items() if name in training_fields})
+    check_keys(source, content, _RECIPE_FIELDS | {"training", "switches"})
+    check_keys(f"{source}: training", training, _TRAINING_FIELDS)
+    check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
+    switches |= read_section(overrides.pop("switches", None), "arguments: switches")
+    for name, value in overrides.items():
+        (content if name in _RECIPE_FIELDS else training)[name] = value
     if content.get("parts"):
         content["parts"] = read_parts(content["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
@@ -380,16 +332,13 @@ def resolve_recipe(
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 
-    parser = _make_parser()
-    parser.set_defaults(**{**_device_defaults(training), **content, **training})
-    namespace = parser.parse_args([])  # converts values that YAML read as text, such as 1e-3
+    # Converts values that YAML read as text, such as 1e-3
+    values = vars(_RecipeParser({**_device_defaults(training), **content, **training}).parse_args([]))
     for each in (*dataclasses.fields(Recipe), *dataclasses.fields(TrainingArguments)):
-        value = getattr(namespace, each.name)
+        value = values[each.name]
         if type(each.default) in (int, float) and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
             raise ValueError(f"{each.name}={value!r} must be a number")
-    recipe, training_arguments = (
-        kind(**{name: getattr(namespace, name) for name in _field_names(kind)}) for kind in (Recipe, TrainingArguments)
-    )
+    recipe, training_arguments = (kind(**{name: values[name] for name in names}) for kind, names in _FIELDS.items())
     for name in _MAPPINGS:
         if getattr(recipe, name) is not None:
             content[name] = getattr(recipe, name)  # a mapping, also if the command line gave a text
@@ -427,11 +376,6 @@ def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
 
 
-def public_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stored recipe without the private ones, which an earlier version may have written there."""
-    return {**given, **({"training": without_private(given["training"])} if given.get("training") else {})}
-
-
 def _device_defaults(training: dict[str, Any]) -> dict[str, Any]:
     """Values of `TrainingArguments` that suit the device, unless the recipe sets them."""
     has_gpu = torch.cuda.is_available()
@@ -461,47 +405,63 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
     Raises:
         ValueError: naming all of them, or because there is no such model.
     """
-    recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
-    conflicts = []
+    if conflicts := [*_conflicts_with_model(resolved), *_conflicts_of_arguments(resolved), *_conflicts_of_trained(resolved)]:
+        raise ValueError("; ".join(conflicts))
+
+
+def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
+    recipe, config = resolved.recipe, resolved.config
     if limits_length(config) and recipe.block_size > config.max_position_embeddings:
-        conflicts.append(f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}")
-    if recipe.new_vocabulary_size and is_saved_model(recipe.model):
-        conflicts.append(
+        yield f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}"
+    if recipe.new_vocabulary_size and recipe.has_weights:
+        yield (
             f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
             f"--tokenizer {recipe.model}"
         )
     elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
-        conflicts.append(f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}")
-    has_switches = bool(resolved.switches) and is_saved_model(recipe.model)
-    if has_switches and (changed := _parameter_changed_by_switches(resolved)):
-        conflicts.append(
-            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} ({changed}); "
-            "`nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
-        )
-    if recipe.record_stability and not isinstance(config, NLQConfig):
-        conflicts.append(
-            f"record_stability needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}; set "
-            "record_stability: false"
-        )
-    if (recipe.attn_implementation or "").startswith(AUTOMATIC) and not isinstance(config, NLQConfig):
-        conflicts.append(
-            f"attn_implementation={recipe.attn_implementation!r} needs an NLQ model, and {recipe.model!r} is of type "
-            f"{config.model_type!r}; set attn_implementation: sdpa"
-        )
-    if names := _activations_without_package(config):
-        conflicts.append(
-            f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use another "
-            "activation"
-        )
+        yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}"
+    if resolved.switches and recipe.has_weights:
+        before, after = map(shapes_of, (load_config(recipe.model), config))
+        if changed := [name for name in before | after if before.get(name) != after.get(name)]:
+            yield (
+                f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} "
+                f"({changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+            )
+    needs_nlq = {"record_stability": "false"} if recipe.record_stability else {}
+    needs_nlq |= {"attn_implementation": "sdpa"} if (recipe.attn_implementation or "").startswith(AUTOMATIC) else {}
+    if not isinstance(config, NLQConfig):
+        for name, instead in needs_nlq.items():
+            yield (
+                f"{name}={getattr(recipe, name)!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}; "
+                f"set {name}: {instead}"
+            )
+    elif find_spec("entmax") is None:
+        used = {layer.attention_activation for layer in config.per_layer_config} & ATTENTION_ACTIVATIONS.keys()
+        if names := sorted(name for name in used if ATTENTION_ACTIVATIONS[name].kind == "simplex"):
+            yield (
+                f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use "
+                "another activation"
+            )
+    if recipe.parametrization == "completep":
+        if recipe.has_weights:
+            yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
+        try:
+            check_completep(config, recipe.base_sizes, resolved.training_arguments)
+        except ValueError as error:
+            yield str(error)
+
+
+def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
+    recipe, arguments = resolved.recipe, resolved.training_arguments
     try:
         for tracker in get_reporting_integration_callbacks(arguments.report_to):
             tracker()
     except (ImportError, RuntimeError, ValueError) as error:
-        conflicts.append(f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none")
+        yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
     if arguments.push_to_hub:
-        conflicts.append("push_to_hub would upload more than the model; share the finished run by `nlq publish`")
+        yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
-        conflicts.append(
+        yield (
             f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
             "set one of them above 0"
         )
@@ -510,67 +470,42 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
             try:
                 check_number(name, value, *_RANGES.get(name, ()))
             except ValueError as error:
-                conflicts.append(str(error))
+                yield str(error)
     if arguments.restore_callback_states_from_checkpoint:
-        conflicts.append(
+        yield (
             "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
             "remove it"
         )
     if arguments.prediction_loss_only:
-        conflicts.append("prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it")
-    if recipe.streaming and arguments.max_steps <= 0:
-        conflicts.append("streaming needs max_steps")
-    if recipe.streaming and recipe.max_validation_documents is None:
-        conflicts.append("streaming needs max_validation_documents")
-    strategies = ("eval_strategy", "logging_strategy", "save_strategy") if recipe.streaming else ()
-    if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
-        conflicts.append(f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no")
-    if recipe.parametrization == "completep":
-        if is_saved_model(recipe.model):
-            conflicts.append(f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model")
-        try:
-            check_completep(config, recipe.base_sizes, arguments)
-        except ValueError as error:
-            conflicts.append(str(error))
-    conflicts += _conflicts_of_trained(resolved)
-    if conflicts:
-        raise ValueError("; ".join(conflicts))
+        yield "prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it"
+    if recipe.streaming:
+        if arguments.max_steps <= 0:
+            yield "streaming needs max_steps"
+        if recipe.max_validation_documents is None:
+            yield "streaming needs max_validation_documents"
+        strategies = ("eval_strategy", "logging_strategy", "save_strategy")
+        if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
+            yield f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no"
 
 
-def _parameter_changed_by_switches(resolved: ResolvedRecipe) -> str | None:
-    """Names a parameter of the saved model that would be missing, new, or of another shape with the switches of the recipe."""
-    before, after = map(shapes_of, (load_config(resolved.recipe.model), resolved.config))
-    changed = [name for name in before | after if before.get(name) != after.get(name)]
-    return changed[0] if changed else None
-
-
-def _conflicts_of_trained(resolved: ResolvedRecipe) -> list[str]:
+def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
     """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
-    recipe, conflicts = resolved.recipe, []
+    recipe = resolved.recipe
     try:
         if recipe.trainable == "new":
             added_parameters(recipe.model, resolved.conversion)
         if recipe.lora is not None:
             make_lora_config(recipe.lora)
     except ValueError as error:
-        conflicts.append(str(error))
+        yield str(error)
     if recipe.lora is None:
-        return conflicts
+        return
     if recipe.trainable == "new":
-        conflicts.append("lora and trainable='new' both say what is trained; choose one")
-    if not is_saved_model(recipe.model):
-        conflicts.append(f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model")
+        yield "lora and trainable='new' both say what is trained; choose one"
+    if not recipe.has_weights:
+        yield f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model"
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        conflicts.append("lora cannot be added to weights that FSDP has cut into shards; train it without FSDP")
-    return conflicts
-
-
-def _activations_without_package(config: PreTrainedConfig) -> list[str]:
-    """The activations of a model that need the package `entmax`, where it is missing."""
-    if not isinstance(config, NLQConfig) or find_spec("entmax") is not None:
-        return []
-    names = {layer.attention_activation for layer in config.per_layer_config}
-    return sorted(name for name in names if name in ATTENTION_ACTIVATIONS and ATTENTION_ACTIVATIONS[name].kind == "simplex")
+        yield "lora cannot be added to weights that FSDP has cut into shards; train it without FSDP"
 
 
 def unused_rows(resolved: ResolvedRecipe) -> str | None:

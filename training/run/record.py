@@ -73,12 +73,10 @@ class RunRecord(TrainerCallback, ExportableState):
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
-    def conditions_of(self, state: TrainerState) -> dict | None:
-        """The conditions of a checkpoint that are known there and here; `None` if it kept none."""
-        before = self._kept(state).get("conditions")
-        if before is None:
-            return None
-        return {name: before[name] for name, now in self.conditions.items() if now is not None and before.get(name) is not None}
+    def conditions_of(self, state: TrainerState) -> dict:
+        """The conditions of a checkpoint that are known there and here."""
+        before = self._kept(state)["conditions"]
+        return {name: before[name] for name, now in self.conditions.items() if now is not None and before[name] is not None}
 
     def restore(self, state: TrainerState) -> None:
         """Takes over the state of a checkpoint."""
@@ -87,7 +85,7 @@ class RunRecord(TrainerCallback, ExportableState):
                 setattr(self, name, value)
 
     def _kept(self, state: TrainerState) -> dict:
-        return state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        return state.stateful_callbacks[type(self).__name__]["attributes"]
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # also when `auto_find_batch_size` begins anew
@@ -185,10 +183,8 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:
-    """Tells whether a model ended worse than an untrained one.
+    """Tells whether a validation loss, in nats per token, is worse than that of an untrained model, `log(vocab_size)`.
 
-    Args:
-        loss: loss on the validation split, in nats per token.
-        vocab_size: an untrained model has the loss `log(vocab_size)`. Half a nat is added, for models that have hardly learned.
+    Half a nat is added, for models that have hardly learned.
     """
     return not loss <= math.log(vocab_size) + 0.5  # true for NaN

@@ -17,10 +17,12 @@ from ..files import (
     COMPARISON_FILE,
     HOLDER_FILE,
     LOCK_FILE,
+    METRICS_FILE,
     RECIPE_FILE,
     differences,
     inside,
     is_nonempty,
+    read_json,
     read_yaml,
     write_text,
     write_yaml,
@@ -122,6 +124,39 @@ class RunFolder:
         elif changes := differences(before, given):
             self.refuse(changes)
 
+    def is_finished(self) -> bool:
+        """Tells whether the run is finished: its metrics are written last."""
+        return (self.path / METRICS_FILE).is_file()
+
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of a finished run."""
+        return read_json(self.path / METRICS_FILE)
+
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints of a run, newest first, whether they are complete or not."""
+        steps = {path: path.name.removeprefix("checkpoint-") for path in self.path.glob("checkpoint-*")}
+        return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]), reverse=True)
+
+    def claim_run(self, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
+        """Writes the recipe of a run, or checks that it is the one that is there, perhaps with its batch shared out otherwise.
+
+        Raises:
+            ValueError: if the folder holds another run or something else; nothing in it is touched.
+        """
+        before, made_by, checkpoints = self.made_from(), processes, self.checkpoints()
+        if self.is_finished():
+            made_by = self.metrics()["processes"]
+        elif checkpoints:  # which tell the global batch size
+            made_by = processes = None
+        elif not any(self.path.glob("*.safetensors")):
+            # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
+            if is_main_process:
+                (self.path / "tokenizer.json").unlink(missing_ok=True)
+                self.write(given)
+            return
+        if changes := differences(_with_global_batch(before, made_by), _with_global_batch(given, processes)):
+            self.refuse(changes)
+
     def write(self, given: dict[str, Any]) -> None:
         """Writes what the folder is made from."""
         write_yaml(self.path / self.plan, given)
@@ -129,3 +164,10 @@ class RunFolder:
     def refuse(self, changes: str) -> NoReturn:
         """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir")
+
+
+def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:
+    """A recipe with the global batch size, if the number of processes is known, in place of the shares of each process."""
+    training = dict(given.get("training", {}))
+    share = training.pop("per_device_train_batch_size", 8) * training.pop("gradient_accumulation_steps", 1)
+    return {**given, "training": training, "global_batch_size": processes and share * processes}

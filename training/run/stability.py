@@ -13,16 +13,13 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
-from modeling_nlq.attention_parts_nlq import AttentionCall, ScoreBias
-from modeling_nlq.attention_projections_nlq import NLQAttentionProjections
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
+from modeling_nlq.parts_base_nlq import AttentionCall, ScoreBias
+from modeling_nlq.projections_nlq import NLQAttentionProjections
 
-from ..hooks import attention_layers, observe_calls, visibility_of
+from ..hooks import observe_calls, visibility_of
 
-
-# Optimizer steps between two records; a record of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)
-DEFAULT_INTERVAL = 50
 
 # Queries computed together, so that memory grows with the length and not with its square
 QUERY_CHUNK = 256
@@ -105,7 +102,6 @@ def _layer_statistics(
             own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : places.stop])
             chunks.append(_row_statistics(call, query[:, :, places], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
-
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
     chosen = {name: values[has_choice] for name, values in rows.items()}
     is_zero = chosen["total_weight"] == 0
@@ -163,29 +159,14 @@ class StabilityCallback(TrainerCallback):
     would wait for the first one anyway, and a model that is sharded over the processes needs all of them to run.
 
     Args:
-        trainer: trains the recorded model and logs the numbers; add the callback to it.
+        trainer: trains a model with NLQ attention layers and logs the numbers; add the callback to it.
         input_ids: `(batch, length)`, the tokens.
         interval: optimizer steps between two records.
         position_ids: `(batch, length)`, for packed documents.
-
-    Raises:
-        ValueError: if the model has no NLQ attention layers, or the interval is no positive number.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        input_ids: torch.Tensor,
-        interval: int = DEFAULT_INTERVAL,
-        position_ids: torch.Tensor | None = None,
-    ):
-        attention_layers(trainer.model)
-        if interval < 1:
-            raise ValueError(f"interval={interval} must be at least 1 optimizer step")
-        self.trainer = trainer
-        self.input_ids = input_ids
-        self.interval = interval
-        self.position_ids = position_ids
+    def __init__(self, trainer: Trainer, input_ids: torch.Tensor, interval: int, position_ids: torch.Tensor | None = None):
+        self.trainer, self.input_ids, self.interval, self.position_ids = trainer, input_ids, interval, position_ids
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         step = state.global_step
@@ -193,9 +174,7 @@ class StabilityCallback(TrainerCallback):
             return
         layers = attention_statistics(self.trainer.model, self.input_ids, self.position_ids)
         should_log = control.should_log
-        self.trainer.log(
-            {f"{_PREFIX}{index}/{name}": value for index, layer in enumerate(layers) for name, value in layer.items()}
-        )
+        self.trainer.log({f"{_PREFIX}{index}/{name}": layer[name] for index, layer in enumerate(layers) for name in layer})
         # Logging clears this flag, and Trainer would leave out the loss of this step
         control.should_log = should_log
 
@@ -204,10 +183,9 @@ def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, l
     """Reads the curves in Trainer's `log_history`: by layer and quantity, `(optimizer step, value)` in order."""
     curves: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for entry in log_history:
-        for key, value in entry.items():
-            if key.startswith(_PREFIX):
-                layer, quantity = key.removeprefix(_PREFIX).split("/")
-                curves.setdefault(int(layer), {}).setdefault(quantity, []).append((entry["step"], value))
+        for key in filter(lambda key: key.startswith(_PREFIX), entry):
+            layer, quantity = key.removeprefix(_PREFIX).split("/")
+            curves.setdefault(int(layer), {}).setdefault(quantity, []).append((entry["step"], entry[key]))
     return curves
 
 

@@ -14,7 +14,7 @@ import keyword
 import math
 import re
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,32 +47,19 @@ _LONGEST_SPACE = 40  # characters
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a document where a question can be asked.
-
-    Attributes:
-        path: path of the document.
-        offset: place in the document where the choices begin, in characters.
-        context: text before them: whole lines, and the part of a line.
-        answer: text that follows, without the white space around it.
-        before, after: white space around the answer, which every choice gets.
-        near: wrong answers that the context holds, sorted.
-    """
+    """A place in a document where a question can be asked."""
 
     path: str
-    offset: int
-    context: str
-    answer: str
-    before: str = ""
+    offset: int  # where the choices begin in the document, in characters
+    context: str  # the text before them: whole lines, and the part of a line
+    answer: str  # the text that follows, without the white space around it
+    before: str = ""  # white space around the answer, which every choice gets
     after: str = ""
-    near: tuple[str, ...] = ()
+    near: tuple[str, ...] = ()  # wrong answers that the context holds, sorted
 
 
 class Source:
-    """A document and its tokens.
-
-    Args:
-        path: the path of the document.
-        text: Python source text.
+    """A document of Python source text and its tokens.
 
     Raises:
         SyntaxError, tokenize.TokenError: if the running Python does not understand it.
@@ -88,14 +75,11 @@ class Source:
         self.names = [(start, name) for start, name in self.names if can_be_choice(name)]
 
     def context(self, offset: int, head: str = "", first: int = 0) -> str:
-        """What stands before an offset, from a line start; empty if the line alone is too long.
+        """The text before an offset, from a line start that is no earlier than `first`, after `head`.
 
-        Args:
-            offset: the offset in characters.
-            head: text to begin with.
-            first: the earliest line start to go on from after `head`.
+        It is empty if the line alone is too long.
         """
-        earliest = max(first, offset - CONTEXT_LENGTH + len(head))
+        earliest = min(max(first, offset - CONTEXT_LENGTH + len(head)), offset)
         start = self.line_starts[bisect.bisect_left(self.line_starts, earliest)]
         return head + self.text[start:offset] if start < offset else ""
 
@@ -171,17 +155,11 @@ def closing_brackets(source: Source) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Task:
-    """How the items of a task are made.
-
-    Attributes:
-        find_places: function that finds the places in a document where the task can ask.
-        near: the number of wrong choices taken from the context, if there are so many. The rest are answers of other items.
-        even: whether all answers are asked for equally often, as far as the documents allow.
-    """
+    """How the items of a task are made."""
 
     find_places: Callable[[Source], Iterator[Place]]
-    near: int
-    even: bool
+    near: int  # wrong choices from the context, if there are so many; the others are answers of other items
+    even: bool  # whether all answers are asked for equally often, as far as the documents allow
 
 
 TASKS = {
@@ -222,8 +200,9 @@ def make_items(task: str, documents: Iterable[dict[str, str]]) -> list[dict[str,
     for index, (place, others) in enumerate(sorted(kept, key=lambda pair: by_hash(pair[0]))):  # the first are like all
         answer = index % CHOICES
         choices = [place.before + choice + place.after for choice in (*others[:answer], place.answer, *others[answer:])]
-        row = {"context": place.context, "choices": choices, "answer": answer}
-        items.append({**row, "path": place.path, "offset": place.offset})
+        items.append(
+            {"context": place.context, "choices": choices, "answer": answer, "path": place.path, "offset": place.offset}
+        )
     return items
 
 
@@ -235,21 +214,15 @@ def _fraction(*parts: object) -> float:
 
 def _evened(places: list[Place]) -> list[Place]:
     """Orders places so that every answer has its turn. Common answers would be known without context."""
-    turns: Counter[str] = Counter()
-    ordered = []
-    for index, place in enumerate(places):
-        ordered.append((turns[place.answer], index))
-        turns[place.answer] += 1
-    return [places[index] for _, index in sorted(ordered)]
+    counts = defaultdict(itertools.count)
+    turns = [next(counts[place.answer]) for place in places]
+    return [place for _, place in sorted(zip(turns, places), key=lambda pair: pair[0])]
 
 
 def _sampled(candidates: Sequence[str], weights: list[float], number_of: Callable[[str], float]) -> list[str]:
     """Orders candidates as by sampling without replacement (Efraimidis and Spirakis 2006, doi 10.1016/j.ipl.2005.11.003).
 
-    Args:
-        candidates: what to order.
-        weights: the weight of each.
-        number_of: gives each a number in (0, 1) in place of a random one.
+    `number_of` gives each a number in (0, 1) in place of a random one.
     """
     keys = {one: math.log(number_of(one)) / weight for one, weight in zip(candidates, weights)}
     return sorted(candidates, key=keys.__getitem__, reverse=True)
@@ -326,10 +299,10 @@ def task_dataset(task: str, pretrained: str | None = None, **_: Any) -> dict[str
 
 
 def score_item(item: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, float]:
-    """Scores one item: `process_results` of lm_eval.
+    """Scores a row of `make_items`: `process_results` of lm_eval.
 
     Args:
-        item: a row of `make_items`.
+        item: the row.
         results: the log-likelihood of each choice in nats, and whether it is the likeliest text.
 
     Returns:

@@ -18,12 +18,11 @@ from modeling_nlq.activations_nlq import did_you_mean
 from ...configuration import find, names
 from ..files import write_text
 from ..models import load_model
-from ..text import first_line, root_cause
+from ..text import check_number, first_line, root_cause
 
 
 # Metrics whose value by guessing is one over the number of choices; lm_eval's own begin with `acc`
 _GUESSABLE = ("acc", "answer_probability")
-_ALLOWED_LIMIT = "a whole number of items, or a share between 0 and 1"
 
 
 def evaluate_tasks(
@@ -54,18 +53,14 @@ def evaluate_tasks(
         ValueError: for a model or a task that cannot be loaded, a model that was trained on a task's documents, or a number out
             of range.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ImportError(_needs_lm_eval(error)) from error
-    for name, value, is_wrong, allowed in (
-        ("num_fewshot", num_fewshot, num_fewshot is not None and num_fewshot < 0, "at least 0"),
-        ("limit", limit, limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)), _ALLOWED_LIMIT),
-        ("batch_size", batch_size, batch_size < 1, "at least 1"),
-    ):
-        if is_wrong:
-            raise ValueError(f"{name}={value} must be {allowed}")
+    _require_lm_eval()
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    check_number("num_fewshot", num_fewshot, 0)
+    check_number("batch_size", batch_size, 1)
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
+        raise ValueError(f"limit={limit} must be a whole number of items, or a share between 0 and 1")
     loaded, tokenizer = load_model(str(model), trust_remote_code)
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     with _without_warnings():
@@ -141,24 +136,20 @@ def check_tasks(tasks: str | Sequence[str]) -> None:
         ImportError: without lm_eval.
         ValueError: for an unknown task.
     """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise ImportError(_needs_lm_eval(error)) from error
+    _require_lm_eval()
     with _without_warnings():
         _find_tasks(tasks, "")
 
 
-def _needs_lm_eval(error: ImportError) -> str:
-    return f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})"
+def _require_lm_eval() -> None:
+    try:
+        import lm_eval.models.huggingface  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
 
 
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
-    """Loads tasks by name.
-
-    Args:
-        tasks: as in `evaluate_tasks`.
-        model: told to the shipped tasks, as lm_eval's own command does.
+    """Loads tasks, and tells the shipped ones the model, as lm_eval's own command does.
 
     Returns:
         lm_eval's `TaskManager`, the tasks and groups for `simple_evaluate`, and each single task by name.

@@ -37,12 +37,7 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
 
 
 def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[str, Any]]:
-    """What the model of a run was trained on: by that run, and by those before it.
-
-    Args:
-        given: the fields of its recipe.
-        fingerprint: the fingerprint of its documents; `None` if it is unknown.
-    """
+    """What the model of a run was trained on: by those before it, and by the run of this recipe and fingerprint."""
     base = given.get("model")
     before = read_trained_on(base) if base and is_saved_model(base) else []
     record = {name: given.get(name, getattr(Recipe, name)) for name in _FIELDS}
@@ -55,14 +50,7 @@ def find_place(record: Mapping[str, Any], dataset: str) -> str | None:
     """Finds the place of a record's dataset, if it is the given one, a folder around it or a file in it.
 
     It is recognised by its name, its place or its content; a folder that was moved or copied, around a file, by its content if
-    it kept its own name.
-
-    Args:
-        record: one of `read_trained_on`.
-        dataset: as in a recipe.
-
-    Returns:
-        The dataset of the record, as in a recipe; `None` if it is another one.
+    it kept its own name. Of another dataset the result is `None`.
     """
     before = record["dataset"]
     if before == dataset:
@@ -89,9 +77,7 @@ def _has_content(record: Mapping[str, Any], place: Path) -> bool:
 def is_split_otherwise(record: Mapping[str, Any], dataset: str) -> bool:
     """Tells whether a file and a folder with splits of its own overlap, so that no share tells what was trained on.
 
-    Args:
-        record: one of `read_trained_on`, which is of this dataset, with the place that `find_place` found.
-        dataset: as in a recipe.
+    The record is of this dataset, with the place that `find_place` found.
     """
     there, here = Path(record["dataset"]).resolve(), Path(dataset).resolve()
     if there in here.parents or here in there.parents:

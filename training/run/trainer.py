@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
-from modeling_nlq.dispatch_nlq import forget_used_kernels, used_kernels
+from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
 from ..files import (
@@ -38,12 +38,10 @@ from ..files import (
     PLOT_FILE,
     STATE_FILE,
     atomic_dir,
-    differences,
     full_disk_named,
-    read_json,
     write_text,
 )
-from ..models import initialize_by_name, is_saved_model, source_named
+from ..models import initialize_by_name, source_named
 from ..parameters import Size, measure, size_of
 from ..scrub import without_folders
 from ..storage import is_address
@@ -60,13 +58,7 @@ from .data import (
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import (
-    ResolvedRecipe,
-    check_recipe,
-    emulated_bf16,
-    public_recipe,
-    unused_rows,
-)
+from .recipe import ResolvedRecipe, check_recipe, emulated_bf16, unused_rows
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -74,10 +66,6 @@ from .trained_on import record_run
 
 
 logger = logging.get_logger(__name__)
-
-# Their product with the number of processes is the global batch size. A checkpoint knows it, so that a run may go on from there
-# with another number of processes.
-_SHARES_OF_A_BATCH = ("gradient_accumulation_steps", "per_device_train_batch_size")
 
 # Blocks of the validation split on which attention is recorded while training
 _STABILITY_BLOCKS = 2
@@ -106,14 +94,14 @@ def train_recipe(
     recipe, arguments = resolved.recipe, resolved.training_arguments
     if is_address(arguments.output_dir):
         raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
-    folder = Path(arguments.output_dir)
-    is_main_process = arguments.process_index == 0
+    place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
+    folder = place.path
     check_recipe(resolved)
     with arguments.main_process_first(local=False):
-        _claim(RunFolder(folder), resolved.given, arguments.world_size, is_main_process)
-    if (folder / METRICS_FILE).is_file():
+        place.claim_run(resolved.given, arguments.world_size, is_main_process)
+    if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
-        return read_json(folder / METRICS_FILE)
+        return place.metrics()
     if is_main_process:
         for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
             logger.warning(warning)
@@ -132,58 +120,12 @@ def train_recipe(
     return metrics
 
 
-def _claim(folder: RunFolder, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
-    """Makes the run folder, or checks that it holds this very run.
-
-    Raises:
-        ValueError: if it holds another run or something else; nothing in it is touched.
-    """
-    before, path = folder.made_from(), folder.path
-    has_begun = any(True for pattern in (METRICS_FILE, "checkpoint-*", "*.safetensors") for _ in path.glob(pattern))
-    if not has_begun:  # or an attempt failed before it saved any weights: nothing is lost by beginning anew
-        if is_main_process:
-            (path / "tokenizer.json").unlink(missing_ok=True)
-            folder.write(given)
-        return
-    before = public_recipe(before)
-    if (path / METRICS_FILE).is_file():
-        made_by = read_json(path / METRICS_FILE).get("processes", 1)
-        has_same_batch = _global_batch_size(before, made_by) == _global_batch_size(given, processes)
-    else:
-        has_same_batch = any(path.glob("checkpoint-*"))  # which the checkpoint tells
-    free = _SHARES_OF_A_BATCH if has_same_batch else ()
-    if changes := differences(*(_without(recipe, free) for recipe in (before, given))):
-        folder.refuse(changes)
-
-
-def _global_batch_size(given: dict[str, Any], processes: int) -> int:
-    """Samples of an optimizer step, of all processes together."""
-    training = given.get("training", {})
-    return training.get("per_device_train_batch_size", 8) * training.get("gradient_accumulation_steps", 1) * processes
-
-
-def _without(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """A recipe without some of its fields of `TrainingArguments`."""
-    training = {name: value for name, value in given.get("training", {}).items() if name not in names}
-    return {**given, "training": training}
-
-
 # Build
 
 
 @dataclass
 class _Run:
-    """The parts of a run.
-
-    Attributes:
-        resolved: recipe of the run.
-        trainer: `Trainer` with model, data and callbacks.
-        record: tokens that the run saw, speed, and whether it diverged.
-        blocks: data by split.
-        fingerprint: hash of the documents.
-        size: size of the model.
-        conversion: the record of the conversion whose new parameters are trained; `None` if all are.
-    """
+    """The parts of a run: recipe, `Trainer`, record, data by split, fingerprint of the documents, and size of the model."""
 
     resolved: ResolvedRecipe
     trainer: Trainer
@@ -191,7 +133,6 @@ class _Run:
     blocks: dict[str, Blocks]
     fingerprint: str | None
     size: Size
-    conversion: dict[str, Any] | None
 
 
 def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
@@ -204,69 +145,12 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     # Other backends need a GPU, or are NLQ's own, whose restart the tests show
     if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
         check_restart(model)
-    global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
-    trainer = _make_trainer(resolved, model, tokenizer, blocks, record)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
-        logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
-    conversion = resolved.conversion if recipe.trainable == "new" else None
-    return _Run(resolved, trainer, record, blocks, fingerprint, size, conversion)
-
-
-def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special tokens.
-
-    What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
-
-    Raises:
-        ValueError: if the tokenizer has ids for which the model has no embeddings.
-    """
-    recipe = resolved.recipe
-    config = copy.deepcopy(resolved.config)
-    check_vocabulary(tokenizer, recipe.tokenizer, config)
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if not is_saved_model(recipe.model):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
-        initialize_by_name(model, resolved.training_arguments.seed)
-        return _name_loss(model)
-    with source_named(recipe.model):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            recipe.model,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=recipe.attn_implementation,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
-    if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
-        raise ValueError(
-            f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected: "
-            f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
-        )
-    return resolved.choose_trained(_name_loss(model))
-
-
-def _name_loss(model: PreTrainedModel) -> PreTrainedModel:
-    """Names the loss of a class without one, such as `GPT2LMHeadModel`: Trainer would divide it by too many tokens."""
-    model.loss_type = model.loss_type or "ForCausalLM"
-    return model
-
-
-def _make_trainer(
-    resolved: ResolvedRecipe,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    blocks: dict[str, Blocks],
-    record: RunRecord,
-) -> Trainer:
-    recipe, arguments = resolved.recipe, resolved.training_arguments
     factors = None
     if recipe.base_sizes is not None:
         factors = completep_factors(model, recipe.base_sizes)
         scale_initial_values(model, factors)
+    global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
@@ -285,13 +169,53 @@ def _make_trainer(
         compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
         preprocess_logits_for_metrics=token_losses,
     )
-    trainer.add_callback(ChecksumCallback)
     if recipe.record_stability:
         probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
-        trainer.add_callback(
-            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, position_ids=probe.get("position_ids"))
-        )
-    return trainer
+        callbacks = [
+            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, probe.get("position_ids")),
+            *callbacks,
+        ]
+    for callback in (ChecksumCallback, *callbacks):
+        trainer.add_callback(callback)
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
+        logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
+    return _Run(resolved, trainer, record, blocks, fingerprint, size)
+
+
+def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special tokens.
+
+    What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
+
+    Raises:
+        ValueError: if the tokenizer has ids for which the model has no embeddings.
+    """
+    recipe = resolved.recipe
+    config = copy.deepcopy(resolved.config)
+    check_vocabulary(tokenizer, recipe.tokenizer, config)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if not recipe.has_weights:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
+        initialize_by_name(model, resolved.training_arguments.seed)
+    else:
+        with source_named(recipe.model):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                recipe.model,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=recipe.attn_implementation,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
+            raise ValueError(
+                f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected "
+                f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+            )
+    # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
+    model.loss_type = model.loss_type or "ForCausalLM"
+    return resolved.choose_trained(model)
 
 
 # Run
@@ -328,83 +252,41 @@ def _train(run: _Run) -> None:
 
 
 def _collect(run: _Run) -> dict[str, Any]:
-    """Evaluates and saves the model, and returns the metrics of the run."""
-    evaluated = _evaluate_and_save(run) if run.record.diverged_at is None else {}
-    config = run.trainer.model.config
+    """Evaluates and saves the model, and returns the metrics of the run: what it measured, the machine and the versions."""
+    recipe, trainer, record, arguments, blocks = run.resolved.recipe, run.trainer, run.record, run.trainer.args, run.blocks
+    evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
+    config = trainer.model.config  # with a LoRA, of the merged model
+    losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
+    unigram = None
+    if trainer.is_world_process_zero() and not recipe.streaming:
+        size = vocabulary_size(trainer.processing_class)
+        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, size)
+    scores = {name: value for name, value in evaluated.items() if name.startswith(("eval_", "test_"))}
     return {
         # JSON has no NaN
-        **{
-            name: value if math.isfinite(value) else None
-            for name, value in evaluated.items()
-            if name.startswith(("eval_", "test_"))
-        },
+        **{name: value if math.isfinite(value) else None for name, value in scores.items()},
         "test_loss_parts": evaluated.get("loss_parts"),
-        "diverged": run.record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
-        "diverged_at": run.record.diverged_at,
-        "unigram_perplexity": _unigram_baseline(run),
-        **_training_metrics(run),
-        **_provenance(run),
-    }
-
-
-def _evaluate_and_save(run: _Run) -> dict[str, Any]:
-    trainer = run.trainer
-    evaluated = _last_evaluation(trainer) or trainer.evaluate()
-    if "test" in run.blocks:
-        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token)
-        evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
-        evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
-    if run.resolved.recipe.lora is not None:
-        merge_lora(trainer)
-    trainer.save_model()
-    return evaluated
-
-
-def _last_evaluation(trainer: Trainer) -> dict[str, float] | None:
-    """The evaluation after the last step, if there was one and the weights are still the same."""
-    for entry in reversed(trainer.state.log_history):
-        if "eval_loss" in entry:
-            is_last = entry["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end
-            return {name: value for name, value in entry.items() if name.startswith("eval_")} if is_last else None
-    return None
-
-
-def _unigram_baseline(run: _Run) -> float | None:
-    if not run.trainer.is_world_process_zero() or run.resolved.recipe.streaming:
-        return None
-    size = vocabulary_size(run.trainer.processing_class)
-    return unigram_perplexity(run.blocks["train"].dataset, run.blocks["validation"].dataset, size)
-
-
-def _training_metrics(run: _Run) -> dict[str, Any]:
-    state, record = run.trainer.state, run.record
-    losses = [entry["loss"] for entry in state.log_history if math.isfinite(entry.get("loss", math.nan))]
-    return {
+        "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
+        "diverged_at": record.diverged_at,
+        "unigram_perplexity": unigram,
         "train_loss": losses[-1] if losses else None,
-        "steps": state.global_step,
+        "steps": trainer.state.global_step,
         "tokens_seen": record.tokens_seen,
         "token_stream": record.token_stream,
         "train_seconds": record.seconds,
         "tokens_per_second": record.tokens_seen / record.seconds if record.seconds else None,
-        "peak_memory": peak_memory(run.trainer.args.device),
-        **{f"{split}_tokens": part.tokens for split, part in run.blocks.items()},
+        "peak_memory": peak_memory(arguments.device),
+        **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": run.fingerprint,
         "trained_on": record_run(run.resolved.given, run.fingerprint),
-    }
-
-
-def _provenance(run: _Run) -> dict[str, Any]:
-    """The model, the machine and the versions."""
-    name, arguments = run.resolved.recipe.model, run.trainer.args
-    return {
-        "is_fine_tuned": is_saved_model(name),
-        "base_model": base_model_of(name) if is_saved_model(name) else None,
+        "is_fine_tuned": recipe.has_weights,
+        "base_model": base_model_of(recipe.model) if recipe.has_weights else None,
         "parameters": run.size.total,
         "non_embedding_parameters": run.size.non_embedding,
         "trained_parameters": run.size.trained,
         "flops_per_token": run.size.flops_per_token,
-        "attn_implementation": run.trainer.model.config._attn_implementation,
-        "kernels": _kernels(run.trainer.model),
+        "attn_implementation": config._attn_implementation,
+        "kernels": _kernels(trainer.model),
         "processes": arguments.world_size,
         "device": torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
         "versions": {
@@ -413,6 +295,23 @@ def _provenance(run: _Run) -> dict[str, Any]:
             **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
         },
     }
+
+
+def _evaluate_and_save(run: _Run) -> dict[str, Any]:
+    trainer, last = run.trainer, {}
+    # The evaluation after the last step, if there was one and the weights are still the same
+    if not trainer.args.load_best_model_at_end:
+        entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
+        last = next((entry for entry in entries if "eval_loss" in entry), {})
+    evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
+    if "test" in run.blocks:
+        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token)
+        evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
+        evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
+    if run.resolved.recipe.lora is not None:
+        merge_lora(trainer)
+    trainer.save_model()
+    return evaluated
 
 
 def _kernels(model: PreTrainedModel) -> str:
@@ -427,14 +326,15 @@ def _kernels(model: PreTrainedModel) -> str:
 def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
+    conversion = run.resolved.conversion if run.resolved.recipe.trainable == "new" else None
     plot_losses(state.log_history, folder / PLOT_FILE, without_folders(run.resolved.recipe.model))
-    if run.conversion is not None:
-        write_text(folder / CONVERSION_FILE, json.dumps(run.conversion, indent=2) + "\n")
+    if conversion is not None:
+        write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if "eval_loss" in metrics:
         # With a LoRA, the saved model is smaller than the one that was trained
         size = run.size if run.resolved.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, size, run.resolved.given, metrics, run.conversion, has_plot=True)
+        card = render(folder.resolve().name, config, size, run.resolved.given, metrics, conversion, has_plot=True)
         card.save(folder / CARD_FILE)
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]

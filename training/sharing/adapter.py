@@ -14,15 +14,7 @@ from ..parameters import listed
 
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Finds the modules whose parameters are the given ones, and no others.
-
-    Args:
-        model: it may be on the meta device.
-        names: parameters of the model.
-
-    Raises:
-        ValueError: naming the parameters that belong to no such module.
-    """
+    """Finds the modules whose parameters are the given ones, and no others; `ValueError` names those that are left."""
     modules, left = [], set(names)
     for path, module in model.named_modules():  # a module comes before those that it contains
         own = {f"{path}.{name}" for name, _ in module.named_parameters()}
@@ -39,16 +31,12 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes some modules of a trained model as an adapter.
+    """Writes some modules of the model in the folder `run` as an adapter, and returns its files; PEFT writes a card as well.
 
     Args:
-        run: folder of the model.
-        target: folder of the adapter.
+        run, target: folders of the model and of the adapter.
         modules: paths of the modules in the model.
         base: Hub name of the model that the adapter belongs on, if it is there.
-
-    Returns:
-        The files of the adapter. PEFT also writes a card of its own.
 
     Raises:
         ImportError: if PEFT is not installed.

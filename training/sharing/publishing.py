@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
@@ -34,8 +34,9 @@ from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 
 from ..card import converted_base, render
+from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
-from ..comparison.screening import CONFIRMATION, SCREENING
+from ..comparison.status import CONFIRMATION, SCREENING
 from ..files import (
     ADAPTER,
     CARD_FILE,
@@ -186,17 +187,10 @@ def _send(
     dry_run: bool,
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
+    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
     if dry_run:
         return Publication(sizes)
-    commit = _upload(repo_id, contents, private, revision, kind)
-    return Publication(sizes, commit.commit_url, commit.oid)
-
-
-def _upload(
-    repo_id: str, contents: dict[str, Path | bytes], private: bool | None, revision: str | None, kind: str
-) -> CommitInfo:
-    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     token = get_token()
     if token is None:
         raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
@@ -213,11 +207,11 @@ def _upload(
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        message = f"Publish {repo_id.split('/')[1]}"
         options = {"repo_type": kind, "revision": revision, "parent_commit": before.sha}
-        return api.create_commit(repo_id, operations, commit_message=message, **options)
+        commit = api.create_commit(repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", **options)
     except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
+    return Publication(sizes, commit.commit_url, commit.oid)
 
 
 def _collect(
@@ -269,23 +263,9 @@ def _collect(
         contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
 
     text = None
-    comparison_folder = _find_comparison(folder, comparison)
-    if comparison_folder is not None:
-        reported = files_in(comparison_folder, (RESULTS_FILE, "results.md", "figures/*.png"))
-        place = folder.resolve()
-        is_part = comparison_folder in place.parents
-        variant, run = (place.parent.name, place.name) if is_part else (None, None)
-        try:
-            results = read_json(comparison_folder / RESULTS_FILE)
-            scale = place.parents[2].name if is_part and "scales" in results else None
-            text = verdicts(results, variant, run, scale)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{comparison_folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
-        text += "\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
-        for path in reported - {comparison_folder / RESULTS_FILE}:
-            contents[f"comparison/{path.relative_to(comparison_folder).as_posix()}"] = path
-        if (report := contents.get("comparison/results.md")) is not None:
-            contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
+    if (comparison_folder := _find_comparison(folder, comparison)) is not None:
+        text, report = _report(folder.resolve(), comparison_folder)
+        contents |= report
     if card is not None:
         contents[CARD_FILE] = _read_card(Path(card))
     else:
@@ -308,6 +288,21 @@ def _collect(
     return dict(sorted(contents.items()))
 
 
+def _report(run: Path, folder: Path) -> tuple[str, dict[str, Path | bytes]]:
+    """The verdicts of a comparison, for the card of a run that may be part of it, and the files of its report."""
+    variant, name, scale = (run.parent.name, run.name, run.parents[2].name) if folder in run.parents else (None, None, None)
+    files = files_in(folder, ("results.md", "figures/*.png"))
+    contents: dict[str, Path | bytes] = {f"comparison/{path.relative_to(folder).as_posix()}": path for path in files}
+    if isinstance(report := contents.get("comparison/results.md"), Path):
+        contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
+    try:
+        results = read_json(inside(folder, folder / RESULTS_FILE))
+        text = verdicts(read_outcome(results), variant, name, scale if "scales" in results else None)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
+    return f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md).", contents
+
+
 def _code(folder: Path) -> set[Path]:
     code = code_files(folder)
     if missing := sorted(path.name for path in code if not path.is_file()):
@@ -324,7 +319,7 @@ def _code(folder: Path) -> set[Path]:
 def _adapter(
     folder: Path, target: Path, model: PreTrainedModel, given: dict[str, Any] | None, records: dict[str, dict[str, Any]]
 ) -> list[Path]:
-    """Makes the adapter of a run in a folder, and returns its files."""
+    """Makes the adapter of a run in the folder `target`, and returns its files."""
     if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
         raise ValueError(
             f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none; publish the whole "
@@ -428,17 +423,13 @@ def _explain(error: BaseException) -> str:
         error = error.__cause__  # of a large file
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    if isinstance(error, LocalTokenNotFoundError):
-        return _STATUS[401]
-    if isinstance(error, RepositoryNotFoundError) and error.response.status_code == 401:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, LocalTokenNotFoundError) or (isinstance(error, RepositoryNotFoundError) and status == 401):
         return _STATUS[401]
     if isinstance(error, HfHubHTTPError):
-        status = error.response.status_code
         said = f" ({' '.join(error.server_message.split())})" if error.server_message else ""
-        known = _STATUS.get(status) or (
-            "the Hub has a problem of its own; run the same command again" if status >= 500 else "the Hub refused"
-        )
-        return f"{status}: {known}{said}"
+        other = "the Hub has a problem of its own; run the same command again" if status >= 500 else "the Hub refused"
+        return f"{status}: {_STATUS.get(status, other)}{said}"
     if isinstance(error, HTTPError):
         kind = type(error).__name__
         return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"

@@ -30,7 +30,7 @@ def tokens_until(gap: np.ndarray, share: float, tokens: np.ndarray) -> str:
 
 def main() -> None:
     results = json.loads((FOLDER / "results.json").read_text())
-    reference, styles = losses(results, results["baseline"]), model_styles(results)
+    reference, styles = losses(results, results["baseline"]), model_styles(results["baseline"], results["models"])
     tokens = np.arange(reference.shape[1]) * results["tokens_per_run"] // reference.shape[1]
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()

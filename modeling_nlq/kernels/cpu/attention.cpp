@@ -11,34 +11,20 @@
 // Letters: a tile has `m` rows and `n` columns; `width` is head_dim. In forward a tile of scores is `(query, key)`, in backward it
 // is `(key, query)`, so that weights and gradients can be multiplied as they are.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
-#include <algorithm>
 #include <array>
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <optional>
-#include <string_view>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "activations.h"
+#include "operators.h"
 
 namespace {
 
 using Index = int64_t;
 // Tiles begin and end at multiples of it
 constexpr Index STEP = 64;
-// Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
-constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
 typedef uint32_t __attribute__((may_alias)) Pair;
 
 // A tensor with the axes batch, heads, length and, if there is one, head_dim, whose stride is 1
@@ -540,11 +526,6 @@ void backward(const Call& call) {
   }
 }
 
-using Optional = std::optional<at::Tensor>;
-
-// The tensor with rows in one piece
-at::Tensor with_rows(const at::Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
-
 // The arguments that both passes share. `kept` holds tensors that live as long as the call
 struct Arguments {
   Call call{};
@@ -553,24 +534,19 @@ struct Arguments {
   States keep(const at::Tensor& tensor) { return States(kept.emplace_back(tensor)); }
 
   Arguments(
-      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& query_index,
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& last_key,
       const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
       std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
-    TORCH_CHECK(
-        query.dim() == 4 && key.dim() == 4 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
-            query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
-        "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
+    check_states(query, key, value);
     TORCH_CHECK(query.scalar_type() == key.scalar_type() && key.scalar_type() == value.scalar_type(), "types differ");
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
     call.key_value_heads = key.size(1), call.keys = key.size(2);
     call.query_tile = std::min(query_tile, std::max((call.queries + STEP - 1) / STEP * STEP, STEP));
     call.key_tile = std::min(key_tile, std::max((call.keys + STEP - 1) / STEP * STEP, STEP));
-    const auto rows = std::begin(ROWS<float>), end = std::end(ROWS<float>);
-    call.activation = std::find_if(rows, end, [&](const auto& row) { return row.name == activation; }) - rows;
-    TORCH_CHECK(call.activation < end - rows, "activation=", activation, " has no C++ code");
-    call.is_causal = query_index.has_value();
-    call.first_query = call.is_causal && call.queries ? query_index->data_ptr<Index>()[0] : 0;
+    call.activation = find_activation(ROWS<float>, activation);
+    call.is_causal = last_key.has_value();
+    call.first_query = call.is_causal && call.queries ? last_key->data_ptr<Index>()[0] : 0;
     call.is_sum = normalization == "sum", call.is_softmax = activation == "softmax";
     call.scaling = scaling;
     call.query = keep(with_rows(query)), call.key = keep(with_rows(key)), call.value = keep(with_rows(value));
@@ -587,11 +563,11 @@ bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFl
 // `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
-    const Optional& inverse_count, const Optional& query_index, const Optional& key_is_valid, const Optional& first_key,
+    const Optional& inverse_count, const Optional& last_key, const Optional& key_is_valid, const Optional& first_key,
     const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, double largest_sum,
     Index query_tile, Index key_tile) {
   Arguments arguments(
-      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+      query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const std::array<Index, 3> rows = {call.batch, call.heads, call.queries};
   const at::Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
@@ -613,10 +589,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& output, const at::Tensor& remainder, const at::Tensor& normalizer, const Optional& bias,
-    const Optional& query_index, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
+    const Optional& last_key, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
     std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
-      query, key, value, query_index, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
+      query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const at::Tensor results[] = {
       query.new_empty(query.sizes()), key.new_empty(key.sizes()), value.new_empty(value.sizes())};
@@ -654,20 +630,15 @@ bool can_multiply(bool is_half) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? query_index, "
+  NLQ_OPERATOR(
+      attention,
+      "(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? last_key, "
       "Tensor? key_is_valid, Tensor? first_key, Tensor? visible, str activation, str normalization, float scaling, "
-      "float largest_sum, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
-      tags);
-  library.def(
-      "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor remainder, "
-      "Tensor normalizer, Tensor? bias, Tensor? query_index, Tensor? key_is_valid, Tensor? first_key, Tensor? visible, "
-      "str activation, str normalization, float scaling, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)",
-      tags);
+      "float largest_sum, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)");
+  NLQ_OPERATOR(
+      attention_backward,
+      "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor remainder, Tensor normalizer, "
+      "Tensor? bias, Tensor? last_key, Tensor? key_is_valid, Tensor? first_key, Tensor? visible, str activation, "
+      "str normalization, float scaling, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)");
   library.def("can_multiply(bool is_half) -> bool", can_multiply);
-  library.impl("attention", c10::DispatchKey::CPU, TORCH_FN(attention));
-  library.impl("attention", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
-  library.impl("attention_backward", c10::DispatchKey::CPU, TORCH_FN(attention_backward));
-  library.impl("attention_backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

@@ -57,27 +57,23 @@ def load(name: str, namespace: str) -> bool:
     Returns:
         False if it cannot be compiled, with one warning in a process: another file would fail for the same reason.
     """
+    global _has_warned
     if _has_warned:
         return False
     try:
         torch.ops.load_library(str(_build(name, namespace)))
     # `Path.home` raises `RuntimeError`, and `shlex.split` `ValueError`
     except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
-        _warn(error)
+        _has_warned = True
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])[:200]
+        logger.warning(
+            "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
+            f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the folder "
+            "TORCH_EXTENSIONS_DIR must be writable, for this user alone. NLQ_CPP=0 turns the C++ code and this warning off."
+        )
         return False
     return True
-
-
-def _warn(error: Exception) -> None:
-    global _has_warned
-    _has_warned = True
-    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    reason = next((line for line in lines if "error" in line), lines[0])[:200]
-    logger.warning(
-        "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled "
-        f"({reason}). Install a C++ compiler (g++ 11 or later), or name one in the environment variable CXX; the "
-        "folder TORCH_EXTENSIONS_DIR must be writable, for this user alone. NLQ_CPP=0 turns the C++ code and this warning off."
-    )
 
 
 def _is_trusted(path: Path) -> bool:

@@ -11,11 +11,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
 from ...attention_nlq import LARGEST_SUM, eager_attention_forward
-from ...backends_nlq import AttentionBackend, Needs
+from ...backends_nlq import AttentionBackend, AttentionRequest
 from ...configuration_nlq import AUTOMATIC
-from ...masking_nlq import Visibility, read_visible
+from ...masking_nlq import read_visible
+from ...ops_nlq import AttentionInputs, DifferentiableAttention, in_autocast_precision, operator_namespace
 from ...tiled_nlq import attend_in_scale, tiled_attention_forward
-from ...torch_ops_nlq import DifferentiableAttention, in_autocast_precision, operator_namespace
 from .build import FOLDER, instructions, is_enabled, load
 
 
@@ -59,75 +59,35 @@ def _multiplies(is_half: bool) -> bool:
     return instructions() == "AVX512" and is_built("attention") and operators.can_multiply(is_half)
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    inverse_count = 1.0 / visible_count.clamp(min=1).float() if normalization == "length" else None
-    masks = (query_index, key_is_valid, first_key, visible)
-    largest_sum = LARGEST_SUM if get_attention_activation(activation).is_homogeneous else math.inf
-    return operators.attention(
-        *(query, key, value, _bias(visible_count, activation, normalization), inverse_count, *masks),
-        *(activation, normalization, scaling, largest_sum, *FORWARD_TILES),
-    )
+def _attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inverse_count = 1.0 / inputs.visible_count.clamp(min=1).float() if inputs.normalization == "length" else None
+    largest_sum = LARGEST_SUM if get_attention_activation(inputs.activation).is_homogeneous else math.inf
+    states = (inputs.query, inputs.key, inputs.value, _log_count(inputs), inverse_count)
+    return operators.attention(*states, *_masks_and_options(inputs), largest_sum, *FORWARD_TILES)
 
 
 def _attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    remainder: torch.Tensor,
-    normalizer: torch.Tensor,
-    visible_count: torch.Tensor,
-    query_index: torch.Tensor | None,
-    key_is_valid: torch.Tensor | None,
-    first_key: torch.Tensor | None,
-    visible: torch.Tensor | None,
-    seed: None,
-    activation: str,
-    normalization: str,
-    scaling: float,
-    dropout: float,
+    gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    masks = (query_index, key_is_valid, first_key, visible)
-    bias = _bias(visible_count, activation, normalization)
-    results = (output, remainder, normalizer)
-    return operators.attention_backward(
-        *(gradient, query, key, value, *results, bias, *masks, activation, normalization, scaling, *BACKWARD_TILES)
-    )
+    states = (gradient, inputs.query, inputs.key, inputs.value, *results, _log_count(inputs))
+    return operators.attention_backward(*states, *_masks_and_options(inputs), *BACKWARD_TILES)
 
 
-def _bias(visible_count: torch.Tensor, activation: str, normalization: str) -> torch.Tensor | None:
-    has_bias = get_attention_activation(activation).subtract_log_count and normalization == "none"
-    return visible_count.clamp(min=1).float().log() if has_bias else None
+def _masks_and_options(inputs: AttentionInputs) -> tuple:
+    masks = (inputs.last_key, inputs.key_is_valid, inputs.first_key, inputs.visible)
+    return (*masks, inputs.activation, inputs.normalization, inputs.scaling)
+
+
+def _log_count(inputs: AttentionInputs) -> torch.Tensor | None:
+    """Returns what is subtracted from the scores, if anything is."""
+    is_subtracted = get_attention_activation(inputs.activation).subtract_log_count and inputs.normalization == "none"
+    return inputs.visible_count.clamp(min=1).float().log() if is_subtracted else None
 
 
 attention = DifferentiableAttention(_attention, _attention_backward)
 
 
-def attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+def attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs) -> tuple[torch.Tensor, None]:
     """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
 
     Raises:
@@ -156,27 +116,21 @@ def _takes(dtype: torch.dtype, head_dim: int) -> bool:
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(dtype == torch.bfloat16)
 
 
-def computes_attention(needs: Needs) -> bool:
-    """Tells whether `attention_forward` computes a layer, and a call of it if the call's inputs are known."""
-    if needs.activation.name not in (*ACTIVATIONS, "softmax") or needs.sink is not None:
+def computes_attention(request: AttentionRequest) -> bool:
+    """Tells whether `attention_forward` computes a layer, and a call of it if the call's tensors are known."""
+    if request.activation.name not in (*ACTIVATIONS, "softmax") or request.sink is not None:
         return False
-    inputs = needs.inputs
+    if request.device is None:
+        return True
     # PyTorch's own kernels are as fast for a single query
-    return inputs is None or (inputs.device.type == "cpu" and inputs.queries > 1 and _takes(inputs.dtype, inputs.head_dim))
+    return request.device.type == "cpu" and request.queries > 1 and _takes(request.dtype, request.head_dim)
 
 
 BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
 
 
-def computes_one_query(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-) -> bool:
-    """Tells whether `one_query` computes this. Compiled models fuse PyTorch's operators instead."""
+def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others) -> bool:
+    """Tells whether `one_query` computes this, from the same arguments. Compiled models fuse PyTorch's operators instead."""
     if module.activation.name not in ACTIVATIONS or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -187,33 +141,25 @@ def computes_one_query(
     return fits and forward_ad.unpack_dual(query).tangent is None and is_built("one_query")
 
 
-def one_query(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
+def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
     """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the scores."""
     activation, normalization = module.activation, module.normalization
     visible, count = read_visible(attention_mask, query, key)
-    if not isinstance(count, torch.Tensor):
-        count = None if count == key.shape[2] else torch.tensor([[[count]]])
+    count = count if isinstance(count, torch.Tensor) else None  # a number is that of all keys
     has_bias = activation.subtract_log_count and normalization == "none"
     options = (activation.name, normalization, has_bias, activation.is_homogeneous, scaling)
     return operators.one_query(query, key, value, visible, count, *options)
 
 
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tells whether `loss` computes this."""
+    """Tells whether the operator computes what `loss_in_slices` computes, from the same arguments."""
     is_right = logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu" and logits.numel() > 0
     return is_right and is_built("loss")
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes what `loss_in_slices` computes, from the same arguments."""
-    return operators.loss(logits, targets, weights)
+    return operators.loss(*inputs)
 
 
 MOST_ROWS = 8
@@ -224,9 +170,8 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` -> `(..., out_features)`."""
-        if torch.is_grad_enabled() or input.is_nested or not 0 < input.numel() <= MOST_ROWS * self.in_features:
-            return super().forward(input)
-        if not self._is_plain(input):
+        has_few_rows = not input.is_nested and 0 < input.numel() <= MOST_ROWS * self.in_features
+        if torch.is_grad_enabled() or not has_few_rows or not self._is_plain(input):
             return super().forward(input)
         return operators.linear(input, self.weight, self.bias)
 
@@ -266,11 +211,10 @@ def kernelize(model: nn.Module) -> nn.Module:
     return model
 
 
-def _new_attention(query, key, value, bias, inverse_count, query_index, key_is_valid, first_key, visible, *options):
+def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):
     batch, heads, queries, head_dim = query.shape
-    normalization = options[1]
     output = query.new_empty(batch, queries, heads, head_dim)
-    has_remainder = normalization == "sum" and query.dtype == torch.bfloat16
+    has_remainder = options[1] == "sum" and query.dtype == torch.bfloat16
     remainder = torch.empty_like(output) if has_remainder else output.new_empty(0)
     return output, remainder, query.new_empty(batch, heads, queries, dtype=torch.float32)
 

@@ -1,18 +1,10 @@
 // The product of a linear layer with a few rows, as in decoding. It takes as long as reading the weights, which PyTorch's BLAS
 // does with one thread, and slowly on processors that it has no kernels for. This reads them in order, with all threads.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
-
-#include <cstdint>
-#include <optional>
-#include <vector>
+#include "operators.h"
 
 namespace {
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));
 typedef int lanes __attribute__((vector_size(64)));
 
 inline float sum(vec v) {
@@ -53,7 +45,7 @@ void product(const float* x, const float* w, const float* bias, float* y, int64_
 }
 
 // x (..., width), w (size, width), bias (size) -> x w^T + bias, for up to 8 rows of x
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const Optional& bias) {
   TORCH_CHECK(w.dim() == 2 && (!bias || bias->sizes() == w.sizes().slice(0, 1)), "w=", w.sizes(), " and the bias do not fit");
   using Product = void (*)(const float*, const float*, const float*, float*, int64_t, int64_t, int);
   constexpr Product PRODUCTS[] = {product<1, 1>, product<4, 2>, product<4, 3>, product<4, 4>,
@@ -73,8 +65,5 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const std::optional<
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def("linear(Tensor x, Tensor w, Tensor? bias) -> Tensor", tags);
-  library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
-  library.impl("linear", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+  NLQ_OPERATOR(linear, "(Tensor x, Tensor w, Tensor? bias) -> Tensor");
 }

@@ -1,17 +1,7 @@
 // The next-token loss of each row of logits, and the gradient of a weighted sum of them, in two visits of a row.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
-
-#include <cmath>
-#include <optional>
-#include <tuple>
-#include <type_traits>
-#include <vector>
-
 #include "numbers.h"
+#include "operators.h"
 
 namespace {
 
@@ -43,7 +33,7 @@ void compute(
 // Logits (rows, vocabulary), targets (rows), and weights (rows) if the gradient is wanted -> losses (rows), and the gradient of
 // their weighted sum, of the shape of the logits, or (0)
 std::tuple<at::Tensor, at::Tensor> loss(
-    const at::Tensor& logits, const at::Tensor& targets, const std::optional<at::Tensor>& weights) {
+    const at::Tensor& logits, const at::Tensor& targets, const Optional& weights) {
   TORCH_CHECK(
       logits.dim() == 2 && targets.numel() == logits.size(0) && (!weights || weights->numel() == logits.size(0)),
       "logits=", logits.sizes(), " must be (tokens, vocabulary), with a target and a weight for each token");
@@ -69,8 +59,5 @@ std::tuple<at::Tensor, at::Tensor> loss(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def("loss(Tensor logits, Tensor targets, Tensor? weights) -> (Tensor, Tensor)", tags);
-  library.impl("loss", c10::DispatchKey::CPU, TORCH_FN(loss));
-  library.impl("loss", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+  NLQ_OPERATOR(loss, "(Tensor logits, Tensor targets, Tensor? weights) -> (Tensor, Tensor)");
 }

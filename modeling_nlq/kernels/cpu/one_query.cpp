@@ -1,27 +1,10 @@
 // Elementwise attention of a single query, as in decoding: one visit of the keys and one of the values.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
-#include <optional>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "activations.h"
+#include "operators.h"
 
 namespace {
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-
-// Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
-constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
 // The squares of scores up to this power of 2, their sums, and quotients of these fit into float32, as in `attention_nlq`
 constexpr float LARGE_SCORE = 40;
 
@@ -55,7 +38,11 @@ float weigh(float* scores, const uint8_t* visible, int64_t keys, float factor, f
 }
 
 using Weigh = float (*)(float*, const uint8_t*, int64_t, float, float);
-const std::pair<std::string_view, Weigh> WEIGH[] = {
+struct Row {
+  std::string_view name;
+  Weigh weigh;
+};
+const Row ROWS[] = {
 #define ROW(name) {#name, weigh<Phi_##name>},
     FOR_EACH_ACTIVATION(ROW)
 #undef ROW
@@ -129,17 +116,12 @@ void attend(const Call& call, int64_t batch, int64_t head) {
 
 // The output (batch, 1, heads, head_dim)
 at::Tensor one_query(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& visible,
-    const std::optional<at::Tensor>& count, std::string_view activation, std::string_view normalization,
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& visible,
+    const Optional& count, std::string_view activation, std::string_view normalization,
     bool subtracts_log_count, bool is_homogeneous, double scaling) {
-  TORCH_CHECK(
-      query.dim() == 4 && query.size(2) == 1 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
-          query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
-      "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
+  check_states(query, key, value);
+  TORCH_CHECK(query.size(2) == 1, "query=", query.sizes(), " must be a single one");
   const int64_t batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
-  const auto row = std::find_if(std::begin(WEIGH), std::end(WEIGH), [&](const auto& row) { return row.first == activation; });
-  TORCH_CHECK(row != std::end(WEIGH), "activation=", activation, " has no C++ code");
-  const auto with_rows = [](const at::Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); };
   const at::Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
   const at::Tensor output = query.new_empty({batch, 1, heads, width});
   at::Tensor seen, counts;
@@ -150,7 +132,7 @@ at::Tensor one_query(
       visible ? static_cast<const uint8_t*>(seen.data_ptr()) : nullptr, count ? counts.data_ptr<int64_t>() : nullptr,
       queries.strides(), all_keys.strides(), values.strides(),
       visible ? seen.strides() : at::IntArrayRef(), count ? counts.strides() : at::IntArrayRef(),
-      heads, heads / key.size(1), keys, width, row->second,
+      heads, heads / key.size(1), keys, width, ROWS[find_activation(ROWS, activation)].weigh,
       normalization == "sum", normalization == "length", subtracts_log_count, is_homogeneous, scaling};
   const int64_t rows = batch * heads;
 #pragma omp parallel for num_threads(at::get_num_threads()) if (rows * keys > 512)
@@ -161,11 +143,8 @@ at::Tensor one_query(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def(
-      "one_query(Tensor query, Tensor key, Tensor value, Tensor? visible, Tensor? count, str activation, str normalization, "
-      "bool subtracts_log_count, bool is_homogeneous, float scaling) -> Tensor",
-      tags);
-  library.impl("one_query", c10::DispatchKey::CPU, TORCH_FN(one_query));
-  library.impl("one_query", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+  NLQ_OPERATOR(
+      one_query,
+      "(Tensor query, Tensor key, Tensor value, Tensor? visible, Tensor? count, str activation, str normalization, "
+      "bool subtracts_log_count, bool is_homogeneous, float scaling) -> Tensor");
 }

@@ -1,26 +1,13 @@
-"""What the tests of comparisons share: a function that writes a comparison, and one finished comparison."""
+"""What the tests of comparisons share: one finished comparison."""
 
 from pathlib import Path
 
 import pytest
 from support.inline_engine import InlineEngine
-from support.runs import write_comparison
 
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_yaml
-
-
-@pytest.fixture(scope="session")
-def make_file(recipe_file, tmp_path_factory):
-    """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit longer."""
-
-    def make(**fields) -> str:
-        training = {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"}
-        defaults = {"recipe": str(recipe_file), "models": {"base": None, "twin": None}, "training": training}
-        return write_comparison(tmp_path_factory.mktemp("comparison"), **{**defaults, **fields})
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.comparison import downstream
 from modeling_nlq.training.comparison.inference import analyse
+from modeling_nlq.training.comparison.outcome import TaskOutcome
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.run.task_items import TASKS
@@ -107,8 +108,8 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base", resolution=1e-3).effects["twin"].p
 
     # One item more in each of two seeds, as counted: no sign that there is no noise
-    one_more = {"scores": {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}}, "items": 40, "higher_is_better": True}
-    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream._resolution(one_more)).effects["twin"]
+    one_more = TaskOutcome(40, None, True, {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}})
+    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream.resolution(one_more)).effects["twin"]
     assert effect.verdict == "too few seeds: no verdict" and effect.p > 0.3
 
     def diverging(comparison, run):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.paths import REPOSITORY
 from transformers import Trainer
 
 from modeling_nlq.training.comparison import estimate
@@ -20,6 +21,7 @@ from modeling_nlq.training.text import duration
 from nlq import main
 
 
+RESULTS = REPOSITORY / "docs" / "results"
 TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "report_to": "none", "use_cpu": True}
 
 
@@ -45,7 +47,7 @@ class TestThroughput:
         clock = itertools.count(step=2.0)
         monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
         training = {**TRAINING, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 3}
-        variant = load_comparison(make_file(training=training)).variants["base"]
+        variant = load_comparison(make_file(training=training)).largest.variants["base"]
         assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
         assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
 
@@ -57,11 +59,11 @@ class TestThroughput:
             "report_to": "tensorboard",
             "torch_compile": True,
         }
-        comparison, environment = load_comparison(make_file(training=training)), dict(os.environ)
+        variant, environment = load_comparison(make_file(training=training)).largest.variants["base"], dict(os.environ)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         capfd.readouterr()
-        assert 0 < estimate.seconds_of_step(comparison.variants["base"]) < 60
+        assert 0 < estimate.seconds_of_step(variant) < 60
         assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir()) and dict(os.environ) == environment
 
 
@@ -89,7 +91,7 @@ class TestOutput:
 
         def size(**fields) -> float:
             recipe = {**read_yaml(recipe_file), "test_fraction": 0.02, **fields}
-            variant = load_comparison(make_file(recipe=recipe, training=TRAINING)).variants["base"]
+            variant = load_comparison(make_file(recipe=recipe, training=TRAINING)).largest.variants["base"]
             return estimate._evaluated_tokens(variant) * 2.249
 
         whole = corpus.stat().st_size
@@ -138,37 +140,18 @@ class TestOutput:
             "--noise-floor PERCENT gives the smallest difference in percent of the loss",
         ]
 
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (0.01, "0.1 s"),
-            (9.96, "10 s"),
-            (99.6, "2 min"),
-            (99 * 60, "99 min"),
-            (7800, "2 h 10 min"),
-            (48 * 3600, "2 d 0 h"),
-            (1e8, "1,157 d 10 h"),
-        ],
-    )
-    def test_duration(self, seconds, text):
-        assert duration(seconds) == text
-
 
 class TestNoiseFloor:
-    @staticmethod
-    def measured(percent):
-        return {"statistics": {"noise_floor_percent": percent}}
-
-    def test_of_earlier_results(self, make_file, tmp_path):
-        scales = {name: {"switches": {"hidden_size": width}} for name, width in (("small", 16), ("large", 64))}
+    def test_of_earlier_results(self, make_file):
+        scales = {name: {"switches": {"hidden_size": width}} for name, width in (("25k", 16), ("large", 64))}
         ladder, plain = load_comparison(make_file(scales=scales)), load_comparison(make_file())
-        assert read_noise_floors("0.5", ladder) == {"small": 0.5, "large": 0.5}
-        (tmp_path / "results.json").write_text(json.dumps(self.measured(0.25)))
-        assert read_noise_floors(str(tmp_path), ladder) == {"small": 0.25, "large": 0.25}
-        found = {"scales": {"small": self.measured(0.75), "larger": self.measured(0.5)}}
-        (tmp_path / "ladder.json").write_text(json.dumps(found))
-        assert read_noise_floors(str(tmp_path / "ladder.json"), ladder) == {"small": 0.75, "large": 0.5}
-        assert read_noise_floors(str(tmp_path / "ladder.json"), plain) == {"": 0.5}
+        assert read_noise_floors("0.5", ladder) == {"25k": 0.5, "large": 0.5}
+        earlier = json.loads((RESULTS / "ladder/blocks/results.json").read_text())["trend"]["noise_floor_percent"]
+        found = read_noise_floors(str(RESULTS / "ladder/blocks"), ladder)
+        assert found == {"25k": pytest.approx(earlier["25k"]), "large": pytest.approx(list(earlier.values())[-1])}
+        single = RESULTS / "upcycling/results.json"
+        floor = json.loads(single.read_text())["statistics"]["noise_floor_percent"]
+        assert read_noise_floors(str(single), plain) == {"": floor}
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -176,22 +159,16 @@ class TestNoiseFloor:
             ("0", "must be a number above 0, not 0.0"),
             ("nan", "must be a number above 0, not nan"),
             ("no/such/folder", "must be a number above 0, in percent, or the results of a comparison"),
-            ("one-seed.json", "must be a number above 0, not None"),
-            ("other.json", "other.json is damaged: it must hold fields and values, not list"),
+            ("other.json", "other.json holds no results of a comparison"),
         ],
     )
     def test_bad_input(self, make_file, tmp_path, monkeypatch, capsys, given, message):
         file = make_file()
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "one-seed.json").write_text(json.dumps(self.measured(None)))
-        (tmp_path / "other.json").write_text("[]")
+        (tmp_path / "other.json").write_text("{}")
         assert main(["compare", file, "--dry-run", "--noise-floor", given]) == 1
         printed = capsys.readouterr()
         assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-    def test_needs_dry_run(self, make_file, capsys):
-        assert main(["compare", make_file(), "--noise-floor", "1"]) == 1
-        assert capsys.readouterr().err == "nlq: error: --noise-floor needs --dry-run\n"
 
 
 @pytest.mark.parametrize("is_native", [False, True])

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import statistics
 
 import numpy as np
 import pytest
@@ -79,25 +78,6 @@ class TestOneModel:
         perplexities = [100 * (1 - math.exp(end)) for end in (high, low)]
         assert effect.perplexity_improvement_interval == pytest.approx(perplexities)
 
-    def test_improvements_are_of_loss_and_perplexity(self):
-        analysis = analyse({"base": runs(4.0, 5.0), "model": runs(3.0, 4.5)}, "base")
-        effect = analysis.effects["model"]
-        assert (effect.mean_loss, effect.mean_difference) == (3.75, -0.75)
-        assert effect.difference_deviation == pytest.approx(0.5 / math.sqrt(2))
-        assert effect.standard_error == pytest.approx(0.25)
-        assert effect.loss_improvement == pytest.approx(100 * 0.75 / 4.5)
-        # The geometric mean of the perplexities' ratios
-        assert effect.perplexity_improvement == pytest.approx(100 - 100 * math.sqrt(math.exp(-1.0) * math.exp(-0.5)))
-
-    def test_noise_floor_is_that_of_the_baseline(self):
-        analysis = analyse({"base": {**BASE, 5: None}, "model": BASE}, "base", alpha=0.1)
-        assert analysis.baseline_mean_loss == pytest.approx(3.51)
-        assert analysis.noise_floor == pytest.approx(statistics.stdev(BASE.values()))
-        assert analysis.noise_floor_percent == pytest.approx(100 * statistics.stdev(BASE.values()) / 3.51)
-        assert (analysis.baseline, analysis.alpha, analysis.confidence) == ("base", 0.1, 0.9)
-        lonely = analyse({"base": runs(3.5), "model": BASE}, "base")
-        assert (lonely.noise_floor, lonely.noise_floor_percent, lonely.baseline_mean_loss) == (None, None, 3.5)
-
     def test_pairs_are_the_seeds_both_finished(self):
         model = {2: 3.4, 0: 3.6, 9: 1.0}
         effect = analyse({"base": BASE, "model": model}, "base").effects["model"]
@@ -106,11 +86,6 @@ class TestOneModel:
         assert effect.mean_loss == pytest.approx((3.4 + 3.6 + 1.0) / 3)
         assert effect.loss_improvement == pytest.approx(-100 * effect.mean_difference / ((3.50 + 3.49) / 2))
         assert sum(effect.loss_improvement_interval) / 2 == pytest.approx(effect.loss_improvement)
-
-    def test_the_order_of_seeds_does_not_pair_them(self):
-        model = runs(3.4, 3.5, 3.4, 3.6, 3.5)
-        backwards = dict(reversed(model.items()))
-        assert analyse({"base": BASE, "model": model}, "base") == analyse({"base": BASE, "model": backwards}, "base")
 
 
 class TestSeveralModels:
@@ -148,18 +123,6 @@ class TestHolm:
         corrected = [max(bonferroni[subset] for subset in subsets if index in subset) for index in range(len(p_values))]
         assert holm(p_values) == pytest.approx(corrected)
 
-    @examples(50)
-    @given(comparisons(exact_losses))
-    def test_keeps_the_order_of_p_values_and_raises_them(self, losses):
-        effects = sorted(analyse(losses, "base").effects.values(), key=lambda effect: effect.p)
-        assert all(effect.p <= effect.holm_p <= min(1, len(effects) * effect.p) for effect in effects)
-        assert all(one.holm_p <= other.holm_p for one, other in itertools.pairwise(effects))
-
-    def test_counts_only_tests(self):
-        losses = {"base": BASE, "a": runs(3.4, 3.5, 3.4, 3.6, 3.5), "gone": {0: None, 1: None}, "short": {0: 3.3}}
-        effect = analyse(losses, "base").effects["a"]
-        assert effect.holm_p == effect.p
-
 
 class TestProperties:
     @examples(50)
@@ -178,16 +141,6 @@ class TestProperties:
         analysis = analyse({name: losses[name] for name in order}, "base")
         assert analysis == analyse(losses, "base")
         assert list(analysis.effects) == [name for name in order if name != "base"]
-
-    @examples(50)
-    @given(comparisons(exact_losses))
-    def test_a_mirror_image_swaps_better_and_worse(self, losses):
-        mirrored = {name: {seed: 16 - loss for seed, loss in model.items()} for name, model in losses.items()}
-        swap = {"better": "worse", "worse": "better"}
-        after = analyse(mirrored, "base").effects
-        for name, effect in analyse(losses, "base").effects.items():
-            assert after[name].verdict == swap.get(effect.verdict, effect.verdict)
-            assert after[name].mean_difference == -effect.mean_difference
 
     @examples(100)
     @given(comparisons(any_losses, some_seeds=True))
@@ -283,20 +236,23 @@ class TestVerdict:
         assert (power_warning(3, models) is None) == (verdict == "within noise")
 
     def test_of_unsettled_models(self):
-        """Not tested, not counted; what diverged stays so, and a baseline at an edge leaves no verdict to any."""
+        """Not tested, not counted; what diverged stays so, and a baseline at the boundary leaves no verdict to any."""
         better = runs(3.40, 3.41, 3.40, 3.43, 3.42)
         losses = {"base": BASE, "a": better, "b": better, "short": {0: 3.4}, "gone": runs(None), "lame": {0: 3.4, 1: None}}
-        effects = analyse(losses, "base", unsettled={"b", "short", "gone"}).effects
-        edge, at_baseline = "no verdict: its best rate is at an edge", "no verdict: the baseline's best rate is at an edge"
+        effects = analyse(losses, "base", at_boundary={"b", "short", "gone"}).effects
+        edge, at_baseline = (
+            "no verdict: its best rate is at the boundary",
+            "no verdict: the baseline's best rate is at the boundary",
+        )
         diverged = ["diverged", "diverged in 1 of 2 runs"]
         assert [effect.verdict for effect in effects.values()] == ["better", edge, edge, *diverged]
         assert effects["a"].holm_p == effects["a"].p and effects["b"].p is effects["b"].loss_improvement_interval is None
         assert effects["b"].mean_difference == effects["a"].mean_difference
-        effects = analyse(losses, "base", unsettled=["base", "b"]).effects
+        effects = analyse(losses, "base", at_boundary=["base", "b"]).effects
         assert [effect.verdict for effect in effects.values()] == [at_baseline] * 3 + diverged
         assert all(effect.p is None for effect in effects.values())
         losses["base"] = {**BASE, 3: None}
-        assert analyse(losses, "base", unsettled=["base", "a"]).effects["a"].verdict == "no verdict: the baseline diverged"
+        assert analyse(losses, "base", at_boundary=["base", "a"]).effects["a"].verdict == "no verdict: the baseline diverged"
 
     def test_correction_decides(self):
         # With two degrees of freedom |t| = 5 is significant at 5 % (4.3), but not beside another test (6.2)
@@ -309,12 +265,6 @@ class TestVerdict:
         assert beside.holm_p == pytest.approx(2 * alone.p)
         # The interval is not corrected
         assert beside.loss_improvement_interval[1] < 0
-
-    def test_alpha_decides(self):
-        losses = {"base": BASE, "model": runs(3.52, 3.53, 3.50, 3.53, 3.54)}
-        p = analyse(losses, "base").effects["model"].p
-        assert analyse(losses, "base", alpha=1.01 * p).effects["model"].verdict == "worse"
-        assert analyse(losses, "base", alpha=0.99 * p).effects["model"].verdict == "within noise"
 
 
 class TestNoiseRatio:
@@ -398,11 +348,6 @@ class TestPlan:
         assert power_warning(enough, models) is None
         assert power_warning(enough - 1, models) is not None
 
-    def test_warning_depends_on_alpha(self):
-        assert power_warning(3, 1) is None
-        assert power_warning(3, 1, alpha=0.01).endswith("take at least 4 seeds")
-        assert power_warning(2, 1, alpha=0.2) is None
-
     @pytest.mark.parametrize(("seeds", "models", "power"), [(2, 1, 0.8), (3, 5, 0.8), (5, 2, 0.8), (5, 1, 0.3), (10, 2, 0.95)])
     def test_smallest_difference_is_found_as_often_as_promised(self, seeds, models, power):
         """By the definition of the noncentral t: Phi(shift - t sqrt(v / df)), averaged over the variance's distribution."""
@@ -411,9 +356,3 @@ class TestPlan:
         quantiles = stats.chi2.ppf((np.arange(200_000) + 0.5) / 200_000, freedom)
         found = special.ndtr(shift - critical_t(seeds, models) * np.sqrt(quantiles / freedom)).mean()
         assert found == pytest.approx(power, abs=1e-4)
-
-    def test_smallest_difference_falls_with_seeds_and_power_and_grows_with_models(self):
-        percents = [smallest_difference(*plan, 1.0) for plan in ((3, 1), (5, 1), (10, 1), (10, 2), (10, 9))]
-        assert percents[0] > percents[1] > percents[2] < percents[3] < percents[4]
-        assert smallest_difference(5, 1, 2.0) == pytest.approx(2 * percents[1])
-        assert smallest_difference(5, 1, 1.0, power=0.5) < percents[1] < smallest_difference(5, 1, 1.0, alpha=0.01)

@@ -1,20 +1,16 @@
 """Comparisons at several scales: their plan, their order, their results and their report."""
 
 import itertools
-import json
 import math
 import re
 
 import pytest
 from support.planted import Interrupted, PlantedEngine
-from support.runs import without_times
 
 from modeling_nlq.training.comparison.reading import load_comparison, load_outline
-from modeling_nlq.training.comparison.report import verdicts
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.sharing.publishing import publish
 from nlq import main
 
 
@@ -89,12 +85,6 @@ class TestPlan:
         given = {**ladder.given, "scales": {**ladder.given["scales"], "small": SCALES["small"]}}
         with pytest.raises(ValueError, match="lacks 'seeds'"):
             load_outline(given)
-
-    def test_dry_run(self, ladder_file, capsys, tmp_path):
-        assert main(["compare", ladder_file(), "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0
-        out = capsys.readouterr().out
-        assert [line for line in out.splitlines() if line.startswith("scale ")] == [f"scale {name}" for name in SCALES]
-        assert "FLOPs in all: small" in out and not (tmp_path / "none").exists()
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -230,31 +220,3 @@ class TestRuns:
         fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
         assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
         assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err
-
-    def test_trained_ladder(self, ladder_file, tmp_path, capsys):
-        """Two scales, really trained: the command ends with a report, and the folder of each scale is that of a comparison."""
-        file = ladder_file(scales=dict(itertools.islice(SCALES.items(), 2)), learning_rates=[1e-2], seeds=[0])
-        folder = tmp_path / "ladder"
-        assert main(["compare", file, "--output_dir", str(folder)]) == 0
-        out = capsys.readouterr().out.splitlines()
-        results = json.loads((folder / "results.json").read_text())
-        steps = results["trend"]["models"]["twin"]["steps"].values()
-        assert f"report: {folder / 'report.html'}" in out
-        assert any(line.split()[:7] == ["model", "small", "(%)", "middle", "(%)", "slope", "(%"] for line in out)
-        assert any(line.split()[:3] == ["twin", *(f"{step['improvement']:+.2f}" for step in steps)] for line in out)
-        assert "Largest scale: middle. Baseline: base. Too few seeds, no verdict: twin." in out
-        assert "Trend of the improvement over the scales: cannot tell (twin)." in out
-        assert any(line.startswith("warning: Scale middle: 1 seed ") for line in out)
-        for name, found in results["scales"].items():
-            metrics = json.loads(
-                (folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"] / "metrics.json").read_text()
-            )
-            assert metrics["tokens_seen"] == found["tokens_per_run"]
-        model = folder / "scales" / "small" / results["scales"]["small"]["models"]["twin"]["runs"][0]["folder"]
-        assert "comparison/results.md" in publish(model, "anna/twin", dry_run=True).files
-        text = verdicts(results, "twin", scale="small")
-        assert "**twin** (this model)" in text and "the scale small of a ladder of 2 scales: small, middle" in text
-        again = run_comparison(load_comparison(file), folder)
-        assert without_times({"models": again["scales"]["small"]["models"]}) == without_times(
-            {"models": results["scales"]["small"]["models"]}
-        )

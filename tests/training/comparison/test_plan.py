@@ -11,12 +11,13 @@ from transformers import TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import names
-from modeling_nlq.training.comparison.plan import Ladder, Run
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.plan import Run
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.screening import Screening
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.screening.plan import Screening
 from nlq import main
 
 
@@ -29,7 +30,7 @@ class TestPlan:
         )
         assert main(["compare", file, "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0
         lines = capsys.readouterr().out.splitlines()
-        comparison = load_comparison(file)
+        comparison = load_comparison(file).largest
         for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
             size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
@@ -40,7 +41,7 @@ class TestPlan:
         logger = logging.getLogger("transformers.training_args")
         monkeypatch.setattr(logger, "handlers", [caplog.handler])
         training = {"max_steps": 12, "torch_compile": True, "bf16": False, "report_to": "none"}
-        comparison = load_comparison(make_file(training=training))
+        comparison = load_comparison(make_file(training=training)).largest
         comparison.resolve(Run("base", 1e-2, 0), tmp_path)
         assert not caplog.messages
         TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
@@ -59,7 +60,7 @@ class TestPlan:
             "identity": {"switches": {"query_projection": "identity"}},
         }
         models["as it is"] = {**models["identity"], "match": None}
-        variants = load_comparison(make_file(models=models, match=match)).variants
+        variants = load_comparison(make_file(models=models, match=match)).largest.variants
         unit = 2 * 2 * 32 * (6 if match == "flops" else 1)  # one more in the MLP: 2 layers, 2 matrices, 32 wide
         field = "flops_per_token" if match == "flops" else "non_embedding"
         base, identity, as_it_is = (getattr(variants[name].size, field) for name in models)
@@ -72,13 +73,13 @@ class TestPlan:
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         recipe["training"].pop("max_steps", None)
         comparison = load_comparison(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
-        size = comparison.variants["base"].size.non_embedding
-        assert size / 2 <= comparison.tokens_per_run < size / 2 + 8 * 64
+        size = comparison.largest.variants["base"].size.non_embedding
+        assert size / 2 <= comparison.largest.tokens_per_run < size / 2 + 8 * 64
         (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.given))
         assert load_comparison(tmp_path / "comparison.yaml").given == comparison.given
 
     def test_command_line_overrides_the_file(self, make_file):
-        assert load_comparison(make_file(), {"max_steps": 5}).tokens_per_run == 5 * 8 * 64
+        assert load_comparison(make_file(), {"max_steps": 5}).largest.tokens_per_run == 5 * 8 * 64
 
     def test_null_takes_a_field_of_the_recipe_back(self, make_file):
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
@@ -87,7 +88,7 @@ class TestPlan:
         plan = load_comparison(
             make_file(recipe={**recipe, "parametrization": "completep", "base_sizes": sizes}, models=models, match="parameters")
         )
-        base, other = (plan.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
+        base, other = (plan.largest.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
         assert (base.parametrization, base.base_sizes) == ("completep", sizes)
         assert (other.parametrization, other.base_sizes, other.model) == ("standard", None, base.model)
 
@@ -101,14 +102,11 @@ class TestPlan:
             for folder, query in (("pretrained", "linear"), ("pretrained-f", "upcycled")):
                 config.query_projection = query
                 NLQForCausalLM(config).save_pretrained(tmp_path / "runs" / folder)
-        plan = load_comparison(name)
-        if isinstance(plan, Screening):
-            assert plan.confirmation.power_warning() is None
-        scales = plan.scales.values() if isinstance(plan, Ladder) else [] if isinstance(plan, Screening) else [plan]
-        for comparison in scales:
-            assert comparison.power_warning() is None
-            for model, variant in comparison.variants.items():
-                comparison.resolve(Run(model, variant.rates.first[0], comparison.seeds[0]), Path("runs"))
+        plan = load_plan(name)
+        for scale in (plan.confirmation if isinstance(plan, Screening) else plan).scales.values():
+            assert scale.power_warning() is None
+            for model, variant in scale.variants.items():
+                scale.resolve(Run(model, variant.rates.first[0], scale.seeds[0]), Path("runs"))
         assert list(plan.describe())
 
     @pytest.mark.parametrize("name", ["queries", "activations", "blocks"])
@@ -209,7 +207,7 @@ class TestBadInput:
             json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
         )
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
-        with pytest.raises(ValueError, match=r"record_stability needs an NLQ model, and .* is of type 'gpt2'"):
+        with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):
             load_comparison(of_gpt2)
         with pytest.raises(ValueError, match=r"attn_implementation='nlq' needs an NLQ model, and .*; set .*: sdpa"):
             load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})

@@ -38,7 +38,7 @@ class TestSearch:
         rates, loss = Rates(start=start, factor=factor, limit=20), bowl(start * factor**offset)
         losses = search(rates, loss)
         best, tried = rates.best(losses), sorted(losses)
-        assert rates.edge(losses) is None and tried[0] < best < tried[-1]
+        assert rates.boundary(losses) is None and tried[0] < best < tried[-1]
         assert abs(math.log(best / (start * factor**offset), factor)) <= 0.5 + 1e-4  # the nearest of the grid
         assert len(tried) <= 4 + math.ceil(abs(offset))
         assert all(above / below == pytest.approx(factor, rel=1e-4) for below, above in itertools.pairwise(tried))
@@ -46,7 +46,7 @@ class TestSearch:
     def test_limit(self):
         rates = Rates(start=1e-3, factor=2, limit=5)
         losses = search(rates, bowl(1.0))
-        assert sorted(losses) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3] and rates.edge(losses) == "largest"
+        assert sorted(losses) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3] and rates.boundary(losses) == "largest"
 
     def test_divergence_is_worse_than_any_loss(self):
         rates = Rates(start=1.0, factor=10)
@@ -87,19 +87,20 @@ class TestChoice:
                 *((0, rate) for rate in (5e-3, 2e-2)),
                 *((1, rate) for rate in (5e-3, 1e-2, 2e-2, 8e-2)),
             }
-            assert model["edges"] == {}
+            assert model["boundaries"] == {}
         assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
         assert results["statistics"]["effects"]["twin"]["p"] is not None
 
     def test_a_search_is_gone_through_once(self, make_file, tmp_path, monkeypatch):
         comparison = load_comparison(make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1]))
+        scale = comparison.largest
         engine = PlantedEngine(lambda comparison, run: bowl(4e-2)(run.learning_rate))
         run_comparison(comparison, tmp_path / "results", engine)
         finished = RunStore(tmp_path / "results")
-        before = finished.tunings(comparison, "twin")
+        before = finished.tunings(scale, "twin")
         monkeypatch.setattr(finished, "metrics", lambda run: pytest.fail(f"read {run.name} again"))
-        assert finished.tunings(comparison, "twin") == before
-        assert [run.learning_rate for run in finished.reported(comparison, "twin")] == [4e-2, 4e-2]
+        assert finished.tunings(scale, "twin") == before
+        assert [run.learning_rate for run in finished.reported(scale, "twin")] == [4e-2, 4e-2]
 
     def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
         def results(name, rates):
@@ -108,11 +109,11 @@ class TestChoice:
             return run_comparison(comparison, tmp_path / name, engine)
 
         found = results("search", {"start": 1e-3, "factor": 2, "limit": 4})
-        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at an edge"
-        assert found["models"]["twin"]["edges"] == dict.fromkeys("012", "largest")
+        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at the boundary"
+        assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
         found = results("list", [1e-3, 2e-3])
         assert found["statistics"]["effects"]["twin"]["verdict"] == "better"
-        assert found["models"]["twin"]["edges"] == dict.fromkeys("012", "largest")
+        assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
 
     def test_a_seed_that_diverges_at_every_rate_counts_as_diverged(self, make_file, tmp_path):
         def loss(comparison, run):
@@ -123,4 +124,4 @@ class TestChoice:
         twin = results["models"]["twin"]
         assert results["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 3 runs"
         assert [run["learning_rate"] for run in twin["runs"]] == [1e-2, 5e-3, 1e-2]
-        assert json.dumps(twin["edges"]) == "{}"
+        assert json.dumps(twin["boundaries"]) == "{}"

@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.planted import PlantedEngine
 
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.run import compare, run_comparison
+from modeling_nlq.training.api import compare
 from modeling_nlq.training.comparison.status import describe_status
 from modeling_nlq.training.run import ray_jobs
 from nlq import main
@@ -55,18 +53,6 @@ class TestStatus:
         assert "base/rate-0.01-seed-2: OSError: no memory" in text and "twin/rate" not in text
         assert re.search(r"^planted +5 of 6 +2 of 3 +0\.\d+", text, flags=re.MULTILINE)
         assert "20 of 24 runs finished, 1 running, 1 waiting, 2 failed or interrupted" in text
-
-    def test_search_that_diverged_at_every_rate(self, make_file, tmp_path):
-        """In all seeds of `twin`, and in one of `base`."""
-        file = make_file(learning_rates={"start": 1e-2, "factor": 2, "limit": 3}, seeds=[0, 1])
-
-        def loss(comparison, run):
-            return None if run.model == "twin" or run.seed == 1 else 3 + abs(run.learning_rate - 1e-2)
-
-        run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(loss))
-        text = "\n".join(describe_status(tmp_path / "results"))
-        assert re.search(r"^base +6 of 6 +2 of 2 +0.01$", text, flags=re.MULTILINE)
-        assert re.search(r"^twin +6 of 6 +2 of 2 +every rate diverged$", text, flags=re.MULTILINE)
 
     def test_nothing_there(self, make_file, tmp_path, capsys):
         assert main(["compare", make_file(), "--output_dir", str(tmp_path), "--status"]) == 1

@@ -1,20 +1,18 @@
-"""`stop: early`: a model leaves when there is a verdict, which holds at every look; a killed comparison decides the same."""
+"""`stop: early`: a model leaves when there is a verdict, which holds at all analyses; a killed comparison decides the same."""
 
-import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
 from modeling_nlq.training.comparison.reading import load_comparison, load_outline
 from modeling_nlq.training.comparison.results import RunStore, next_runs
 from modeling_nlq.training.comparison.run import run_comparison
-from nlq import main
 
 
 def losses_of(differences, baseline=None):
@@ -28,7 +26,7 @@ def losses_of(differences, baseline=None):
 
 
 @given(most=st.integers(FIRST_INTERIM, 60))
-def test_all_looks_together_spend_alpha(most):
+def test_all_analyses_together_spend_alpha(most):
     shares = [alpha_spent(seeds, most) for seeds in range(most + 1)]
     assert shares[:FIRST_INTERIM] == [0.0] * FIRST_INTERIM
     assert sum(shares) == pytest.approx(1.0) and min(shares[FIRST_INTERIM:]) > 0
@@ -88,26 +86,20 @@ def test_equal_models_are_seldom_told_apart(shared):
     assert wrong <= stats.binom.ppf(0.999, trials, 0.05)
 
 
-def test_large_differences_are_found_at_once():
-    verdicts, seeds = stopped_runs(np.random.default_rng(1), 10, {"good": -60.0, "bad": 60.0, "twin": 0.0})
-    assert (verdicts["good"], verdicts["bad"]) == ("better", "worse")
-    assert seeds["good"] == seeds["bad"] == FIRST_INTERIM < seeds["twin"]
-
-
-def test_looks_are_those_of_the_first_seeds():
+def test_interim_analyses_are_those_of_the_first_seeds():
     rng = np.random.default_rng(2)
     values = {"long": rng.normal(0, 0.01, 6), "short": rng.normal(0.5, 0.01, 3)}
     found, history = analyse_early(losses_of(values), "base", range(6), {})
-    assert [look["seeds"] for look in history["long"]] == [3, 4, 5, 6]
-    assert [look["seeds"] for look in history["short"]] == [3]
+    assert [interim.seeds for interim in history["long"]] == [3, 4, 5, 6]
+    assert [interim.seeds for interim in history["short"]] == [3]
     first = analyse(losses_of({"long": values["long"][:4], "short": values["short"]}), "base", most=6).effects["long"]
-    assert history["long"][1]["loss_improvement_interval"] == first.loss_improvement_interval
+    assert history["long"][1].loss_improvement_interval == first.loss_improvement_interval
     assert found.effects["short"].verdict == "worse"
 
 
 def plan(models, most):
     content = {"name": "plan", "models": dict.fromkeys(models), "baseline": models[0], "seeds": list(range(most))}
-    return load_outline({**content, "learning_rates": [1e-2], "stop": "early"})
+    return load_outline({**content, "learning_rates": [1e-2], "stop": "early"}).largest
 
 
 def run_all(comparison, loss_of, folder):
@@ -148,91 +140,46 @@ def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, se
         assert (verdict in ("within noise", "too few seeds: no verdict")) <= (count == most)
 
 
-def test_diverged_models_leave(tmp_path):
-    def loss_of(model, seed):
-        return None if (model, seed) == ("a", 1) else 4 + 0.01 * seed * (model == "b")
-
-    losses, _ = run_all(plan(["base", "a", "b"], 6), loss_of, tmp_path)
-    assert len(losses["a"]) == 3
-    found, _ = analyse_early(losses, "base", range(6), {})
-    assert found.effects["a"].verdict == "diverged in 1 of 3 runs"
-
-
-def test_an_edge_of_the_baseline_counts_where_it_is():
+def test_a_baseline_at_the_boundary_counts_where_it_is():
     """A model that left before keeps its verdict."""
     values = {"left": np.array([0.5, 0.51, 0.49]), "open": np.array([0.01, -0.02, 0.005, 0.01])}
     found, _ = analyse_early(losses_of(values), "base", range(6), {"base": [3]})
     assert found.effects["left"].verdict == "worse"
-    assert found.effects["open"].verdict == "no verdict: the baseline's best rate is at an edge"
+    assert found.effects["open"].verdict == "no verdict: the baseline's best rate is at the boundary"
 
 
-@pytest.fixture(scope="module")
-def stopped(make_file, tmp_path_factory):
-    """A comparison with a model that is certainly worse, and a twin of the baseline: folder, results, file."""
-    models = {"base": None, "twin": None, "planted": {"switches": {"final_logit_softcapping": 0.1}}}
-    training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
-    file = make_file(models=models, training=training, seeds=[0, 1, 2, 3, 4], stop="early")
-    folder = tmp_path_factory.mktemp("stopped") / "results"
-    return folder, run_comparison(load_comparison(file), folder), file
+def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
+    """A twin stays longer than a model that is certainly worse; seeds cannot be added to the plan."""
 
+    def loss(scale, run):
+        return 4 + 0.01 * run.seed + 0.5 * (run.model == "planted") + 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
 
-class TestRuns:
-    def test_who_leaves_and_who_stays(self, stopped):
-        folder, results, _ = stopped
-        effects = results["statistics"]["effects"]
-        assert effects["planted"]["verdict"] == "worse"
-        # A twin has no difference at all: it is equivalent at the first look
-        assert effects["twin"]["verdict"] == "equivalent"
-        assert {name: len(model["runs"]) for name, model in results["models"].items()} == {"base": 3, "twin": 3, "planted": 3}
-        assert len(list(folder.glob("runs/*/*/metrics.json"))) == 9
-        assert results["looks"]["planted"][0]["seeds"] == 3
-
-    def test_a_killed_comparison_decides_the_same(self, stopped, tmp_path):
-        folder, results, file = stopped
-        copy = shutil.copytree(folder, tmp_path / "copy")
-        for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
-            shutil.rmtree(copy / "runs" / lost)
-        ready, done = next_runs(load_comparison(file), RunStore(copy))
-        assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done == 7
-        again = run_comparison(load_comparison(file), copy)
-        assert {name: effect["verdict"] for name, effect in again["statistics"]["effects"].items()} == {
-            name: effect["verdict"] for name, effect in results["statistics"]["effects"].items()
-        }
-
-    def test_an_open_model_gets_the_next_seed_and_so_does_the_baseline(self, stopped, tmp_path):
-        folder, _, file = stopped
-        copy = shutil.copytree(folder, tmp_path / "copy")
-        rng = np.random.default_rng(0)
-        for path in copy.glob("runs/twin/*/metrics.json"):
-            metrics = json.loads(path.read_text())
-            path.write_text(json.dumps({**metrics, "test_loss": metrics["test_loss"] + 0.3 * rng.normal()}))
-        ready, _ = next_runs(load_comparison(file), RunStore(copy))
-        assert [run.name for run in ready] == ["base/rate-0.01-seed-3", "twin/rate-0.01-seed-3"]
-
-    def test_the_report_says_how_it_stopped(self, stopped, capsys):
-        folder, _, file = stopped
-        assert main(["compare", file, "--output_dir", str(folder), "--explore", "false"]) == 0
-        assert "equivalent" in capsys.readouterr().out
-        page = (folder / "report.html").read_text()
-        for text in ("up to 5 seeds", "9 of at most 15 runs are reported", "Improvement at each look", "seeds"):
-            assert text in page
-        assert (folder / "figures" / "looks.png").is_file()
-        assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
-        assert "9 of 9 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
-
-    def test_seeds_cannot_be_added(self, stopped, tmp_path, capsys):
-        folder, _, file = stopped
-        more = tmp_path / "comparison.yaml"
-        more.write_text(Path(file).read_text().replace("- 4\n", "- 4\n- 5\n"))
-        assert main(["compare", str(more), "--output_dir", str(folder)]) == 1
-        assert "stop: early needs the plan of its looks" in capsys.readouterr().err
+    models, seeds = dict.fromkeys(("base", "twin", "planted")), [0, 1, 2, 3, 4]
+    plan, engine = load_comparison(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
+    whole = run_comparison(plan, tmp_path / "whole", engine)
+    assert {name: len(model["runs"]) for name, model in whole["models"].items()} == {"base": 5, "twin": 5, "planted": 3}
+    assert whole["statistics"]["effects"]["planted"]["verdict"] == "worse"
+    parts = PlantedEngine(loss)
+    for most in (4, 10, 12):
+        parts.most_runs = most
+        with pytest.raises(Interrupted):
+            run_comparison(plan, tmp_path / "parts", parts)
+    parts.most_runs = None
+    assert run_comparison(plan, tmp_path / "parts", parts) == whole and sorted(parts.made) == sorted(engine.made)
+    for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
+        shutil.rmtree(tmp_path / "parts" / "runs" / lost)
+    ready, done = next_runs(plan.largest, RunStore(tmp_path / "parts"))
+    assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done >= 7
+    more = load_comparison(make_file(models=models, seeds=[*seeds, 5], stop="early"))
+    with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):
+        run_comparison(more, tmp_path / "whole", engine)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"stop": "soon"}, "stop='soon' must be early, or left out"),
-        ({"seeds": [0, 1, 2]}, "looks at 3 seeds first"),
+        ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
         ({"tasks": ["nlq_brackets"]}, "stop: early and tasks exclude each other"),
         ({"scales": {"small": {}, "large": {"switches": {"hidden_size": 64}}}}, "stop: early needs a comparison at one scale"),
     ],

@@ -1,208 +1,87 @@
-"""GPT-2 models as NLQ models and back: the same function, and the same bits."""
+"""GPT-2 models as NLQ models, and what of NLQ's switches GPT-2 computes too. The same for all families: `test_families.py`."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.conversion_cases import (
-    GPT2_OPTIONS,
     HEADS,
     Frozen,
-    assert_no_shared_memory,
     assert_same_function,
-    assert_same_gpt2_config,
     assert_same_state,
     make_gpt2,
     output_of,
-    parametrize_bias,
     parametrize_cases,
-    parametrize_dtype,
     randomize,
 )
+from support.family_cases import comparable
+from support.grids import parametrize_grid
 from support.model_cases import random_tokens
 from support.properties import examples
-from transformers import (
-    GenerationConfig,
-    GPT2DoubleHeadsModel,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-)
+from transformers import GPT2ForTokenClassification, GPT2LMHeadModel
 
-from modeling_nlq import (
-    NLQConfig,
-    NLQForCausalLM,
-    NLQForTokenClassification,
-)
+from modeling_nlq import NLQConfig, NLQForTokenClassification
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 
 
-class TestFromGPT2:
-    @parametrize_dtype
-    @parametrize_cases("options", GPT2_OPTIONS)
-    def test_logits(self, options, dtype, tolerance):
-        gpt2 = make_gpt2(dtype=dtype, **options)
-        with Frozen(gpt2):
-            nlq = to_nlq(gpt2)
-        assert type(nlq) is NLQForCausalLM
-        assert not nlq.training
-        assert_same_function(nlq, gpt2, tolerance)
-        assert_no_shared_memory(nlq, gpt2)
+@given(st.data())
+@examples(25)
+def test_any_options(data):
+    n_head = data.draw(st.integers(1, 4))
+    options = {
+        "n_head": n_head,
+        "n_embd": n_head * data.draw(st.integers(2, 7)),  # of heads of one, scaled and unscaled ones are the same
+        "n_layer": data.draw(st.integers(2, 3)),
+        "n_inner": data.draw(st.none() | st.integers(1, 30)),
+        "n_positions": data.draw(st.integers(2, 12)),
+        "vocab_size": data.draw(st.integers(5, 17)),
+        "activation_function": data.draw(st.sampled_from(["gelu_new", "gelu", "relu", "silu", "tanh"])),
+        "scale_attn_weights": data.draw(st.booleans()),
+        "scale_attn_by_inverse_layer_idx": data.draw(st.booleans()),
+        "tie_word_embeddings": data.draw(st.booleans()),
+        "layer_norm_epsilon": data.draw(st.sampled_from([1e-5, 1e-3, 0.3])),
+    }
+    gpt2 = make_gpt2(dtype=torch.float64, seed=data.draw(st.integers(0, 100)), **options)
+    nlq = to_nlq(gpt2)
+    back = from_nlq(nlq, "gpt2")
+    input_ids = random_tokens(2, options["n_positions"], options["vocab_size"])
+    torch.testing.assert_close(output_of(nlq, input_ids), output_of(gpt2, input_ids), rtol=1e-10, atol=1e-10)
+    assert_same_state(back.state_dict(), gpt2.state_dict())
+    assert comparable(back.config) == comparable(gpt2.config)
 
-    @parametrize_cases("options", GPT2_OPTIONS)
-    def test_there_and_back(self, options):
-        gpt2 = make_gpt2(**options)
-        nlq = to_nlq(gpt2)
-        with Frozen(nlq):
-            back = from_nlq(nlq, "gpt2")
-        assert type(back) is GPT2LMHeadModel
-        assert not back.training
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_no_shared_memory(back, nlq)
-        if options != GPT2_OPTIONS["one_layer"]:  # divided by its number, the first layer is as it was
-            assert_same_gpt2_config(back.config, gpt2.config)
-        assert_same_function(back, gpt2, 0.0)
 
-    @given(st.data())
-    @examples(25)
-    def test_any_options(self, data):
-        n_head = data.draw(st.integers(1, 4))
-        options = {
-            "n_head": n_head,
-            "n_embd": n_head * data.draw(st.integers(2, 7)),  # of heads of one, scaled and unscaled ones are the same
-            "n_layer": data.draw(st.integers(2, 3)),
-            "n_inner": data.draw(st.none() | st.integers(1, 30)),
-            "n_positions": data.draw(st.integers(2, 12)),
-            "vocab_size": data.draw(st.integers(5, 17)),
-            "activation_function": data.draw(st.sampled_from(["gelu_new", "gelu", "relu", "silu", "tanh"])),
-            "scale_attn_weights": data.draw(st.booleans()),
-            "scale_attn_by_inverse_layer_idx": data.draw(st.booleans()),
-            "tie_word_embeddings": data.draw(st.booleans()),
-            "layer_norm_epsilon": data.draw(st.sampled_from([1e-5, 1e-3, 0.3])),
-        }
-        gpt2 = make_gpt2(dtype=torch.float64, seed=data.draw(st.integers(0, 100)), **options)
-        nlq = to_nlq(gpt2)
-        back = from_nlq(nlq, "gpt2")
-        input_ids = random_tokens(2, options["n_positions"], options["vocab_size"])
-        torch.testing.assert_close(output_of(nlq, input_ids), output_of(gpt2, input_ids), rtol=1e-10, atol=1e-10)
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_same_gpt2_config(back.config, gpt2.config)
+def test_options_matter():
+    """No test would notice an option that was passed over if it left the logits as they are."""
+    input_ids = random_tokens(1, 5, 29)
+    options = [{"activation_function": name} for name in ("gelu_new", "gelu", "relu", "silu")]
+    options += [{"scale_attn_weights": False}, {"layer_norm_epsilon": 0.1}, {"scale_attn_by_inverse_layer_idx": True}]
+    options += [{"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}]
+    logits = [output_of(make_gpt2(**each, n_layer=3), input_ids) for each in options]
+    for index, one in enumerate(logits):
+        assert all((one - other).abs().max() > 1e-4 for other in logits[:index])
 
-    def test_options_matter(self):
-        """No test above would notice an option that was passed over if it left the logits as they are."""
-        input_ids = random_tokens(1, 5, 29)
-        names = ("defaults", "gelu", "relu", "silu", "unscaled", "scaled_by_layer", "scaled_by_layer_only", "epsilon")
-        logits = [output_of(make_gpt2(**{**GPT2_OPTIONS[name], "n_layer": 3}), input_ids) for name in names]
-        for index, one in enumerate(logits):
-            assert all((one - other).abs().max() > 1e-4 for other in logits[:index])
 
-    def test_configuration(self):
-        options = {"embd_pdrop": 0.15, "resid_pdrop": 0.25, "attn_pdrop": 0.35, "initializer_range": 0.05, "use_cache": False}
-        config = to_nlq(make_gpt2(**options, n_inner=13, layer_norm_epsilon=1e-4)).config
-        assert isinstance(config, NLQConfig)
-        assert (config.embedding_dropout, config.residual_dropout, config.attention_dropout) == (0.15, 0.25, 0.35)
-        assert (config.initializer_range, config.use_cache, config.layer_norm_eps) == (0.05, False, 1e-4)
-        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
-        assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (29, 24, 13)
-        assert (config.query_projection, config.attention_activation, config.hidden_act) == ("linear", "softmax", "gelu_new")
-        assert config.use_bias
+def test_dropout_while_training():
+    """The same masks at the same places."""
+    gpt2 = make_gpt2(embd_pdrop=0.15, resid_pdrop=0.25, attn_pdrop=0.35, attn_implementation="eager")
+    nlq = to_nlq(gpt2).train()
+    nlq.set_attn_implementation("eager")
+    input_ids, outputs = random_tokens(2, 9, 29), []
+    for model in (gpt2.train(), nlq):
+        torch.manual_seed(3)
+        outputs.append(output_of(model, input_ids))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
-    def test_dropout_while_training(self):
-        """The same masks at the same places."""
-        gpt2 = make_gpt2(embd_pdrop=0.15, resid_pdrop=0.25, attn_pdrop=0.35, attn_implementation="eager")
-        nlq = to_nlq(gpt2).train()
-        nlq.set_attn_implementation("eager")
-        input_ids, outputs = random_tokens(2, 9, 29), []
-        for model in (gpt2.train(), nlq):
-            torch.manual_seed(3)
-            outputs.append(output_of(model, input_ids))
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
-    @parametrize_cases("gpt2_class, nlq_class", HEADS)
-    def test_heads(self, gpt2_class, nlq_class):
-        labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
-        gpt2 = make_gpt2(gpt2_class, **labels)
-        nlq = to_nlq(gpt2)
-        assert type(nlq) is nlq_class
-        assert_same_function(nlq, gpt2)
-        back = from_nlq(nlq, "gpt2")
-        assert type(back) is gpt2_class
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert_same_gpt2_config(back.config, gpt2.config)
-
-    def test_labels(self):
-        names = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
-        gpt2 = make_gpt2(
-            GPT2ForTokenClassification, **names, classifier_dropout=0.45, problem_type="multi_label_classification"
-        )
-        nlq = to_nlq(gpt2)
-        assert nlq.config.id2label == names["id2label"]
-        assert nlq.config.label2id == names["label2id"]
-        assert nlq.config.problem_type == "multi_label_classification"
-        assert nlq.dropout.p == 0.45
-        assert_same_gpt2_config(from_nlq(nlq, "gpt2").config, gpt2.config)
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-    def test_dtype(self, dtype):
-        gpt2 = make_gpt2(dtype=dtype)
-        nlq = to_nlq(gpt2)
-        assert {parameter.dtype for parameter in nlq.parameters()} == {dtype}
-        assert torch.equal(nlq.model.embed_tokens.weight, gpt2.transformer.wte.weight)
-        back = from_nlq(nlq, "gpt2")
-        assert_same_state(back.state_dict(), gpt2.state_dict())
-        assert nlq.config.dtype == back.config.dtype == dtype
-
-    @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-    def test_tied(self, tied):
-        gpt2 = make_gpt2(tie_word_embeddings=tied)
-        nlq = to_nlq(gpt2)
-        assert (nlq.lm_head.weight is nlq.model.embed_tokens.weight) == tied
-        back = from_nlq(nlq, "gpt2")
-        assert (back.lm_head.weight is back.transformer.wte.weight) == tied
-
-    @parametrize_cases("options", {name: GPT2_OPTIONS[name] for name in ("defaults", "scaled_by_layer", "untied")})
-    def test_generation(self, options):
-        gpt2 = make_gpt2(**{**options, "eos_token_id": None})
-        with torch.no_grad():
-            gpt2.transformer.wpe.weight.mul_(9.0)  # else the model repeats itself, which would say little
-        nlq = to_nlq(gpt2)
-        input_ids = random_tokens(3, 5, 29)
-        attention_mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
-        choices = {"max_new_tokens": 12, "do_sample": False}
-        for mask in (torch.ones_like(input_ids), attention_mask):
-            expected = gpt2.generate(input_ids, attention_mask=mask, **choices)
-            assert len(expected[:, 5:].unique()) > 3
-            assert torch.equal(nlq.generate(input_ids, attention_mask=mask, **choices), expected)
-            assert torch.equal(from_nlq(nlq, "gpt2").generate(input_ids, attention_mask=mask, **choices), expected)
-
-    def test_generation_config(self):
-        gpt2 = make_gpt2()
-        gpt2.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=7)
-        nlq = to_nlq(gpt2)
-        for converted in (nlq, from_nlq(nlq, "gpt2")):
-            chosen = converted.generation_config
-            assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 7)
-
-    def test_cross_attention(self):
-        gpt2 = make_gpt2(add_cross_attention=True)
-        with pytest.raises(ValueError, match=r"(?i)cross.?attention"):
-            to_nlq(gpt2)
-        nlq = to_nlq(gpt2, allow_lossy=True)
-        assert type(nlq) is NLQForCausalLM
-        assert_same_function(nlq, gpt2)  # nothing given to attend to
-
-    def test_double_heads(self):
-        gpt2 = make_gpt2(GPT2DoubleHeadsModel)
-        with pytest.raises(ValueError, match="multiple_choice_head"):
-            to_nlq(gpt2)
-        nlq = to_nlq(gpt2, allow_lossy=True)
-        assert type(nlq) is NLQForCausalLM
-        assert_same_function(nlq, gpt2)
-
-    def test_another_model(self, make_model):
-        with pytest.raises((TypeError, ValueError), match=r"(?i)nlq"):
-            to_nlq(make_model())
-        with pytest.raises((TypeError, ValueError), match=r"(?i)gpt-?2"):
-            from_nlq(make_gpt2(), "gpt2")
+def test_labels():
+    names = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
+    gpt2 = make_gpt2(GPT2ForTokenClassification, **names, classifier_dropout=0.45, problem_type="multi_label_classification")
+    nlq = to_nlq(gpt2)
+    assert nlq.config.id2label == names["id2label"]
+    assert nlq.config.label2id == names["label2id"]
+    assert nlq.config.problem_type == "multi_label_classification"
+    assert nlq.dropout.p == 0.45
+    assert comparable(from_nlq(nlq, "gpt2").config) == comparable(gpt2.config)
 
 
 # What GPT-2 computes too, with other weights. `make_model` draws biases and gains.
@@ -226,149 +105,114 @@ EXACT = {
     "epsilon": {"layer_norm_eps": 0.1},
     "relu": {"hidden_act": "relu"},
     "normalization_named": {"attention_normalization": "sum"},
-}
-# Linear too, or nothing at all, but not promised: the result is exact, or there is none.
-EXACT_OR_REFUSED = {
     "keys_identity": {"key_projection": "identity"},
-    "values_identity": {"value_projection": "identity"},
     "values_residual": {"value_projection": "residual"},
-    "head_projection": {"head_projection": True},
-    "head_projection_grouped": {"head_projection": True, "num_key_value_heads": 2, "attention_output_scaling": 0.4},
-    "no_positions": {"position_embedding": "none"},
-    "output_activation_linear": {"attention_output_activation": "linear"},
-    "sublayer_activation": {"sublayer_activation": "relu"},
-    "residual_activation": {"residual_activation": "mish"},
+    "head_projection": {"head_projection": True, "num_key_value_heads": 2, "attention_output_scaling": 0.4},
 }
-# (switches, the one that is in the way, its value)
+# What it computes only in part; the field and the value of the first switch are named
 INEXACT = {
-    "sigmoid": ({"attention_activation": "sigmoid"}, "attention_activation", "sigmoid"),
-    "relu": ({"attention_activation": "relu"}, "attention_activation", "relu"),
-    "sigmoid_by_length": (
-        {"attention_activation": "sigmoid", "attention_normalization": "length"},
-        "attention_activation",
-        "sigmoid",
-    ),
-    "linear_attention": ({"attention_activation": "linear_attention"}, "attention_activation", "linear_attention"),
-    "retention": (
-        {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
-        "linear_attention_decay",
-        "learned",
-    ),
-    "entmax15": ({"attention_activation": "entmax15"}, "attention_activation", "entmax15"),
-    "queries_nonlinear": ({"query_projection": "nonlinear"}, "query_projection", "nonlinear"),
-    "queries_bottleneck": ({"query_projection": "bottleneck"}, "query_projection", "bottleneck"),
-    "queries_upcycled": ({"query_projection": "upcycled"}, "query_projection", "upcycled"),
-    "keys_upcycled": ({"key_projection": "upcycled"}, "key_projection", "upcycled"),
-    "values_bottleneck": ({"value_projection": "bottleneck", "num_key_value_heads": 2}, "value_projection", "bottleneck"),
-    "sink_zero": ({"attention_sink": "zero"}, "attention_sink", "zero"),
-    "sink_learned": ({"attention_sink": "learned"}, "attention_sink", "learned"),
-    "gate_headwise": ({"attention_gate": "headwise"}, "attention_gate", "headwise"),
-    "gate_elementwise": ({"attention_gate": "elementwise"}, "attention_gate", "elementwise"),
-    "qk_norm_rms": ({"qk_norm": "rms"}, "qk_norm", "rms"),
-    "qk_norm_l2": ({"qk_norm": "l2"}, "qk_norm", "l2"),
-    "output_activation": ({"attention_output_activation": "gelu"}, "attention_output_activation", "gelu"),
-    "one_layer": ({"per_layer_config": {1: {"attention_activation": "squared"}}}, "attention_activation", "squared"),
-    "one_layer_sink": ({"per_layer_config": {0: {"attention_sink": "zero"}}}, "attention_sink", "zero"),
+    "normalization": {"attention_activation": "sigmoid", "attention_normalization": "length"},
+    "retention": {"linear_attention_decay": "learned", "attention_activation": "linear_attention"},
+    "entmax15": {"attention_activation": "entmax15"},
+    "queries_nonlinear": {"query_projection": "nonlinear"},
+    "queries_upcycled": {"query_projection": "upcycled"},
+    "keys_upcycled": {"key_projection": "upcycled"},
+    "values_bottleneck": {"value_projection": "bottleneck", "num_key_value_heads": 2},
+    "sink_learned": {"attention_sink": "learned"},
+    "gate": {"attention_gate": "elementwise"},
+    "qk_norm": {"qk_norm": "rms"},
+    "output_activation": {"attention_output_activation": "gelu"},
+    "sublayer_activation": {"sublayer_activation": "relu"},
+    "one_layer": {"per_layer_config": {1: {"attention_activation": "squared"}}},
 }
 IMPOSSIBLE = {
-    "rope": ({"position_embedding": "rope"}, "position_embedding", "rope"),
-    "post_norm": ({"norm_position": "post"}, "norm_position", "post"),
-    "narrow_heads": ({"head_dim": 2}, "head_dim", "2"),
-    "wide_heads": ({"head_dim": 6}, "head_dim", "6"),
+    "rope": {"position_embedding": "rope"},
+    "no_positions": {"position_embedding": "none"},
+    "post_norm": {"norm_position": "post"},
+    "wide_heads": {"head_dim": 6},
 }
 
 
-class TestToGPT2:
-    @pytest.fixture(scope="class")
-    def make(self, make_model):
-        return lambda **switches: make_model(**{"query_projection": "linear", "hidden_act": "gelu_new", **switches})
+@pytest.fixture(scope="module")
+def make(make_model):
+    return lambda **switches: make_model(**{"query_projection": "linear", "hidden_act": "gelu_new", **switches})
 
-    @parametrize_dtype
-    @parametrize_bias
-    @parametrize_cases("switches", EXACT)
-    def test_exact(self, make, switches, use_bias, dtype, tolerance):
-        nlq = make(dtype=dtype, use_bias=use_bias, **switches)
-        with Frozen(nlq):
-            gpt2 = from_nlq(nlq, "gpt2")
-        assert type(gpt2) is GPT2LMHeadModel
-        assert {parameter.dtype for parameter in gpt2.parameters()} == {dtype}
-        assert (gpt2.lm_head.weight is gpt2.transformer.wte.weight) == nlq.config.tie_word_embeddings
-        assert_same_function(gpt2, nlq, tolerance)
-        assert_same_function(to_nlq(gpt2), nlq, tolerance)
 
-    @parametrize_bias
-    @parametrize_cases("switches", EXACT_OR_REFUSED)
-    def test_exact_or_refused(self, make, switches, use_bias):
-        nlq = make(dtype=torch.float64, use_bias=use_bias, **switches)
-        try:
-            gpt2 = from_nlq(nlq, "gpt2")
-        except ValueError as error:
-            assert any(name in str(error) for name in switches)
-        else:
-            assert_same_function(gpt2, nlq, 1e-10)
-
-    @parametrize_cases("switches, name, value", INEXACT)
-    def test_inexact(self, make, switches, name, value):
-        nlq = make(use_bias=True, **switches)
-        with Frozen(nlq), pytest.raises(ValueError, match=rf"{name}\W+{value}"):
-            from_nlq(nlq, "gpt2")
-        with Frozen(nlq):
-            gpt2 = from_nlq(nlq, "gpt2", allow_lossy=True)
-        assert type(gpt2) is GPT2LMHeadModel
-        assert output_of(gpt2, random_tokens(2, 9)).isfinite().all()
-        for theirs, ours in zip(gpt2.transformer.h, nlq.model.layers):
-            assert torch.equal(theirs.mlp.c_fc.weight, ours.mlp.fc1.weight.T)  # what has a counterpart is there
-
-    @parametrize_cases("switches, name, value", IMPOSSIBLE)
-    @pytest.mark.parametrize("allow_lossy", [False, True], ids=["exactly", "lossy"])
-    def test_impossible(self, make, switches, name, value, allow_lossy):
-        with pytest.raises(ValueError, match=rf"{name}\W+{value}"):
-            from_nlq(make(**switches), "gpt2", allow_lossy=allow_lossy)
-
-    def test_lossy_is_exact_where_it_can_be(self, make):
-        nlq = make(attention_scaling=0.7, num_key_value_heads=2)
-        assert_same_function(from_nlq(nlq, "gpt2", allow_lossy=True), nlq)
-
-    def test_every_reason_is_named(self, make):
-        nlq = make(attention_sink="zero", attention_gate="headwise", qk_norm="rms")
-        with pytest.raises(ValueError, match=r"(?s)(?=.*attention_sink)(?=.*attention_gate)(?=.*qk_norm)"):
-            from_nlq(nlq, "gpt2")
-
-    def test_configuration(self, make):
-        options = {"embedding_dropout": 0.15, "residual_dropout": 0.25, "attention_dropout": 0.35, "initializer_range": 0.05}
-        gpt2 = from_nlq(make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"), "gpt2")
-        config = gpt2.config
-        assert (config.embd_pdrop, config.resid_pdrop, config.attn_pdrop) == (0.15, 0.25, 0.35)
-        assert (config.initializer_range, config.use_cache, config.layer_norm_epsilon) == (0.05, False, 1e-4)
-        # Not 50256, which a GPT-2 configuration fills in
-        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [3, 4], None)
-        assert (config.vocab_size, config.n_positions, config.n_inner, config.activation_function) == (13, 32, 24, "silu")
-        assert not getattr(config, "auto_map", None)
-
-    @pytest.mark.parametrize("gpt2_class, nlq_class", [pytest.param(*pair, id=name) for name, pair in HEADS.items()])
-    def test_heads_without_biases(self, gpt2_class, nlq_class):
-        sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-        labels = {"num_labels": 3} if "Classification" in nlq_class.__name__ else {}
-        config = NLQConfig(**sizes, **labels, query_projection="linear", pad_token_id=0, max_position_embeddings=9)
-        nlq = randomize(nlq_class(config)).eval()
+@parametrize_grid(
+    {
+        "switches": EXACT,
+        "use_bias": [False, True],
+        "dtype, tolerance": {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-5)},
+    }
+)
+def test_exact(make, switches, use_bias, dtype, tolerance):
+    nlq = make(dtype=dtype, use_bias=use_bias, **switches)
+    with Frozen(nlq):
         gpt2 = from_nlq(nlq, "gpt2")
-        assert type(gpt2) is gpt2_class
-        assert_same_function(gpt2, nlq)
+    assert type(gpt2) is GPT2LMHeadModel and {parameter.dtype for parameter in gpt2.parameters()} == {dtype}
+    assert (gpt2.lm_head.weight is gpt2.transformer.wte.weight) == nlq.config.tie_word_embeddings
+    assert_same_function(gpt2, nlq, tolerance)
+    assert_same_function(to_nlq(gpt2), nlq, tolerance)
 
-    def test_head_without_bias(self):
-        """GPT-2's head for tokens always has one."""
-        sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = NLQConfig(**sizes, query_projection="linear", token_classification_bias=False, max_position_embeddings=9)
-        nlq = randomize(NLQForTokenClassification(config)).eval()
-        assert nlq.score.bias is None
-        gpt2 = from_nlq(nlq, "gpt2")
-        assert_same_function(gpt2, nlq)
-        assert (gpt2.classifier.bias == 0).all()
 
-    def test_bfloat16(self, make):
-        nlq = make(dtype=torch.bfloat16, num_key_value_heads=2)
-        gpt2 = from_nlq(nlq, "gpt2")
-        assert {parameter.dtype for parameter in gpt2.parameters()} == {torch.bfloat16}
-        keys = gpt2.transformer.h[0].attn.c_attn.weight.T[16:32].reshape(4, 4, 16)
-        ours = nlq.model.layers[0].self_attn.k_proj.weight.reshape(2, 4, 16)
-        assert torch.equal(keys, ours[[0, 0, 1, 1]])
+@parametrize_cases("switches", INEXACT)
+def test_inexact(make, switches):
+    nlq = make(use_bias=True, **switches)
+    name, value = next(iter(next(iter(switches.get("per_layer_config", {1: switches}).values())).items()))
+    with Frozen(nlq), pytest.raises(ValueError, match=rf"{name}\W+{value}"):
+        from_nlq(nlq, "gpt2")
+    with Frozen(nlq):
+        gpt2 = from_nlq(nlq, "gpt2", allow_lossy=True)
+    assert type(gpt2) is GPT2LMHeadModel and output_of(gpt2, random_tokens(2, 9)).isfinite().all()
+    for theirs, ours in zip(gpt2.transformer.h, nlq.model.layers):
+        assert torch.equal(theirs.mlp.c_fc.weight, ours.mlp.fc1.weight.T)  # what has a counterpart is there
+
+
+@parametrize_cases("switches", IMPOSSIBLE)
+@pytest.mark.parametrize("allow_lossy", [False, True], ids=["exactly", "lossy"])
+def test_impossible(make, switches, allow_lossy):
+    ((name, value),) = switches.items()
+    with pytest.raises(ValueError, match=rf"{name}\W+{value}"):
+        from_nlq(make(**switches), "gpt2", allow_lossy=allow_lossy)
+
+
+def test_every_reason_is_named(make):
+    nlq = make(attention_sink="zero", attention_gate="headwise", qk_norm="rms")
+    with pytest.raises(ValueError, match=r"(?s)(?=.*attention_sink)(?=.*attention_gate)(?=.*qk_norm)"):
+        from_nlq(nlq, "gpt2")
+
+
+def test_configuration(make):
+    options = {"embedding_dropout": 0.15, "residual_dropout": 0.25, "attention_dropout": 0.35, "initializer_range": 0.05}
+    gpt2 = from_nlq(make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"), "gpt2")
+    config = gpt2.config
+    assert (config.embd_pdrop, config.resid_pdrop, config.attn_pdrop) == (0.15, 0.25, 0.35)
+    assert (config.initializer_range, config.use_cache, config.layer_norm_epsilon) == (0.05, False, 1e-4)
+    # Not 50256, which a GPT-2 configuration fills in
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [3, 4], None)
+    assert (config.vocab_size, config.n_positions, config.n_inner, config.activation_function) == (13, 32, 24, "silu")
+    assert not getattr(config, "auto_map", None)
+
+
+@pytest.mark.parametrize("head_bias", [True, False])
+@parametrize_cases("gpt2_class, nlq_class", HEADS)
+def test_heads_without_biases(gpt2_class, nlq_class, head_bias):
+    """GPT-2's head for tokens always has a bias, here 0."""
+    sizes = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    labels = {"num_labels": 3} if "Classification" in nlq_class.__name__ else {}
+    options = {"token_classification_bias": head_bias} if nlq_class is NLQForTokenClassification else {}
+    config = NLQConfig(**sizes, **labels, **options, query_projection="linear", max_position_embeddings=9)
+    nlq = randomize(nlq_class(config)).eval()
+    gpt2 = from_nlq(nlq, "gpt2")
+    assert type(gpt2) is gpt2_class
+    assert_same_function(gpt2, nlq)
+    if options and not head_bias:
+        assert nlq.score.bias is None and (gpt2.classifier.bias == 0).all()
+
+
+def test_bfloat16(make):
+    gpt2 = from_nlq(nlq := make(dtype=torch.bfloat16, num_key_value_heads=2), "gpt2")
+    assert {parameter.dtype for parameter in gpt2.parameters()} == {torch.bfloat16}
+    keys = gpt2.transformer.h[0].attn.c_attn.weight.T[16:32].reshape(4, 4, 16)
+    ours = nlq.model.layers[0].self_attn.k_proj.weight.reshape(2, 4, 16)
+    assert torch.equal(keys, ours[[0, 0, 1, 1]])

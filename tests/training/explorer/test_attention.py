@@ -14,8 +14,6 @@ from transformers import (
     JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
 )
 
 from modeling_nlq import load_attention_parts
@@ -81,10 +79,14 @@ def test_weights_are_those_that_the_model_returns(make_model, name):
         torch.testing.assert_close(layer.numbers["ablation"], cost, msg=f"layer {index}")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("v1", "v2")])
+LINEAR = {"attention_activation": "linear_attention", "value_projection": "linear"}
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name not in ("v1", "v2")), "linear"])
 def test_cosines_of_every_kind_of_layer(make_model, name):
     """Without parts that change the output, the input of the output projection is the output of the heads."""
-    model, ids = make_model(dtype=torch.float64, **MODELS[name]), torch.randint(13, (1, 9))
+    switches = MODELS.get(name, LINEAR)
+    model, ids = make_model(dtype=torch.float64, **switches), torch.randint(13, (1, 9))
     values = {}
 
     def keep(layer, call, _):
@@ -96,22 +98,8 @@ def test_cosines_of_every_kind_of_layer(make_model, name):
         y = y.view(9, 4, 4).transpose(0, 1)
         expected = torch.nn.functional.cosine_similarity(y, values[index], dim=-1)
         torch.testing.assert_close(layer.rows["own_value_cosine"], expected)
-
-
-@pytest.mark.parametrize("switches", [SOFTMAX, {"attention_activation": "linear_attention"}])
-def test_cosines_are_those_of_the_outputs_of_heads(make_model, switches):
-    model, ids = make_model(dtype=torch.float64, value_projection="linear", **switches), torch.randint(13, (1, 9))
-    values = []
-    hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda _m, _i, out: values.append(out[0])) for layer in model.model.layers
-    ]
-    outputs = watch(model, ids)
-    for hook in hooks:
-        hook.remove()
-    for layer, y, v in zip(measure_attention(model, ids, RANDOM), outputs, values, strict=True):
-        expected = torch.nn.functional.cosine_similarity(y.view(9, 4, 4), v.view(9, 4, 4), dim=-1).T
-        torch.testing.assert_close(layer.rows["own_value_cosine"], expected)
-        torch.testing.assert_close(layer.numbers["own_value_cosine"], expected[:, 1:].mean(dim=-1))
+        if name in ("softmax", "linear"):  # which see several keys from the second query on
+            torch.testing.assert_close(layer.numbers["own_value_cosine"], expected[:, 1:].mean(dim=-1))
 
 
 def test_scores_and_queries(make_model):
@@ -145,33 +133,35 @@ def test_what_a_layer_lacks_is_said(make_model):
     assert linear.numbers.keys() | linear.missing.keys() == {*ROWS, *HEADS, "mean_gate", "weights"}
 
 
+def first_input(model, ids):
+    """What the first attention layer gets."""
+    inputs, attention = [], model.model.layers[0].self_attn
+    with torch.no_grad(), attention.register_forward_pre_hook(lambda _, given, __: inputs.append(given[0]), with_kwargs=True):
+        model(ids)
+    return inputs[0]
+
+
+@torch.no_grad()
 def test_numbers_of_parts(make_model):
     """By the modules that the parts have, on the first layer's input."""
     switches = {"attention_gate": "elementwise", "forget_gate": "learned", "exclusive_attention": "learned"}
     model, ids = make_model(dtype=torch.float64, **SOFTMAX, **switches), torch.randint(13, (1, 6))
-    attention, inputs = model.model.layers[0].self_attn, []
-    with torch.no_grad():
-        hook = attention.register_forward_pre_hook(lambda _, given, keywords: inputs.append(given[0]), with_kwargs=True)
-        model(ids)
-        hook.remove()
-        gate = torch.sigmoid(attention.gate_proj(inputs[0])).view(6, 4, 4).mean(dim=(0, 2))
-        forget = torch.nn.functional.logsigmoid(attention.parts["forget_gate"].proj(inputs[0]))[0].mean(dim=0)
-        alpha = torch.tanh(attention.parts["exclusive_attention"].alpha)
+    attention, inputs = model.model.layers[0].self_attn, first_input(model, ids)
+    gate = torch.sigmoid(attention.gate_proj(inputs)).view(6, 4, 4).mean(dim=(0, 2))
+    forget = torch.nn.functional.logsigmoid(attention.parts["forget_gate"].proj(inputs))[0].mean(dim=0)
+    alpha = torch.tanh(attention.parts["exclusive_attention"].alpha)
     numbers = measure_attention(model, ids, RANDOM)[0].numbers
     torch.testing.assert_close(numbers["mean_gate"], gate)
     torch.testing.assert_close(numbers["mean_log_forget_gate"], forget)
     torch.testing.assert_close(numbers["own_value_taken_out"], alpha)
 
 
+@torch.no_grad()
 def test_factors_of_differential_attention(make_model):
     ids = torch.randint(13, (1, 6))
     v2 = make_model(dtype=torch.float64, **SOFTMAX, differential_attention="v2", forget_gate="fixed")
-    attention, inputs = v2.model.layers[0].self_attn, []
-    with torch.no_grad():
-        hook = attention.register_forward_pre_hook(lambda _, given, keywords: inputs.append(given[0]), with_kwargs=True)
-        v2(ids)
-        hook.remove()
-        expected = torch.sigmoid(attention.parts["differential_attention"].proj(inputs[0]))[0].mean(dim=0)
+    part = v2.model.layers[0].self_attn.parts["differential_attention"]
+    expected = torch.sigmoid(part.proj(first_input(v2, ids)))[0].mean(dim=0)
     layer = measure_attention(v2, ids, RANDOM)[0]
     torch.testing.assert_close(layer.numbers["factor_of_second_map"], expected)
     assert "subtracts two maps" in layer.missing["mean_log_forget_gate"]
@@ -182,10 +172,7 @@ def test_factors_of_differential_attention(make_model):
 @pytest.mark.parametrize(
     "measure, message",
     [
-        (
-            "{'wrong': torch.zeros(3)}",
-            r"measures 'wrong' as Tensor of the shape \(3,\); it must be",
-        ),
+        ("{'wrong': torch.zeros(3)}", r"measures 'wrong' as Tensor of the shape \(3,\); it must be"),
         ("{'wrong': [1.0]}", "measures 'wrong' as list of the shape None"),
         ("1 / 0", "measure failed: ZeroDivisionError"),
         ("{'weights': torch.zeros(4)}", "measures 'weights', which is the name"),
@@ -204,12 +191,10 @@ def test_a_part_that_measures_wrongly(make_model, tmp_path, measure, message):
 
 def test_large_models_are_not_ablated(make_model):
     model = make_model()
-    cost = 2 * model.num_parameters() * 8
     assert tokens_to_ablate(model, 500) == 500
     for parameters, expected in ((4e12 / 8 / 2 / 100, 100), (4e12 / 8 / 2 / 10, 64), (1e12, 0)):
         model.num_parameters = lambda parameters=parameters: parameters
         assert tokens_to_ablate(model, 500) == pytest.approx(expected, abs=1)
-    assert cost > 0
 
 
 SIZES = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -292,11 +277,6 @@ def test_a_part_that_changes_the_attended_values(make_model, tmp_path):
     hook.remove()
     expected = torch.nn.functional.cosine_similarity(outputs, values[0].flip(-1) * 2.0, dim=-1).T
     torch.testing.assert_close(measure_attention(model, ids, RANDOM)[0].rows["own_value_cosine"], expected)
-
-
-def test_a_model_without_attention():
-    subject = prepare(MambaForCausalLM(MambaConfig(vocab_size=13, hidden_size=8, num_hidden_layers=1)).eval())
-    assert measure_attention(subject.model, torch.randint(13, (1, 8)), RANDOM) == []
 
 
 def test_layers_without_attention_are_said():

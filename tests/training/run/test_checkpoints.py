@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.runs import PowerCut, interrupt, logged_losses
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
 from modeling_nlq.training import train
-from modeling_nlq.training.run.checkpoints import fault_of, is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run import checkpoints
+from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 from nlq import main
 
 
@@ -38,15 +38,13 @@ class TestCheckpoints:
         assert capsys.readouterr().err.endswith(message)
         # A checkpoint that is half written must be passed over
         shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
-        (folder / "checkpoint-6" / "trainer_state.json").unlink()
+        (folder / "checkpoint-6" / "checksums.json").unlink()
         assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
 
         assert main(arguments) == 0
-        assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=1e-6)
+        assert logged_losses(folder) == logged_losses(run[0])
         assert json.loads((folder / "metrics.json").read_text())["token_stream"] == run[1]["token_stream"]
-        resumed = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for name, expected in AutoModelForCausalLM.from_pretrained(run[0]).state_dict().items():
-            assert torch.allclose(resumed[name], expected, atol=1e-6), name
+        assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
 
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_run_cut_in_a_later_epoch_ends_with_the_same_bits(self, streaming, corpus, recipe_file, tmp_path):
@@ -62,37 +60,28 @@ class TestCheckpoints:
         weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
         assert weights[0] == weights[1]
 
-    def test_run_cut_after_its_last_step_takes_no_more(self, run, recipe_file, tmp_path):
+    def test_run_cut_after_its_last_step_takes_no_more(self, run, recipe_file, tmp_path, caplog):
         folder = tmp_path / "cut"
-        shutil.copytree(run[0], folder)
-        (folder / "metrics.json").unlink()
-        metrics = train(recipe_file, output_dir=folder)
+        cut_after_its_last_step(run[0], folder)
+        logging.enable_propagation()
+        try:
+            metrics = train(recipe_file, output_dir=folder)
+        finally:
+            logging.disable_propagation()
+        # Tied weights are not missing
+        assert "Going on from" in caplog.text and "missing keys" not in caplog.text
         assert metrics["steps"] == 8 and metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"])
         for name in ("model.safetensors", "trainer_state.json"):
             assert (folder / name).read_bytes() == (run[0] / name).read_bytes()
 
-    def test_another_model_does_not_go_on_from_the_checkpoint(self, run, recipe_file, tmp_path):
+    def test_another_model_does_not_go_on_from_the_checkpoint(self, run, recipe_file, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoints, "fault_of", lambda _: None)
         folder = tmp_path / "other"
-        shutil.copytree(run[0], folder)
-        (folder / "metrics.json").unlink()
+        cut_after_its_last_step(run[0], folder)
         config = json.loads((folder / "checkpoint-8" / "config.json").read_text())
-        for checkpoint in folder.glob("checkpoint-*"):
-            (checkpoint / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
-            (checkpoint / "checksums.json").unlink()
+        (folder / "checkpoint-8" / "config.json").write_text(json.dumps({**config, "attention_activation": "relu"}))
         with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
             train(recipe_file, output_dir=folder)
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "config.json", "trainer_state.json"])
-    @pytest.mark.parametrize("damage", ["missing", "empty", "half"])
-    def test_damaged_file_makes_a_checkpoint_incomplete(self, name, damage, run, tmp_path):
-        folder = tmp_path / "checkpoint-8"
-        shutil.copytree(run[0] / "checkpoint-8", folder)
-        assert is_complete_checkpoint(folder)
-        content = (folder / name).read_bytes()
-        (folder / name).unlink()
-        if damage != "missing":
-            (folder / name).write_bytes(content[: len(content) // 2] if damage == "half" else b"")
-        assert not is_complete_checkpoint(folder)
 
     @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "checksums.json"])
     def test_run_goes_on_from_before_a_damaged_checkpoint(self, name, run, recipe_file, tmp_path, caplog):
@@ -103,7 +92,6 @@ class TestCheckpoints:
         third = len(content) // 3
         tail = bytes(third) if name == "model.safetensors" else content[-third:]
         path.write_bytes(content[: len(content) - 2 * third] + bytes(third) + tail)
-        assert name == "checksums.json" or is_complete_checkpoint(path.parent), "the damage is plain to see"
         with pytest.raises(ValueError, match=f"checkpoint-4' is damaged .*{name}"):
             train(recipe_file, output_dir=tmp_path / "run", resume_from_checkpoint=str(path.parent))
         train(recipe_file, output_dir=tmp_path / "run")
@@ -112,27 +100,24 @@ class TestCheckpoints:
         assert fault_of(path.parent) is None, "it was written again"
 
     @pytest.mark.parametrize(
-        ("name", "content"),
+        ("name", "content", "fault"),
         [
-            ("trainer_state.json", "[" * 10**5),
-            ("trainer_state.json", '{"global_step": "4"}'),
-            ("config.json", "[" * 10**5),
-            ("checksums.json", json.dumps({"x" * 5000: ""})),
-            ("checksums.json", '{"../checkpoint-8/config.json": ""}'),
-            ("checksums.json", '{"a\\u0000b": ""}'),
+            ("config.json", None, "is damaged (config.json is not as it was written)"),
+            ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
+            ("checksums.json", None, "is incomplete"),
+            ("checksums.json", b"[" * 10**5, "is damaged (.*checksums.json is damaged"),
+            ("checksums.json", json.dumps({"x" * 5000: ""}).encode(), "is damaged"),
+            ("checksums.json", b'{"../checkpoint-8/config.json": ""}', "is damaged"),
+            ("checksums.json", b'{"a\\u0000b": ""}', "is damaged"),
         ],
     )
-    def test_file_with_other_content_is_a_fault_and_no_error(self, name, content, run, tmp_path):
+    def test_faults(self, name, content, fault, run, tmp_path):
         folder = shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
-        (folder / name).write_text(content)
-        assert "damaged" in fault_of(folder)
-
-    def test_checkpoint_without_hashes(self, run, tmp_path):
-        folder = tmp_path / "checkpoint-8"
-        shutil.copytree(run[0] / "checkpoint-8", folder)
         assert fault_of(folder) is None
-        (folder / "checksums.json").unlink()
-        assert fault_of(folder) is None
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+        assert re.match(re.escape(fault).replace(r"\.\*", ".*"), fault_of(folder))
 
     def test_checkpoints_are_complete_models(self, run):
         folder = run[0] / "checkpoint-4"
@@ -222,28 +207,5 @@ class TestConditions:
         # The run is finished: both commands do nothing, and another global batch size is another recipe
         assert train(recipe_file, output_dir=folder, **shares) == metrics
         assert train(recipe_file, output_dir=folder) == metrics
-        with pytest.raises(ValueError, match=r"holds a run of another recipe .*gradient_accumulation_steps"):
+        with pytest.raises(ValueError, match=r"holds a run of another recipe .*global_batch_size: 8 there, 4 now"):
             train(recipe_file, output_dir=folder, per_device_train_batch_size=4)
-
-    def test_checkpoint_that_does_not_say(self, recipe_file, tmp_path, capsys):
-        arguments = ["--output_dir", str(tmp_path / "run")]
-        interrupt(recipe_file, output_dir=tmp_path / "run")
-        path = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
-        state = json.loads(path.read_text())
-        del state["stateful_callbacks"]["RunRecord"]["attributes"]["conditions"]
-        path.write_text(json.dumps(state))
-        path.with_name("checksums.json").unlink()
-        assert main(["train", str(recipe_file), *arguments]) == 1
-        assert "does not say with which dataset and global batch size it was made" in capsys.readouterr().err
-
-
-def test_tied_weights_are_not_missing(run, recipe_file, tmp_path, caplog):
-    folder = tmp_path / "run"
-    shutil.copytree(run[0], folder)
-    (folder / "metrics.json").unlink()
-    logging.enable_propagation()
-    try:
-        train(recipe_file, output_dir=folder)
-    finally:
-        logging.disable_propagation()
-    assert "Going on from" in caplog.text and "missing keys" not in caplog.text

@@ -106,8 +106,17 @@ class TestOwnDataset:
         with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
             evaluation.evaluate(own, validation_fraction=0.02)
 
-    @pytest.mark.parametrize("model", ["run", "run/checkpoint-4", "converted"])
-    @pytest.mark.parametrize("dataset", ["fold", "./fold", "fold/", "../{here}/fold", "copy", "link", "."])
+    @pytest.mark.parametrize(
+        "model, dataset",
+        [
+            ("run", "fold"),
+            ("run/checkpoint-4", "../{here}/fold"),
+            ("converted", "./fold"),
+            ("run", "copy"),
+            ("run/checkpoint-4", "link"),
+            ("converted", "."),
+        ],
+    )
     def test_the_same_documents_by_another_name(self, dataset, model, folders):
         dataset = dataset.format(here=folders.name)
         assert evaluation.evaluate(model, dataset=dataset).validation_fraction == 0.003
@@ -151,12 +160,6 @@ class TestOwnDataset:
         assert len(messages) == 2 and all(f"shares files with {evaluated} and is split otherwise" in text for text in messages)
         evaluation.evaluate(own, dataset=trained, validation_fraction=0.1)
         assert len(messages) == 2
-
-    def test_another_dataset_without_its_configuration(self, own, tmp_path):
-        given = {"model": "tiny-linear", "dataset": "owner/hub", "dataset_config": "one"}
-        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, "a fingerprint")}))
-        write_documents(tmp_path / "other" / "text.jsonl", ["x = 1"])
-        assert evaluation.evaluate(own, dataset=tmp_path / "other").dataset_config is None
 
     @pytest.fixture
     def folders(self, own, monkeypatch):

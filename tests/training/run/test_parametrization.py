@@ -2,18 +2,16 @@
 
 import copy
 import json
-import shutil
 
-import numpy as np
 import pytest
 import torch
+from support.runs import interrupt
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, own_parts_nlq, register_attention_part
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, parts_user_nlq, register_attention_part
 from modeling_nlq.training import train
 from modeling_nlq.training.models import initialize_by_name
-from modeling_nlq.training.nlq import main
 from modeling_nlq.training.run.parametrization import (
     Factors,
     check_completep,
@@ -21,6 +19,7 @@ from modeling_nlq.training.run.parametrization import (
     scale_initial_values,
     split_groups,
 )
+from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.record import RecordingTrainer
 
 
@@ -143,8 +142,8 @@ class _Narrow(AttentionPart):
     "part, message", [(_Cube, "cannot tell which dimensions"), (_Narrow, "twice the width, .* refused: narrow")]
 )
 def test_parts_of_which_no_factor_is_known_are_refused(part, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_parts_nlq, "_registered", {})
-    monkeypatch.setattr(own_parts_nlq, "_latest", {})
+    monkeypatch.setattr(parts_user_nlq, "_registered", {})
+    monkeypatch.setattr(parts_user_nlq, "_latest", {})
     register_attention_part(part)
     with pytest.raises(ValueError, match=message):
         check_completep(make_config(attention_parts=[part.name]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
@@ -165,61 +164,21 @@ def test_the_base_model_is_trained_as_without():
     assert train_steps(ours, make_optimizer(ours, factors)) == train_steps(plain, make_optimizer(plain))
 
 
-def coordinate_slope(parametrization: str, **switches) -> dict[str, float]:
-    """How the sizes of what 5 steps change grow: the exponent of the width of a model, whose depth grows with it."""
-    sizes = {"hidden": [], "logits": []}
-    multiples = (1, 2, 4, 8)
-    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
-    for multiple in multiples:
-        model, factors = make_model(make_config(32 * multiple, 2 * min(multiple, 4), **switches)), None
-        if parametrization == "completep":
-            factors = completep_factors(model, {"hidden_size": 32, "num_hidden_layers": 2})
-            scale_initial_values(model, factors)
-        outputs = []
-        for _ in range(2):
-            with torch.no_grad():
-                found = model.model(input_ids=ids, output_hidden_states=True)
-                outputs.append((found.hidden_states[-2], model.lm_head(found.last_hidden_state)))
-            if len(outputs) == 1:
-                train_steps(model, make_optimizer(model, factors), steps=5)
-        for name, before, after in zip(sizes, *outputs, strict=True):
-            sizes[name].append((after - before).pow(2).mean().sqrt().item())
-    return {name: np.polyfit(np.log(multiples), np.log(values), 1)[0] for name, values in sizes.items()}
-
-
-@pytest.mark.parametrize("query", ["linear", "nonlinear"])
-def test_coordinate_check(query):
-    """What the first steps change is as large in a wide and deep model; in the standard parametrization it grows."""
-    completep, standard = (coordinate_slope(name, query_projection=query) for name in ("completep", "standard"))
-    assert all(abs(slope) < 0.2 for slope in completep.values()), completep
-    assert all(slope > 0.5 for slope in standard.values()), standard
-
-
 class TestRecipe:
     BASE = {"hidden_size": 16, "num_hidden_layers": 1}
 
     def test_a_run(self, recipe_file, tmp_path):
+        """It has a rate for each kind of parameter, and ends the same if it was interrupted."""
         settings = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-        options = {"switches": settings, "save_steps": 4}
-        folder = tmp_path / "run"
-        metrics = train(recipe_file, output_dir=folder, parametrization="completep", base_sizes=self.BASE, **options)
-        plain = train(recipe_file, output_dir=tmp_path / "plain", **options)
-        assert not metrics["diverged"] and metrics["eval_loss"] != plain["eval_loss"]
+        options = {"switches": settings, "parametrization": "completep", "base_sizes": self.BASE}
+        folder, resumed = tmp_path / "run", tmp_path / "resumed"
+        metrics = train(recipe_file, output_dir=folder, **options)
         groups = torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["param_groups"]
-        rate = TrainingArguments(output_dir=str(tmp_path)).learning_rate
-        assert len({group["initial_lr"] for group in groups}) == 3 and groups[0]["initial_lr"] != rate
+        rate = load_recipe(recipe_file).training_arguments.learning_rate
+        assert len({group["initial_lr"] for group in groups}) == 3 and groups[0]["initial_lr"] == rate
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= groups[0]["initial_lr"]
-
-    def test_resumed_run_ends_the_same(self, recipe_file, tmp_path):
-        options = {"parametrization": "completep", "base_sizes": self.BASE, "save_steps": 4}
-        options["switches"] = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-        whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-        metrics = train(recipe_file, output_dir=whole, **options)
-        shutil.copytree(whole, resumed)
-        shutil.rmtree(resumed / "checkpoint-8")
-        for name in ("metrics.json", "model.safetensors"):
-            (resumed / name).unlink()
+        assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= rate
+        interrupt(recipe_file, output_dir=resumed, **options)
         assert train(recipe_file, output_dir=resumed, **options)["eval_loss"] == metrics["eval_loss"]
 
     @pytest.mark.parametrize(
@@ -228,7 +187,6 @@ class TestRecipe:
             ({"parametrization": "mup"}, "parametrization='mup' must be 'standard' or 'completep'"),
             ({"parametrization": "completep"}, "needs the sizes of its base model"),
             ({"base_sizes": BASE}, "'standard' takes none"),
-            ({"base_sizes": {}}, "'standard' takes none"),
             ({"base_sizes": "8"}, "base_sizes=8 must be sizes with their values"),
             ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be sizes"),
             (
@@ -256,8 +214,3 @@ class TestRecipe:
         with pytest.raises(ValueError, match=message):
             train(recipe_file, output_dir=tmp_path / "run", **fields)
         assert not (tmp_path / "run").exists()
-
-    def test_command_line(self, recipe_file, tmp_path, capsys):
-        words = ["--parametrization", "completep", "--base_sizes", "{hidden_size: 0}"]
-        assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *words]) == 1
-        assert "base_sizes: hidden_size=0 must be a whole number" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from support.runs import logged_losses
 from modeling_nlq.configuration import find
 from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.run.checkpoints import is_complete_checkpoint, last_complete_checkpoint
+from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -120,7 +120,7 @@ def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, 
     folder = tmp_path / "run"
     cut(finished(2, state_dict_type), folder, step=6)
     broken = folder / "checkpoint-6"
-    assert is_complete_checkpoint(broken)
+    assert fault_of(broken) is None
     if state_dict_type == SHARDED:
         (broken / "optimizer_0" / ".metadata").unlink()
     else:

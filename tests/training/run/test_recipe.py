@@ -31,13 +31,10 @@ class TestOverrides:
 
     @pytest.mark.parametrize("name, value", [("weight_decay", None), ("max_steps", [1]), ("test_fraction", {"a": 1})])
     def test_numbers(self, name, value):
+        overrides = {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}
+        assert load_recipe("demo", overrides).training_arguments.max_steps == 3
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be a number")):
             load_recipe("demo", {name: value})
-
-    def test_numbers_of_numpy(self):
-        assert (
-            load_recipe("demo", {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}).training_arguments.max_steps == 3
-        )
 
     @pytest.mark.parametrize("name", ["a" * 201, "x?", "x. "])
     def test_name_of_the_file_names_the_folder(self, name, recipe_file, tmp_path):
@@ -93,11 +90,10 @@ def test_small_tokenizer_wastes_rows():
 
 @pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons"), ("evaluate", "tasks")])
 def test_help_lists_what_is_shipped(command, kind, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
+    assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, text in descriptions(kind).items():
-        assert [line for line in lines if line.startswith(f"  {name} ") and text[:20] in line], name
+        assert [line for line in lines if line.startswith(f" {name} ") and text[:20] in line], name
         assert len(text) < 90, f"{name}: too long for a line"
     assert descriptions(kind).keys() == set(names(kind))
 

@@ -1,18 +1,20 @@
 """The recorder of attention: its numbers against the formulas, and training that does not notice it."""
 
 import itertools
+import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from support.attention_cases import PHI
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from support.runs import interrupt, logged_losses
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training import train
 from modeling_nlq.training.run import stability
-from modeling_nlq.training.run.stability import StabilityCallback, attention_statistics, loss_spikes, read_stability
+from modeling_nlq.training.run.data import BlockCollator, prepare_data
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.stability import attention_statistics, loss_spikes, read_stability
 
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2]])
@@ -202,11 +204,6 @@ class TestStatistics:
         statistics = attention_statistics(make_model(), TOKENS, torch.zeros_like(TOKENS))[0]
         assert set(statistics) == {"smallest_score", "largest_score"}
 
-    def test_largest_weight_of_a_new_model_is_small(self):
-        """The first token's weight for itself is 1 in every model: no news."""
-        model = NLQForCausalLM(NLQConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-        assert attention_statistics(model, TOKENS)[0]["largest_weight"] < 0.6
-
     def test_nothing_visible_hides_that_a_model_is_lost(self, make_model):
         model = make_model()
         model.model.embed_tokens.weight.data.fill_(math.nan)
@@ -232,128 +229,56 @@ class TestStatistics:
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def make_trainer(model, folder, **arguments):
-    samples = torch.randint(13, (32, 9), generator=torch.Generator().manual_seed(1))
-    defaults = {
-        "max_steps": 7,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_steps": 3,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return Trainer(
-        model=model,
-        args=TrainingArguments(str(folder), **{**defaults, **arguments}),
-        train_dataset=[{"input_ids": row, "labels": row} for row in samples],
-    )
+def test_records_of_a_run(run, recipe_file, tmp_path):
+    """After the first step, every third and the last, each once though the run was interrupted; training does not notice."""
+    folder, recorded = tmp_path / "run", {"record_stability": True, "stability_steps": 3, "packing": "documents"}
+    interrupt(recipe_file, output_dir=folder, **recorded)
+    train(recipe_file, output_dir=folder, **recorded)
+    train(recipe_file, output_dir=tmp_path / "plain", packing="documents", save_strategy="no")
+    assert logged_losses(folder) == logged_losses(tmp_path / "plain")
+    curves = read_stability(json.loads((folder / "trainer_state.json").read_text())["log_history"])
+    _, blocks, _ = prepare_data(load_recipe(recipe_file).recipe, folder)
+    probe = BlockCollator(0, restart=True)(list(itertools.islice(blocks["validation"].dataset, 2)))
+    expected = attention_statistics(NLQForCausalLM.from_pretrained(folder), probe["input_ids"], probe["position_ids"])
+    assert list(curves) == [0, 1]
+    for layer, last in zip(curves.values(), expected, strict=True):
+        assert set(layer) == set(last)
+        for name, points in layer.items():
+            assert [step for step, _ in points] == [1, 3, 6, 8], name
+            assert points[-1][1] == pytest.approx(last[name], rel=1e-5), name
+    assert curves[0]["entropy"][0][1] != curves[0]["entropy"][-1][1]
 
 
-DROPOUT = {"embedding_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1}
+def noisy_curve(**changes):
+    """A noisy curve that falls from 9 to 4 nats, logged every 10 steps, with some values replaced."""
+    noise = 0.05 * torch.randn(60, generator=torch.Generator().manual_seed(0))
+    losses = [4 + 5 * math.exp(-index / 8) + noise[index].item() for index in range(60)]
+    for index, value in changes.items():
+        losses[int(index.removeprefix("at_"))] = value
+    return [(10 * (index + 1), loss) for index, loss in enumerate(losses)]
 
 
-class TestCallback:
-    @pytest.fixture(scope="class")
-    def recorded(self, make_model, tmp_path_factory):
-        """A finished training run that was watched."""
-        folder = tmp_path_factory.mktemp("recorded")
-        model = make_model(implementation=None, attention_activation="squared", **DROPOUT)
-        trainer = make_trainer(model, folder, report_to="tensorboard")
-        trainer.add_callback(StabilityCallback(trainer, TOKENS, 2, PACKED))
-        trainer.train()
-        return trainer
-
-    def test_training_does_not_notice(self, recorded, make_model, tmp_path):
-        trainer = make_trainer(
-            make_model(implementation=None, attention_activation="squared", **DROPOUT), tmp_path, save_strategy="no"
-        )
-        trainer.train()
-        losses, watched = (
-            [{name: entry[name] for name in ("step", "loss", "grad_norm")} for entry in history if "loss" in entry]
-            for history in (trainer.state.log_history, recorded.state.log_history)
-        )
-        assert len(losses) == 7 and watched == losses
-        for (name, one), other in zip(trainer.model.state_dict().items(), recorded.model.state_dict().values()):
-            assert torch.equal(one, other), name
-
-    def test_records(self, recorded):
-        curves = read_stability(recorded.state.log_history)
-        assert list(curves) == [0, 1]
-        statistics = attention_statistics(recorded.model, TOKENS, PACKED)
-        for layer, expected in zip(curves.values(), statistics):
-            assert set(layer) == set(expected)
-            for name, points in layer.items():
-                assert [step for step, _ in points] == [1, 2, 4, 6, 7], name
-                assert points[-1][1] == expected[name]
-        assert curves[0]["entropy"][0][1] != curves[0]["entropy"][-1][1]
-
-    def test_reaches_tensorboard(self, recorded):
-        folder = next(path.parent for path in Path(recorded.args.output_dir).rglob("events.out.tfevents.*"))
-        events = EventAccumulator(str(folder)).Reload().Scalars("train/attention/layer_1/smallest_log_normalizer")
-        points = read_stability(recorded.state.log_history)[1]["smallest_log_normalizer"]
-        assert [event.step for event in events] == [step for step, _ in points]
-        assert [event.value for event in events] == pytest.approx([value for _, value in points])
-
-    def test_resumed_training_has_each_record_once(self, recorded, make_model, tmp_path):
-        trainer = make_trainer(make_model(implementation=None, attention_activation="squared", **DROPOUT), tmp_path)
-        trainer.add_callback(StabilityCallback(trainer, TOKENS, 2, PACKED))
-        trainer.train(resume_from_checkpoint=str(Path(recorded.args.output_dir) / "checkpoint-6"))
-        resumed, expected = (read_stability(one.state.log_history) for one in (trainer, recorded))
-        for layer, quantities in expected.items():
-            for name, points in quantities.items():
-                assert [step for step, _ in resumed[layer][name]] == [step for step, _ in points]
-                values = [value for _, value in resumed[layer][name]]
-                assert values == pytest.approx([value for _, value in points], rel=1e-4), name
-
-    def test_refuses_other_models(self, tmp_path):
-        gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=13, n_embd=8, n_layer=1, n_head=1, n_positions=16))
-        with pytest.raises(ValueError, match="GPT2LMHeadModel has no NLQ attention layers"):
-            StabilityCallback(make_trainer(gpt2, tmp_path), TOKENS)
-
-    def test_refuses_an_interval_of_nothing(self, make_model, tmp_path):
-        with pytest.raises(ValueError, match="interval=0"):
-            StabilityCallback(make_trainer(make_model(), tmp_path), TOKENS, interval=0)
+@pytest.mark.parametrize(
+    "losses, spikes",
+    [
+        (noisy_curve(), []),
+        (noisy_curve(at_30=5.5, at_50=4.8), [310, 510]),
+        (noisy_curve(at_2=math.nan, at_40=math.inf), [30, 410]),
+        ([(1, math.nan), (2, math.nan)], [1, 2]),
+        ([(index, 4.0 + 2.0 * (index == 9)) for index in range(30)], []),  # too few to compare with
+        ([(index, 4.0 if index < 20 else 6.0) for index in range(40)], [20, 21, 22, 23, 24]),  # then the median has followed
+        ([(index, 4.0 + 0.09 * (index == 20)) for index in range(30)], []),  # less than a tenth
+    ],
+    ids=["noise", "leaps", "not finite", "only nan", "early", "plateau", "ripple"],
+)
+def test_loss_spikes(losses, spikes):
+    assert loss_spikes(losses) == spikes
 
 
-class TestLossSpikes:
-    def curve(self, **changes):
-        """A noisy curve that falls from 9 to 4 nats, logged every 10 steps, with some values replaced."""
-        noise = 0.05 * torch.randn(60, generator=torch.Generator().manual_seed(0))
-        losses = [4 + 5 * math.exp(-index / 8) + noise[index].item() for index in range(60)]
-        for index, value in changes.items():
-            losses[int(index.removeprefix("at_"))] = value
-        return [(10 * (index + 1), loss) for index, loss in enumerate(losses)]
-
-    def test_none_in_a_noisy_curve(self):
-        assert loss_spikes(self.curve()) == []
-
-    def test_leaps(self):
-        assert loss_spikes(self.curve(at_30=5.5, at_50=4.8)) == [310, 510]
-
-    def test_none_before_there_is_enough_to_compare_with(self):
-        assert loss_spikes([(index, 4.0 + 2.0 * (index == 9)) for index in range(30)]) == []
-
-    def test_losses_that_are_not_finite(self):
-        assert loss_spikes(self.curve(at_2=math.nan, at_40=math.inf)) == [30, 410]
-        assert loss_spikes([(1, math.nan), (2, math.nan)]) == [1, 2]
-
-    def test_a_plateau_ends_when_the_median_has_followed(self):
-        steps = loss_spikes([(index, 4.0 if index < 20 else 6.0) for index in range(40)])
-        assert steps == [20, 21, 22, 23, 24]
-
-    def test_ripples_of_less_than_a_tenth_are_none(self):
-        assert loss_spikes([(index, 4.0 + 0.09 * (index == 20)) for index in range(30)]) == []
-
-
-class TestLayersWithoutScores:
-    def test_linear_layers_have_no_quantities(self, make_model):
-        layers = {1: {"attention_activation": "softmax", "linear_attention_decay": None}}
-        model = make_model(attention_activation="linear_attention", linear_attention_decay="fixed", per_layer_config=layers)
-        linear, softmax = attention_statistics(model, TOKENS)
-        assert linear == {} and "entropy" in softmax
-
-    def test_sparse_layers_have_no_normalizer(self, make_model):
-        layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)
-        assert all("entropy" in layer and "smallest_log_normalizer" not in layer for layer in layers)
+def test_layers_without_scores(make_model):
+    layers = {1: {"attention_activation": "softmax", "linear_attention_decay": None}}
+    model = make_model(attention_activation="linear_attention", linear_attention_decay="fixed", per_layer_config=layers)
+    linear, softmax = attention_statistics(model, TOKENS)
+    assert linear == {} and "entropy" in softmax
+    layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)
+    assert all("entropy" in layer and "smallest_log_normalizer" not in layer for layer in layers)

@@ -14,12 +14,14 @@ from modeling_nlq.configuration import names
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.task_items import CHOICES, TASKS, Source, check_unseen, held_out_documents, make_items
+from modeling_nlq.training.run.tasks import task_scores
 from modeling_nlq.training.run.trained_on import record_run
 from nlq import main
 
 
 @pytest.fixture(scope="module")
 def items() -> dict[str, list[dict]]:
+    assert names("tasks") == sorted(TASKS)
     return {task: make_items(task, held_out_documents()) for task in TASKS}
 
 
@@ -68,6 +70,9 @@ def test_items_of_a_short_text():
     assert arguments[0].context == "def first(alpha, beta):\n    total ="
     assert [place.answer + place.after for place in places["nlq_brackets"]] == ["):\n   ", "]\n   ", "])\n"]
     assert [place.answer for place in places["nlq_next_identifier"]] == ["alpha", "beta", "first", "total", "beta"]
+    # A signature that is longer than a context, in the last lines of a file
+    long = f"def first({', '.join(f'argument_{index}' for index in range(40))}):\n    return argument_1"
+    assert not [*TASKS["nlq_argument_names"].find_places(Source("x.py", long))]
 
 
 def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_index):
@@ -84,11 +89,9 @@ def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_
         assert {name: ours["results"][task][name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
 
 
-def test_scores_are_numbers_and_the_same_again(run, small_index):
-    from modeling_nlq.training.run.tasks import task_scores
-
+def test_scores_are_numbers(run, small_index):
     scores = task_scores(run[0], ["nlq_brackets"], limit=6)
-    assert json.loads(json.dumps(scores)) == scores == task_scores(run[0], ["nlq_brackets"], limit=6)
+    assert json.loads(json.dumps(scores)) == scores
     values = scores["nlq_brackets"]
     assert values["items"] == 6 and values["chance"] == 0.25
     assert {"acc", "answer_probability", "answer_bits_per_byte", "acc_stderr"} <= values.keys()
@@ -132,7 +135,3 @@ def test_a_model_that_has_seen_the_documents_is_refused(run, tmp_path):
     (tmp_path / "conversion.json").write_text(json.dumps({"trained_on": record_run({"validation_fraction": 0.01}, None)}))
     with pytest.raises(ValueError, match=r"validation_fraction=0.01 and test_fraction=0.0, so it has seen"):
         check_unseen(str(tmp_path))
-
-
-def test_every_shipped_task_has_items():
-    assert names("tasks") == sorted(TASKS)

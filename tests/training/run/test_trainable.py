@@ -14,8 +14,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.report import write_report
-from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
@@ -178,28 +176,8 @@ class TestConversions:
         done = convert(gpt2, tmp_path / "target", switches=switches)
         assert done.added == [] and set(done.enlarged) == {f"model.{name}" for name in enlarged}
 
-    def test_nothing_is_new_in_a_gpt2(self, upcycled, gpt2, tmp_path):
-        assert convert(gpt2, tmp_path / "nlq").added == []
-        convert(gpt2, tmp_path / "gated", switches={"head_projection": True})
-        assert convert(tmp_path / "gated", tmp_path / "back", to="gpt2").added == []
-
 
 class TestBadInput:
-    @pytest.fixture
-    def converted(self, gpt2, tmp_path):
-        """A function that makes a model with a record of its conversion, perhaps a changed one."""
-
-        def make(upcycle=False, switches=None, change=None):
-            folder = tmp_path / "converted"
-            convert(gpt2, folder, upcycle=upcycle, switches=switches)
-            if change is not None:
-                record = json.loads((folder / "conversion.json").read_text())
-                change(record)
-                (folder / "conversion.json").write_text(json.dumps(record))
-            return folder
-
-        return make
-
     def check(self, recipe, folder, capsys, *words, **changes):
         options = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         assert main(["train", str(recipe), "--output_dir", str(folder), *options]) == 1
@@ -223,16 +201,19 @@ class TestBadInput:
         self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
         self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
 
-    def test_conversions_that_do_not_fit(self, converted, tune, tmp_path, capsys):
-        for options, words in (
-            ({}, ("added no parameters",)),
-            ({"upcycle": True, "switches": {"intermediate_size": 160}}, ("enlarged model.layers.0.mlp.fc1.weight",)),
-            ({"upcycle": True, "change": lambda record: record.pop("added")}, ("too old",)),
-            ({"upcycle": True, "change": lambda record: record.update(added=["lm_tail"])}, ("no parameter 'lm_tail'",)),
-        ):
-            folder = converted(**options)
-            self.check(tune, tmp_path / "run", capsys, *words, model=folder, tokenizer=folder)
-            shutil.rmtree(folder)
+    @pytest.mark.parametrize(
+        "changes, message",
+        [
+            ({"added": []}, "added no parameters"),
+            ({"enlarged": ["model.layers.0.mlp.fc1.weight"]}, "enlarged model.layers.0.mlp.fc1.weight"),
+            ({"added": ["lm_tail"]}, "no parameter 'lm_tail'"),
+        ],
+    )
+    def test_conversions_that_do_not_fit(self, changes, message, upcycled, tune, tmp_path, capsys):
+        folder = shutil.copytree(upcycled, tmp_path / "converted")
+        record = json.loads((folder / "conversion.json").read_text())
+        (folder / "conversion.json").write_text(json.dumps({**record, **changes}))
+        self.check(tune, tmp_path / "run", capsys, message, model=folder, tokenizer=folder)
 
 
 class TestAdapter:
@@ -243,9 +224,10 @@ class TestAdapter:
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and all(word in line for word in words), line
 
-    def test_of_other_models(self, run, upcycled, capsys):
-        for folder in (run[0], upcycled):
-            self.check(folder, capsys, "what a finished run with `trainable: new` trained", "without --adapter")
+    def test_of_other_models(self, run, tuned, monkeypatch, capsys):
+        self.check(run[0], capsys, "what a finished run with `trainable: new` trained", "without --adapter")
+        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
+        self.check(tuned[0], capsys, "pip install peft")
 
     def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
         """A sink is a parameter of the attention itself, and PEFT saves modules."""
@@ -267,10 +249,6 @@ class TestAdapter:
         names = [name for name, _ in model.named_parameters() if ".parts." in name]
         found = ["0.self_attn.parts.exclusive_attention", *(f"1.self_attn.parts.{part}" for part in parts)]
         assert sorted(whole_modules(model, names)) == [f"model.layers.{name}" for name in sorted(found)]
-
-    def test_without_peft(self, tuned, monkeypatch, capsys):
-        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
-        self.check(tuned[0], capsys, "pip install peft")
 
 
 def test_cost(upcycled):
@@ -309,18 +287,3 @@ def test_plan_of_a_comparison(comparison_file, upcycled):
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
     with pytest.raises(ValueError, match="model 'new': trainable='new' trains what a conversion added"):
         load_comparison(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})
-
-
-@pytest.mark.slow
-def test_comparison(comparison_file, upcycled, tmp_path):
-    results = run_comparison(load_comparison(comparison_file), tmp_path / "results")
-    write_report(results, tmp_path / "results")
-    assert results["same_tokens"]
-    start = load_file(upcycled / "model.safetensors")
-    for model, changed in (("whole", lambda name: True), ("new", is_new)):
-        trained = results["models"][model]["trained_parameters"]
-        assert trained == sum(value.numel() for name, value in start.items() if changed(name))
-        assert f"{trained:,}" in (tmp_path / "results" / "results.md").read_text()
-        for run in results["models"][model]["runs"]:
-            after = load_file(tmp_path / "results" / run["folder"] / "model.safetensors")
-            assert {name for name in start if not torch.equal(start[name], after[name])} == set(filter(changed, start))

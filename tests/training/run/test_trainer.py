@@ -3,22 +3,17 @@
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import ModelCard
 from support.runs import logged_losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Trainer
 from transformers.models.auto import modeling_auto
 
-from modeling_nlq.configuration import find
 from modeling_nlq.training import files, train
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.run.recipe import load_recipe
@@ -64,10 +59,6 @@ class TestRun:
 
     def test_folder_loads(self, run):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(run[0]), AutoTokenizer.from_pretrained(run[0])
-        inputs = tokenizer("import ", return_tensors="pt")
-        assert (
-            model.generate(**inputs, max_new_tokens=5, do_sample=False, eos_token_id=-1).shape[1] > inputs["input_ids"].shape[1]
-        )
         assert model.config.eos_token_id == tokenizer.eos_token_id and tokenizer.model_max_length == 64
 
     def test_card(self, run):
@@ -114,15 +105,6 @@ class TestRun:
         assert metrics["diverged"] and metrics["diverged_at"] == metrics["steps"] == 2 and math.isfinite(metrics["train_loss"])
         assert not (folder / "model.safetensors").exists()
 
-    def test_stability_is_recorded_on_request(self, run, recipe_file, tmp_path):
-        metrics = train(recipe_file, output_dir=tmp_path / "run", record_stability=True, stability_steps=4)
-        assert metrics["eval_loss"] == run[1]["eval_loss"]
-        histories = [
-            json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "run", run[0])
-        ]
-        steps = [[entry["step"] for entry in history if "attention/layer_1/entropy" in entry] for history in histories]
-        assert steps == [[1, 4, 8], []]
-
     def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
         arguments = ["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]
         assert main([*arguments, "--tokenizer", str(tmp_path / "missing")]) == 1
@@ -132,10 +114,9 @@ class TestRun:
         assert main([*arguments, "--learning_rate", "0.5"]) == 1
         assert "holds a run of another recipe" in capsys.readouterr().err
 
-    def test_streaming_and_document_packing(self, recipe_file, tmp_path):
-        stream = {"streaming": True, "max_validation_documents": 3, "packing": "documents", "max_steps": 2}
-        switches = {"attention_activation": "sigmoid"}
-        metrics = train(recipe_file, output_dir=tmp_path / "run", switches=switches, save_strategy="no", **stream)
+    def test_streaming(self, recipe_file, tmp_path):
+        stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
+        metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
         assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"]) and metrics["unigram_perplexity"] is None
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
@@ -149,23 +130,6 @@ class TestRun:
         switches = {"attention_activation": "relu"}
         metrics = train(recipe_file, output_dir=tmp_path / "relu", max_steps=1, save_strategy="no", switches=switches)
         assert metrics["attn_implementation"] == "nlq"
-
-    @pytest.mark.slow
-    def test_two_processes_train_as_one(self, run, recipe_file, tmp_path):
-        folder = tmp_path / "two"
-        accelerate_file = yaml.safe_load(find("accelerate", "cpu-two-processes").read_text())
-        assert accelerate_file["num_processes"] == 2
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        command += [str(find("accelerate", "cpu-two-processes")), "-m", "modeling_nlq.training", "train", str(recipe_file)]
-        command += ["--output_dir", str(folder), "--per_device_train_batch_size", "4", "--save_strategy", "no"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        metrics = json.loads((folder / "metrics.json").read_text())
-        assert metrics["processes"] == 2 and metrics["tokens_seen"] == run[1]["tokens_seen"]
-        assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
-        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], abs=2e-4)
-        assert done.stdout.count("held-out perplexity") == 1
 
 
 def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, monkeypatch):
@@ -201,13 +165,11 @@ def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkey
     for factor in ("1e-9", "0.3"):
         folder = tmp_path / factor
         metrics = train(recipe_file, output_dir=folder, label_smoothing_factor=float(factor), save_strategy="no")
-        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        histories.append([entry["loss"] for entry in history if "loss" in entry])
+        histories.append(logged_losses(folder))
         if factor == "1e-9":
             assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-4)
         assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
-    finished = json.loads((run[0] / "trainer_state.json").read_text())["log_history"]
-    assert histories[0] == pytest.approx([entry["loss"] for entry in finished if "loss" in entry], rel=1e-4)
+    assert histories[0] == pytest.approx(logged_losses(run[0]), rel=1e-4)
     assert histories[1][-1] != pytest.approx(histories[0][-1], rel=1e-4)
 
 

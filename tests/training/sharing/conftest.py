@@ -21,6 +21,7 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
@@ -102,7 +103,7 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
     path.write_text(yaml.safe_dump(fields, sort_keys=False))
     folder = tmp_path_factory.mktemp("compared") / "results"
     results = run_comparison(load_comparison(path, {"dataset": corpus}), folder)
-    write_report(results, folder)
+    write_report(read_outcome(results), folder)
     return folder, results
 
 
@@ -111,15 +112,8 @@ def converted(nlq, run, tmp_path_factory) -> tuple[Path, Path]:
     """A GPT-2 whose card says what it was made from, and one without card, both converted; both have the run's tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("gpt2")
-    sizes = {
-        "vocab_size": 512,
-        "n_embd": 32,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     for name in ("with-card", "without"):
         GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder / name)

@@ -48,21 +48,15 @@ class TestRoundTrip:
     def test_another_machine_computes_the_same_from_every_revision(self, elsewhere, published, tmp_path):
         expected = published.expected
         assert not torch.equal(*(expected[revision]["AutoModel"] for revision in (published.first, published.second)))
-        wanted = [
-            ("anna/model", published.first, MODELS),
-            ("anna/model", published.second, MODELS),
-            ("anna/model", "main", MODELS),
-        ]
+        wanted = [("anna/model", revision, MODELS) for revision in (published.first, published.second, "main")]
         results = load_elsewhere(elsewhere, tmp_path, wanted, ROUND_TRIP)
         for _, revision, names in wanted:
             for name in names:
                 result = results["anna/model", revision, name]
                 assert torch.equal(result, expected[published.second if revision == "main" else revision][name]), name
 
-        model, tokenizer = (
-            NLQForCausalLM.from_pretrained(published.folder).eval(),
-            AutoTokenizer.from_pretrained(published.folder),
-        )
+        model = NLQForCausalLM.from_pretrained(published.folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(published.folder)
         generated = model.generate(input_tokens(), max_new_tokens=5, do_sample=False)
         assert torch.equal(results["anna/model", "main", "generated"], generated)
         inputs = tokenizer("import json", return_tensors="pt")
@@ -98,19 +92,15 @@ class TestRoundTrip:
             "model.safetensors"
         } and before.keys() == after.keys()
 
-    def test_nothing_new_is_no_commit(self, server, nlq, copy_run):
-        folder = copy_run()
-        first, again = nlq.publish(folder, "anna/unchanged"), nlq.publish(folder, "anna/unchanged")
-        assert len(server.commits("anna/unchanged")) == 2
-        assert again.out == first.out
-
     def test_listing_tells_names_and_sizes(self, server, nlq, copy_run):
+        """Nothing new is no commit."""
         folder = copy_run()
         planned, done = nlq.publish(folder, "anna/listed", "--dry-run"), nlq.publish(folder, "anna/listed")
         there = {name: len(data) for name, data in server.files("anna/listed").items() if name != ".gitattributes"}
         assert planned.sizes == done.sizes == there
         assert f"{sum(there.values()):,} bytes in {len(there)} files" in done.out
         assert "nothing was sent" in planned.out and "nothing was sent" not in done.out
+        assert nlq.publish(folder, "anna/listed").out == done.out and len(server.commits("anna/listed")) == 2
 
     def test_branch_and_private_repository(self, server, nlq, elsewhere, copy_run, tmp_path):
         folder = copy_run()
@@ -332,6 +322,33 @@ def name_in_a_docstring(folder: Path) -> None:
     (folder / "modeling_nlq.py").write_text(f'"""As in\nfrom .notes import x\n"""\n{code}')
 
 
+# What is done to a folder, and words of the error
+DAMAGES = {
+    "no config": (remove("config.json"), ("config.json",)),
+    "no weights": (remove("model.safetensors"), ("model.safetensors", "did not finish")),
+    "unfinished": (stop_before_the_end, ("config.json", "did not finish")),
+    "cut": (cut, ("model.safetensors", "damaged")),
+    "shard": (lose_a_shard, ("model-00002-of-",)),
+    "index": (damage_the_index, ("model.safetensors.index.json",)),
+    "too few": (change_config(num_hidden_layers=3), ("missing", "model.layers.2.mlp.fc1.weight")),
+    "too many": (change_config(num_hidden_layers=1), ("not known", "model.layers.1.mlp.fc1.weight")),
+    "renamed": (rename_a_weight, ("missing: model.norm.weight", "not known: model.final_norm.weight")),
+    "shape": (change_config(intermediate_size=64), ("mlp.fc1.weight", "(128, 32)", "(64, 32)")),
+    "other type": (change_config(model_type="mine"), ("'mine'",)),
+    "other class": (change_config(architectures=["LlamaForCausalLM"]), ("LlamaForCausalLM",)),
+    "no modeling code": (remove("modeling_nlq.py"), ("modeling_nlq.py",)),
+    "no attention code": (remove("attention_nlq.py"), ("attention_nlq.py",)),
+    "no code": (lambda folder: [path.unlink() for path in folder.glob("*.py")], ("modeling_nlq.py", "save_pretrained")),
+    "config": (lambda folder: (folder / "config.json").write_text("{"), ("config.json",)),
+    "metrics": (lambda folder: (folder / "metrics.json").write_text("{"), ("metrics.json", "damaged")),
+    "recipe": (lambda folder: (folder / "recipe.yaml").write_text("["), ("recipe.yaml",)),
+    "integers": (set_weights(torch.Tensor.long), ("model.norm.weight has the type I64",)),
+    "complex": (set_weights(lambda weight: weight.to(torch.complex64)), ("model.norm.weight has the type C64",)),
+    "NaN": (set_weights(lambda weight: weight * math.nan), ("model.norm.weight holds NaN",)),
+    "shard elsewhere": (move_weights_out, ("leads out of",)),
+    "docstring": (name_in_a_docstring, ("modeling_nlq.py", "`from .notes import`", "reword the line")),
+}
+
 # The client reads HF_HUB_OFFLINE when it is imported
 OFFLINE = """
 from huggingface_hub import constants
@@ -346,102 +363,20 @@ finally:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        "repo_id",
-        [
-            "name",
-            "a/b/c",
-            "..",
-            "anna/..",
-            "anna/",
-            "/model",
-            "",
-            "anna/my model",
-            "an na/model",
-            "anna/model.git",
-            "anna/a--b",
-        ],
-    )
+    @pytest.mark.parametrize("repo_id", ["name", "a/b/c", "anna/..", "anna/", "/model", "", "anna/my model", "anna/model.git"])
     def test_name_of_the_repository(self, repo_id, run, refuses):
         refuses(run[0], repo_id, words=(repr(repo_id), "form" if repo_id == "name" else ""))
 
-    @pytest.mark.parametrize(
-        "damage, words",
-        [
-            (remove("config.json"), ("config.json",)),
-            (remove("model.safetensors"), ("model.safetensors", "did not finish")),
-            (stop_before_the_end, ("config.json", "did not finish")),
-            (cut, ("model.safetensors", "damaged")),
-            (lose_a_shard, ("model-00002-of-",)),
-            (damage_the_index, ("model.safetensors.index.json",)),
-            (change_config(num_hidden_layers=3), ("missing", "model.layers.2.mlp.fc1.weight")),
-            (change_config(num_hidden_layers=1), ("not known", "model.layers.1.mlp.fc1.weight")),
-            (rename_a_weight, ("missing: model.norm.weight", "not known: model.final_norm.weight")),
-            (change_config(intermediate_size=64), ("mlp.fc1.weight", "(128, 32)", "(64, 32)")),
-            (change_config(model_type="gpt2"), ("'gpt2'",)),
-            (change_config(model_type="mine"), ("'mine'",)),
-            (change_config(architectures=["LlamaForCausalLM"]), ("LlamaForCausalLM",)),
-            (remove("modeling_nlq.py"), ("modeling_nlq.py",)),
-            (remove("configuration_nlq.py"), ("configuration_nlq.py",)),
-            (remove("attention_nlq.py"), ("attention_nlq.py",)),
-            (lambda folder: [path.unlink() for path in folder.glob("*.py")], ("modeling_nlq.py", "save_pretrained")),
-            (lambda folder: (folder / "config.json").write_text("{"), ("config.json",)),
-            (lambda folder: (folder / "metrics.json").write_text("{"), ("metrics.json", "damaged")),
-            (lambda folder: (folder / "recipe.yaml").write_text("["), ("recipe.yaml",)),
-            (set_weights(torch.Tensor.long), ("model.norm.weight has the type I64",)),
-            (set_weights(torch.Tensor.bool), ("model.norm.weight has the type BOOL",)),
-            (set_weights(lambda weight: weight.to(torch.complex64)), ("model.norm.weight has the type C64",)),
-            (set_weights(lambda weight: weight * math.nan), ("model.norm.weight holds NaN",)),
-            (move_weights_out, ("leads out of",)),
-            (name_in_a_docstring, ("modeling_nlq.py", "`from .notes import`", "reword the line")),
-        ],
-        ids=[
-            "no config",
-            "no weights",
-            "unfinished",
-            "cut",
-            "shard",
-            "index",
-            "too few",
-            "too many",
-            "renamed",
-            "shape",
-            "gpt2",
-            "other type",
-            "other class",
-            "no modeling code",
-            "no configuration code",
-            "no attention code",
-            "no code",
-            "config",
-            "metrics",
-            "recipe",
-            "integers",
-            "booleans",
-            "complex",
-            "NaN",
-            "shard elsewhere",
-            "docstring",
-        ],
-    )
-    def test_folder(self, damage, words, copy_run, refuses):
-        folder = copy_run()
+    @pytest.mark.parametrize("name", DAMAGES)
+    def test_folder(self, name, copy_run, refuses):
+        folder, (damage, words) = copy_run(), DAMAGES[name]
         damage(folder)
         refuses(folder, "anna/bad", words=words)
         refuses(folder, "anna/bad", "--dry-run", words=words)
 
     @pytest.mark.parametrize(
         "name",
-        [
-            "additional_chat_templates",
-            "chat_template.jinja",
-            "config.json",
-            "explore.html",
-            "loss.png",
-            "merges.txt",
-            "modeling_nlq.py",
-            "vocab.txt",
-        ],
+        ["additional_chat_templates", "chat_template.jinja", "config.json", "explore.html", "loss.png", "modeling_nlq.py"],
     )
     def test_link_that_leaves_the_folder(self, name, copy_run, tmp_path, refuses):
         """Nothing is listed as if it went up. A link within the folder is a file like others."""

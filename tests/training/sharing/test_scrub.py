@@ -58,6 +58,15 @@ def fake_tokens() -> dict[str, list[str]]:
     }
 
 
+# File, field, and what the field holds
+JSON_PLACES = {
+    "label": ("config.json", "id2label.0", lambda text: {"0": text}),
+    "template": ("tokenizer_config.json", "chat_template", str),
+    "config": ("config.json", "task_specific_params.all.0", lambda text: {"all": [text]}),
+    "metrics": ("metrics.json", "task_specific_params.all.0", lambda text: {"all": [text]}),
+}
+
+
 def write_secret(folder: Path, place: str, text: str, word: str) -> str:
     """Puts a text into a folder, or a word of it where there is room for that only; returns how the place is named."""
     if place == "recipe":
@@ -65,15 +74,10 @@ def write_secret(folder: Path, place: str, text: str, word: str) -> str:
         recipe["training"]["optim_args"] = text
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         return "recipe.yaml, field training.optim_args"
-    if place == "label":
-        change_json(folder / "config.json", id2label={"0": text})
-        return "config.json, field id2label.0"
-    if place == "template":
-        change_json(folder / "tokenizer_config.json", chat_template=text)
-        return "tokenizer_config.json, field chat_template"
-    if place in ("config", "metrics"):
-        change_json(folder / f"{place}.json", task_specific_params={"all": [text]})
-        return f"{place}.json, field task_specific_params.all.0"
+    if place in JSON_PLACES:
+        name, field, value = JSON_PLACES[place]
+        change_json(folder / name, **{field.partition(".")[0]: value(text)})
+        return f"{name}, field {field}"
     if place == "vocabulary":
         tokenizer = json.loads((folder / "tokenizer.json").read_text())
         tokenizer["model"]["vocab"][word] = 600
@@ -99,36 +103,14 @@ def write_secret(folder: Path, place: str, text: str, word: str) -> str:
     return "additional_chat_templates/***.jinja"
 
 
+SECRET_PLACES = ["recipe", "config", "metrics", "template", "code", "weights", "picture", "vocabulary"]
+SECRET_PLACES += ["sentencepiece", "file name"]
 DECOYS = (
-    ".env",
-    ".git/config",
-    ".metrics.json.123.unfinished",
-    ".token",
-    "adapter_model.bin",
-    "all_results.json",
-    "checkpoint-2/model.safetensors",
-    "comparison/results.md",
-    "events.out.tfevents.1.machine",
-    "extra_nlq.py",
-    "figures/curves.png",
-    "huggingface/token",
-    "model.safetensors.bak",
-    "nested/config.json",
-    "nested/tokenizer.json",
-    "notes.py",
-    "optimizer.pt",
-    "other.png",
-    "pytorch_model.bin",
-    "results.json",
-    "rng_state.pth",
-    "runs/now/events.out.tfevents.2.machine",
-    "scheduler.pt",
-    "secrets.txt",
-    "token",
-    "trainer_state.json",
-    "training_args.bin",
-    "vocab.bin",
-    "xmodel.safetensors",
+    ".env .git/config .metrics.json.123.unfinished .token adapter_model.bin all_results.json "
+    "checkpoint-2/model.safetensors comparison/results.md events.out.tfevents.1.machine extra_nlq.py "
+    "figures/curves.png huggingface/token model.safetensors.bak nested/config.json nested/tokenizer.json notes.py "
+    "optimizer.pt other.png pytorch_model.bin results.json rng_state.pth runs/now/events.out.tfevents.2.machine "
+    "scheduler.pt secrets.txt token trainer_state.json training_args.bin vocab.bin xmodel.safetensors"
 )
 
 
@@ -140,7 +122,7 @@ class TestNothingLeaks:
     def files(self, server, nlq, run, tmp_path_factory) -> dict[str, bytes]:
         """What arrives of a run folder that has much in it that must not."""
         folder = shutil.copytree(run[0], tmp_path_factory.mktemp("private") / "run")
-        for name in DECOYS:
+        for name in DECOYS.split():
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
             (folder / name).write_text(f"{TOKEN} {folder}")
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -163,22 +145,8 @@ class TestNothingLeaks:
         trained_on = {**trained_on, "dataset": Path(trained_on["dataset"]).name}
         assert json.loads(files["metrics.json"]) == {**run[1], "resumed_from": "checkpoint-4", "trained_on": [trained_on]}
 
-    def test_no_pickle(self, files):
-        safetensors.torch.load(files["model.safetensors"])
-        assert files["loss.png"].startswith(b"\x89PNG")
-        for name, data in files.items():
-            if name not in ("model.safetensors", "loss.png"):
-                assert "\0" not in data.decode(), name
-
     def test_no_trace_of_the_machine(self, files, server, run, recipe_file, corpus, published):
-        folders = {
-            run[0],
-            recipe_file.parent,
-            corpus.parent,
-            Path.home(),
-            Path.cwd(),
-            Path(modeling_nlq.__file__).parent.parent,
-        }
+        folders = {run[0], recipe_file.parent, corpus.parent, Path.home(), Path.cwd(), Path(modeling_nlq.__file__).parents[1]}
         for revision in (files, server.files("anna/model", published.first)):
             for name, data in revision.items():
                 for text in (*map(str, folders), "/home/somebody", "pytest-of", TOKEN, "AnnasSecret", "tfevents"):
@@ -210,17 +178,15 @@ class TestNothingLeaks:
             "login": TOKEN,
         }
         text = secrets[secret]
+        path, arguments = folder / name, ()
+        before = path.read_text() if path.exists() else ""
         if name == "card.md":
             arguments = ("--card", write_card(tmp_path, f"Trained on {text}."))
         elif name.endswith(".json"):
-            path = folder / name
-            path.write_text(path.read_text() if path.exists() else "{}")
+            path.write_text(before or "{}")
             change_json(path, added=text)
-            arguments = ()
         else:
-            path = folder / name
-            path.write_text(f"{path.read_text() if path.exists() else ''}\n# {text}\n")
-            arguments = ()
+            path.write_text(f"{before}\n# {text}\n")
         word = "token" if secret in ("token", "login") else "a path of this machine"
         given = link / "copy" if secret == "link" else folder
         refuses(given, "anna/secrets", *arguments, words=("README.md" if name == "card.md" else name, word))
@@ -310,23 +276,7 @@ class TestNothingLeaks:
         where = write_secret(folder, place, f"from {path}", path)
         refuses(folder, "anna/paths", words=(where, path, "a path of this machine"))
 
-    @pytest.mark.parametrize(
-        "place",
-        [
-            "recipe",
-            "config",
-            "metrics",
-            "template",
-            "code",
-            "weights",
-            "picture",
-            "vocabulary",
-            "sentencepiece",
-            "file name",
-            "card",
-            "report",
-        ],
-    )
+    @pytest.mark.parametrize("place", [*SECRET_PLACES, "card", "report"])
     def test_token_of_another_service(self, place, copy_run, comparison, tmp_path, refuses):
         """Found where it stands, by a dry run too, and not printed."""
         folder, token, arguments = copy_run(), fake_tokens()["github"][0], ()
@@ -393,11 +343,6 @@ class TestNothingLeaks:
         assert titles == ["model.json"]
         card = (tmp_path / "run" / "README.md").read_text()
         assert "dataset_config: on x.txt\n" in card and str(recipe_file.parent) not in card
-
-    def test_own_card_is_uploaded_as_it_is(self, server, nlq, copy_run, tmp_path):
-        card = write_card(tmp_path, "Trained on a corpus, see https://example.org/runs/copy. hf_hub_download works.")
-        nlq.publish(copy_run(), "anna/own-card", "--card", card)
-        assert server.files("anna/own-card")["README.md"] == card.read_bytes()
 
     def test_shards_of_another_model_beside_these(self, server, nlq, copy_run):
         """What loads is published, and nothing that nobody checked."""

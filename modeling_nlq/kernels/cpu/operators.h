@@ -1,0 +1,54 @@
+// What the files of operators share: PyTorch's headers, checks and copies of their tensors, and the definition of an operator.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+// Defines a function of this file as an operator, without a derivative of its own
+#define NLQ_OPERATOR(name, schema)                                                                              \
+  library.def(#name schema, {at::Tag::pt2_compliant_tag});                                                      \
+  library.impl(#name, c10::DispatchKey::CPU, TORCH_FN(name));                                                   \
+  library.impl(#name, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback())
+
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+
+// Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
+constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
+
+// The tensor with rows in one piece
+[[maybe_unused]] at::Tensor with_rows(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
+
+[[maybe_unused]] void check_states(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  TORCH_CHECK(
+      query.dim() == 4 && key.dim() == 4 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
+          query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
+      "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
+}
+
+// The index of an activation among rows that begin with its name
+template <class Rows>
+int64_t find_activation(const Rows& rows, std::string_view activation) {
+  const auto is_it = [&](const auto& row) { return row.name == activation; };
+  const auto row = std::find_if(std::begin(rows), std::end(rows), is_it);
+  TORCH_CHECK(row != std::end(rows), "activation=", activation, " has no C++ code");
+  return row - std::begin(rows);
+}
+
+}  // namespace

@@ -1,0 +1,237 @@
+"""Operations with several kernels, and attention in linear memory as an operator of PyTorch.
+
+A model that is loaded as remote code computes everything by PyTorch. The installed package adds kernels in front of PyTorch's
+function, which stays for what they cannot compute.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .masking_nlq import Visibility, read_mask
+
+
+class Kernel(NamedTuple):
+    """One way to compute an operation.
+
+    Attributes:
+        name: its name in records of runs.
+        function: the computation.
+        computes: tells, from the same arguments, whether it can.
+    """
+
+    name: str
+    function: Callable
+    computes: Callable[..., bool]
+
+
+# The kernels that this process has used, by operation
+_used: dict[str, set[str]] = {}
+
+
+@torch.compiler.assume_constant_result
+def record_use(operation: str, kernel: str) -> None:
+    """Notes that a kernel is used. A compiled graph notes it when it is traced."""
+    _used.setdefault(operation, set()).add(kernel)
+
+
+def used_kernels() -> dict[str, list[str]]:
+    """Returns the names of the kernels that this process has used, by operation."""
+    return {operation: sorted(names) for operation, names in sorted(_used.items())}
+
+
+def forget_used_kernels() -> None:
+    """Begins a new record, as before a run."""
+    _used.clear()
+
+
+class Operation:
+    """A function that is computed by the first kernel that can.
+
+    Args:
+        name: its name in records of runs.
+        function: the computation by PyTorch, which takes every input.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self.name = name
+        self.kernels = [Kernel("pytorch", function, lambda *inputs: True)]
+
+    def add(self, kernel: Kernel) -> None:
+        """Adds a kernel in front of all others."""
+        self.kernels.insert(0, kernel)
+
+    def choose(self, *inputs) -> Kernel:
+        """Returns the first kernel that can compute these inputs."""
+        kernel = next(kernel for kernel in self.kernels if kernel.computes(*inputs))
+        record_use(self.name, kernel.name)
+        return kernel
+
+    def __call__(self, *inputs):
+        return self.choose(*inputs).function(*inputs)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Hands on a gradient, and raises a `RuntimeError` where it is differentiated, as part of the graph of `anchor`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: torch.Tensor, anchor: torch.Tensor, message: str) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.message = inputs[2]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        raise RuntimeError(ctx.message)
+
+
+def operator_namespace(files: Iterable[Path]) -> str:
+    """Returns the namespace of the operators of `torch.library` that these files define.
+
+    Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its files tells
+    them apart, and equal code shares operators.
+    """
+    return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
+
+
+NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
+
+
+def define_operator(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
+    """Returns an operator of `torch.library`, which `torch.compile` keeps as one node.
+
+    Args:
+        name: its name in `NAMESPACE`.
+        schema: its arguments and results, in PyTorch's words.
+        function: the computation, with these arguments.
+        fake: makes the results, empty, with the strides that `function` returns.
+    """
+    operators = getattr(torch.ops, NAMESPACE)
+    if not hasattr(operators, name):  # equal code may have defined it
+        # It reads sizes and offsets from the device, which a recorded CUDA graph cannot
+        options = {"mutates_args": (), "schema": schema, "tags": (torch.Tag.cudagraph_unsafe,)}
+        torch.library.custom_op(f"{NAMESPACE}::{name}", function, **options).register_fake(fake)
+    return getattr(operators, name).default
+
+
+class AttentionInputs(NamedTuple):
+    """The inputs of one forward pass of attention in linear memory.
+
+    Attributes:
+        query: `(batch, heads, query, head_dim)`.
+        key, value: `(batch, key_value_heads, key, head_dim)`.
+        query_bias, key_bias: the fields of a `ScoreBias`, or `None`.
+        visible_count: `(batch or 1, 1 or heads, query)`, how many keys each query sees.
+        last_key, key_is_valid, first_key: the fields of a `Visibility`, or `None`.
+        visible: a boolean mask `(batch or 1, 1 or heads, query, key)` in its place, or `None`.
+        seed: `()`, from which dropout draws, or `None` without dropout.
+        activation: its name in the table.
+        normalization: `"sum"`, `"length"` or `"none"`.
+        scaling: factor of the scores.
+        dropout: probability of dropping a weight.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_bias: torch.Tensor | None
+    key_bias: torch.Tensor | None
+    visible_count: torch.Tensor
+    last_key: torch.Tensor | None
+    key_is_valid: torch.Tensor | None
+    first_key: torch.Tensor | None
+    visible: torch.Tensor | None
+    seed: torch.Tensor | None
+    activation: str
+    normalization: str
+    scaling: float
+    dropout: float
+
+
+_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", str: "str", float: "float"}
+# The same as arguments of an operator of `torch.library`
+SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
+# The first of them are differentiable, and the last ones are no tensors
+_STATES, _OPTIONS = 5, 4
+_NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set attn_implementation='eager', which has one"
+
+
+class DifferentiableAttention:
+    """A forward and a backward pass as one differentiable function.
+
+    Args:
+        forward: `AttentionInputs` to the output `(batch, query, heads, head_dim)` and other tensors for `backward`. Its
+            operators need no gradients of their own.
+        backward: the gradient of the output, the same inputs and the results of `forward`, to the gradients of the query, key,
+            value and, if it knows them, biases.
+        seed_device: where the passes read the seed: `"cpu"`, or that of the query if `None`.
+    """
+
+    def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):
+        self.forward, self.seed_device = forward, seed_device
+
+        class Attention(torch.autograd.Function):
+            # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses this class
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(*inputs):
+                return forward(AttentionInputs(*inputs))
+
+            @staticmethod
+            def setup_context(ctx, inputs, outputs):
+                tensors, ctx.options = inputs[:-_OPTIONS], inputs[-_OPTIONS:]
+                ctx.mark_non_differentiable(*outputs[1:])
+                ctx.save_for_backward(*tensors, *outputs)
+
+            @staticmethod
+            def backward(ctx, gradient, *_):
+                saved, count = ctx.saved_tensors, len(AttentionInputs._fields)
+                inputs = AttentionInputs(*saved[: count - _OPTIONS], *ctx.options)
+                with torch.no_grad():
+                    gradients = backward(gradient, inputs, saved[count - _OPTIONS :])
+                if torch.is_grad_enabled():  # `create_graph=True`
+                    anchor = sum(one[:0].sum() for one in inputs[:_STATES] if one is not None)
+                    gradients = [OnceDifferentiable.apply(one, anchor, _NO_SECOND_DERIVATIVE) for one in gradients]
+                # An operator cannot return None for a bias that there is not
+                given = [None if one is None else other for one, other in zip(inputs[:_STATES], gradients)]
+                return (*given, *[None] * (count - len(given)))
+
+        self.function = Attention
+
+    def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
+        """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
+        mask, visible_count = read_mask(attention_mask, query, key)
+        if isinstance(mask, Visibility):
+            masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
+        else:
+            masks = (None, None, None, mask)
+        dropout = dropout if module.training else 0.0
+        seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
+        options = (module.activation.name, module.normalization, float(scaling), float(dropout))
+        inputs = AttentionInputs(query, key, value, *score_bias or (None, None), visible_count, *masks, seed, *options)
+        # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
+        has_gradient = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs[:_STATES])
+        is_plain = torch.compiler.is_compiling() and not has_gradient
+        output, *_ = self.forward(inputs) if is_plain else self.function.apply(*inputs)
+        return output
+
+
+def autocast_dtype(states: torch.Tensor) -> torch.dtype:
+    """Returns the type that autocast casts a tensor to, if it is on; else that of the tensor."""
+    device_type = states.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises on a meta device
+        return torch.get_autocast_dtype(device_type)
+    return states.dtype
+
+
+def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
+    """Casts the tensors as autocast would, if it is on. It does not know our operators."""
+    return [tensor.to(autocast_dtype(tensor)) for tensor in states]

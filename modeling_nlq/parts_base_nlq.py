@@ -1,0 +1,369 @@
+"""What a part of an attention layer is: what it may read and change, and what it answers.
+
+A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion want to
+know of it, they ask it. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order in which they are applied.
+
+Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and those of
+this call), head_dim.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, cache_utils
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from .masking_nlq import TokenContext
+
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Releases before 5.24 do not have the first
+_QUANTIZED_LAYERS = tuple(
+    getattr(cache_utils, name) for name in ("BaseQuantizedLayer", "QuantizedLayer") if hasattr(cache_utils, name)
+)
+
+
+# Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of the
+# heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole rows, and
+# parameters with a part for each head. Their gradients are whole on every process.
+
+
+class SplitByHeads(nn.Module):
+    """A module of which each process computes its own heads. `tp_mesh` has the processes that share the heads, or is `None`."""
+
+    tp_mesh: "DeviceMesh | None" = None
+
+
+def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
+    """Returns the heads of this process, of a tensor that is equal on all processes, with the heads in order along `dim`."""
+    if mesh is None:
+        return states
+    return DTensor.from_local(states, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
+
+
+def shared_by_heads(parameter: torch.Tensor, mesh: "DeviceMesh | None") -> torch.Tensor:
+    """Returns a parameter that all heads use. Its gradient is the sum over the heads of all processes."""
+    if mesh is None:
+        return parameter
+    return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def sum_over_processes(states: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
+    """Returns the sum of a tensor over all processes that share the heads. Each of them uses it for its own heads."""
+    total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return shared_by_heads(total.to_local(), mesh)
+
+
+class ScoreBias(NamedTuple):
+    """A bias of the scores that is a difference, `query_i - key_j`, which backends add without a matrix of it.
+
+    Attributes:
+        query: `(batch, heads, query)`; better in float64, because the difference of two large sums must be exact.
+        key: `(batch, heads, key)`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the matrix `(batch, heads, query, key)`."""
+        return (self.query[..., :, None] - self.key[..., None, :]).to(dtype)
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """One call of an attention layer, as its parts see it.
+
+    Attributes:
+        layer: the attention layer, an `NLQAttentionProjections`.
+        hidden_states: `(batch, query, hidden)`, its input.
+        token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context` may read
+            it.
+        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
+            `needs_first_values` may read it.
+        cache: the cache of the call, or `None`.
+        values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
+            `change_qkv`.
+        states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after the cache.
+    """
+
+    layer: SplitByHeads
+    hidden_states: torch.Tensor
+    token_context: TokenContext | None = None
+    first_values: torch.Tensor | None = None
+    cache: Cache | None = None
+    values: torch.Tensor | None = None
+    states: dict[str, torch.Tensor] | None = None
+
+    @property
+    def tp_mesh(self) -> "DeviceMesh | None":
+        """The processes that share the heads, or `None`."""
+        return self.layer.tp_mesh
+
+    def store_state(self, name: str, state: torch.Tensor) -> None:
+        """Puts another state of all keys, `(batch, groups, key, ...)`, in the place of the one that a part has in the cache."""
+        self.states[name] = state
+        layer = self.cache.layers[self.layer.layer_idx]
+        states = [self.states[part.name] for part in self.layer.parts_with("token_state")]
+        keys, columns = layer.keys[..., : self.layer.head_dim], to_columns(states, layer.keys.dtype)
+        if layer.is_compileable:
+            layer.keys[..., self.layer.head_dim :] = columns
+        else:
+            layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
+
+    def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until then."""
+        if not self.layer.parts_with(hook):
+            return states
+        # Tensors in no tuple, because reentrant checkpointing of the attention layer differentiates only those
+        first, *factors = states
+        first, _, *factors = self.layer(first, mlp_hook=(hook, self), mlp_factor=factors[0] if factors else None)
+        return (first, *factors)
+
+
+class AttentionPart(SplitByHeads):
+    """What an attention layer may have beside its projections, positions and activation.
+
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
+    nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions, `token_state`, the
+    cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights, `change_weights`
+    (`change_returned_weights` if they are returned), `change_output`, the output projection; and in the MLP after the
+    attention, `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory;
+    with `change_weights`, the weights of some queries at a time. The layer calls the part for each hook, because offloading,
+    ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads parameters of its own part only, and calls
+    other modules.
+
+    Attributes:
+        name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
+            name in the field `attention_parts`.
+        formula: what it computes, in one line.
+        source: where the formula comes from.
+        needs_token_context: whether its hooks read `call.token_context`.
+        needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
+        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
+            computed in float32, except by flash attention, which cannot.
+        activations: the attention activations that it can have; all if empty.
+        supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
+        state_size: numbers that it keeps in the cache for each token and group of keys.
+        start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`, all its
+            parameters are 0; or the reason why there is no such start. `start_without_effect` may do something else.
+    """
+
+    name: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    needs_token_context: ClassVar[bool] = False
+    needs_first_values: ClassVar[bool] = False
+    activations: ClassVar[tuple[str, ...]] = ()
+    supports_crop: ClassVar[bool] = True
+
+    state_size = 0
+    needs_exact_output = False
+    start = "it has no start without effect"
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int):
+        """`config` is the `NLQConfig` of the layer, with the values of its own; `layer_idx` its number."""
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+
+    @classmethod
+    def has_hook(cls, hook: str) -> bool:
+        """Tells whether the part overrides one of the `HOOKS`."""
+        return getattr(cls, hook) is not getattr(AttentionPart, hook)
+
+    def forward(self, hook: str, *inputs) -> Any:
+        """Runs the hook of this name, or `measure`. A part cannot override it."""
+        return getattr(self, hook)(*inputs)
+
+    # What the configuration asks of the class; `config` is the `NLQConfig` of one layer
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Raises `ValueError` for a configuration that the part cannot have."""
+
+    @classmethod
+    def query_heads(cls, config: PreTrainedConfig) -> int:
+        """Returns how many heads of queries the layer computes."""
+        return config.num_attention_heads
+
+    @classmethod
+    def product_cost(cls, config: PreTrainedConfig) -> float:
+        """Returns by which factor the part multiplies the cost of the products with keys and values."""
+        return 1.0
+
+    @classmethod
+    def calls_per_token(cls, config: PreTrainedConfig) -> dict[str, int]:
+        """Returns how often each token passes through a linear layer, by its name in the attention layer; others count once."""
+        return {}
+
+    @classmethod
+    def refuse_split(cls, config: PreTrainedConfig) -> str | None:
+        """Returns the reason why tensor parallelism cannot give each process some of the heads, if there is one."""
+
+    @classmethod
+    def refuse_paged(cls, config: PreTrainedConfig) -> str | None:
+        """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
+        if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.conv_states(config):
+            return "the paged cache has no place for what it keeps, and its keys belong to several texts"
+        return "the paged cache has keys and values of other shapes" if cls.has_hook("change_cached_qkv") else None
+
+    @classmethod
+    def refuse_change(cls, before: PreTrainedConfig, after: PreTrainedConfig) -> str | None:
+        """Returns the reason why a trained layer that keeps the part would compute something else in another configuration."""
+
+    @classmethod
+    def conv_states(cls, config: PreTrainedConfig) -> int:
+        """Returns of how many convolutions the cache keeps the last tokens, in Transformers' layers for that.
+
+        A layer has one such part. `config.first_conv_state` is the number of its first state there.
+        """
+        return 0
+
+    @classmethod
+    def shard_dim(cls, parameter: str) -> str:
+        """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP width."""
+        return "query"
+
+    @classmethod
+    def split_layers(cls, config: PreTrainedConfig) -> dict[str, str]:
+        """Returns the linear layers that tensor parallelism splits, by their names in the attention layer, and how."""
+        return {}
+
+    @classmethod
+    def layer_modules(cls, config: PreTrainedConfig) -> dict[str, nn.Module]:
+        """Returns modules that the layer itself holds, under names that checkpoints and other programs know."""
+        return {}
+
+    def initialize(self) -> None:
+        """Sets the initial values of the part's own parameters; by default those that `__init__` gives them.
+
+        Linear layers inside the part are initialised as everywhere in the model.
+        """
+        own = dict(self.named_parameters(recurse=False))
+        if not own:
+            return
+        with torch.device("cpu"):
+            fresh = type(self)(self.config, self.layer_idx)
+        for name, parameter in own.items():
+            init.copy_(parameter, getattr(fresh, name))
+
+    def scale_keys(self, factor: float) -> None:
+        """Called when a conversion multiplies the keys by `factor`, and the scores by its inverse: keeps the part's output."""
+
+    def start_without_effect(self, layer: SplitByHeads) -> str | None:
+        """Makes a trained layer compute what it computed without the part (`nlq convert`), or returns why there is no way."""
+        if self.start != "zero":
+            return self.start
+        for parameter in self.parameters():
+            parameter.zero_()
+        return None
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        """Returns numbers of each head, `(heads,)` by name, that `nlq explore` shows.
+
+        The batch is one text, and `call.values` is set.
+        """
+        return {}
+
+    # Hooks of a call. These do not run: a layer calls those of `has_hook`
+
+    def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
+
+    def change_qkv(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before positions."""
+
+    def token_state(self, call: AttentionCall) -> torch.Tensor:
+        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is kept."""
+
+    def change_cached_qkv(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens `(batch, groups, key, ...)`."""
+
+    def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
+        """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
+
+    def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is `None`."""
+
+    def change_weights(
+        self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        """Changes the weights of some queries before they meet the values. A layer has one such part.
+
+        Args:
+            call: the call, of which only the layer may be read: the queries may be some of those of the call.
+            weights: `(batch, heads, query, key)`.
+            own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in `change_cached_qkv`.
+            key: `(batch, heads, key, head_dim)`.
+        """
+
+    def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output changes."""
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
+
+    def change_mlp_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Changes the input of the MLP, `(batch, query, hidden)`."""
+
+    def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Changes what the MLP's activation gets, `(batch, query, intermediate)`: of a gated MLP, gate and factor."""
+
+
+# Hooks of scores and weights, which linear attention has not
+WEIGHT_HOOKS = ("token_state", "score_bias", "change_cached_qkv", "change_scores", "change_weights", "change_returned_weights")
+MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
+HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
+
+
+def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
+    """Returns what a layer with these parts must form in memory: nothing, the weights of some queries, or all scores."""
+    parts = list(parts)
+    if any(part.has_hook("change_scores") for part in parts):
+        return "all"
+    return "rows" if any(part.has_hook("change_weights") for part in parts) else None
+
+
+# What half precision keeps of a number. Float16 ends at 65504, so its first column counts in larger units
+_UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
+
+
+def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
+
+    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own. The
+    gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow float16.
+    """
+    rest, columns = torch.cat(states, dim=-1), []
+    for unit in _UNITS.get(dtype, (1.0,))[:-1]:
+        columns.append((rest.detach() / unit).to(dtype))
+        rest = rest - columns[-1].to(rest.dtype) * unit
+    return torch.cat([*columns, rest.to(dtype)], dim=-1)
+
+
+def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
+    """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
+    if (units := _UNITS.get(columns.dtype)) is not None:
+        *others, last = columns.chunk(len(units), dim=-1)
+        columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()
+    return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
+
+
+def check_state_cache(cache: Cache, layer: SplitByHeads) -> None:
+    """Raises `ValueError` if a cache would round the states that parts of a layer keep beside its keys."""
+    if layer.layer_idx < len(cache.layers) and isinstance(cache.layers[layer.layer_idx], _QUANTIZED_LAYERS):
+        names = ", ".join(part.name for part in layer.parts_with("token_state"))
+        raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")

@@ -1,0 +1,777 @@
+"""The attention parts that come with NLQ, and their table. `NLQConfig` has a field for each of them.
+
+Shapes are those of `parts_base_nlq.py`.
+"""
+
+import functools
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.utils.import_utils import is_tracing
+
+from .cache_nlq import keep_rows_together
+from .masking_nlq import TokenContext
+from .parts_base_nlq import (
+    AttentionCall,
+    AttentionPart,
+    ScoreBias,
+    SplitByHeads,
+    own_heads,
+    shared_by_heads,
+    sum_over_processes,
+)
+from .parts_user_nlq import find_part
+
+
+KERNEL = 4  # tokens of a sum of `canon`
+
+
+class ShortConvolution(nn.Module):
+    """`x_t + sum_k w_k x_{t-k}` over the tokens of one text, with a weight for each channel."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, KERNEL))
+        nn.init.uniform_(self.weight, -0.5, 0.5)
+
+    def initialize(self) -> None:
+        init.uniform_(self.weight, -0.5, 0.5)  # PyTorch's own range of a convolution over 4 tokens of one channel
+
+    def forward(
+        self, states: torch.Tensor, earlier: torch.Tensor | None, context: TokenContext, mesh=None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the sums, and what later tokens need.
+
+        Args:
+            states: `(batch, query, width)`, or some of the channels where several processes share the heads.
+            earlier: `(batch, 3, width)`, the last tokens before, 0 for none; `None` is 0.
+            context: that of the call. Padding is passed over, wherever it is.
+            mesh: the processes that share the heads, or `None`.
+
+        Returns:
+            The sums in the shape of `states`, and the last 3 tokens that are no padding, `(batch, 3, width)`.
+        """
+        (batch, length, width), kept = states.shape, KERNEL - 1
+        if earlier is None:
+            earlier = states.new_zeros(batch, kept, width)
+        full = torch.cat([earlier, states], dim=1)
+        is_valid = None
+        if context.is_valid is not None:  # tokens move together, and padding to the end
+            is_valid = nn.functional.pad(context.is_valid, (kept, 0), value=True)
+            order = torch.argsort(is_valid.logical_not().byte(), dim=1, stable=True)
+            full = full.gather(1, order[..., None].expand_as(full))
+        weight = own_heads(self.weight, mesh, dim=0)
+        sums = full[:, kept:] * (1.0 + weight[:, -1])
+        for back in range(1, KERNEL):
+            term = full[:, kept - back : kept - back + length] * weight[:, -1 - back]
+            if context.position_in_document is not None:
+                term = term * (context.position_in_document >= back)[..., None]
+            sums = sums + term
+        if is_valid is None:
+            return sums.to(states.dtype), full[:, length:]
+        place = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
+        last = is_valid.sum(dim=1)[:, None] + torch.arange(-kept, 0, device=states.device)
+        latest = full.gather(1, last[..., None].expand(-1, -1, width))
+        return sums.gather(1, place.expand_as(states)).to(states.dtype), latest
+
+
+class Canon(AttentionPart):
+    """`h + conv(h)` over 4 tokens, at sites that the letters name.
+
+    `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of the MLP.
+    `"D"`: what the MLP's activation gets, of a gated MLP also the factor. The cache keeps 3 tokens for each, in Transformers'
+    own layer for convolutions beside keys and values.
+    """
+
+    name = "canon"
+    formula = "h_t + sum_{k < 4} w_k * h_{t-k}"
+    source = "Allen-Zhu 2025, arXiv 2512.17351"
+    needs_token_context = True
+    start = "zero"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        widths = self.widths(config)
+        self.convolutions = nn.ModuleDict({name: ShortConvolution(width) for name, width in widths.items()})
+        # The number of each among the states of the cache layer; those of linear attention come first
+        self.state_indices = {name: config.first_conv_state + index for index, name in enumerate(widths)}
+
+    @classmethod
+    def widths(cls, config) -> dict[str, int]:
+        """Returns the number of channels of each convolution of a layer."""
+        heads = {"query": config.num_query_heads} | dict.fromkeys(("key", "value"), config.num_key_value_heads)
+        inner = ("mlp_gate", "mlp_inner") if config.mlp_type == "gated" else ("mlp_inner",)
+        sites = {
+            "A": {"attention_input": config.hidden_size},
+            "B": {name: count * config.head_dim for name, count in heads.items()},
+            "C": {"mlp_input": config.hidden_size},
+            "D": dict.fromkeys(inner, config.intermediate_size),
+        }
+        return {name: width for site in config.canon for name, width in sites[site].items()}
+
+    @classmethod
+    def check(cls, config) -> None:
+        sites = config.canon
+        if not sites or set(sites) - set("ABCD") or list(sites) != sorted(set(sites)):
+            raise ValueError(f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'")
+
+    @classmethod
+    def conv_states(cls, config) -> int:
+        return len(cls.widths(config))
+
+    @classmethod
+    def shard_dim(cls, parameter: str) -> str:
+        _, name, _ = parameter.split(".")
+        return {"key": "key_value", "value": "key_value", "mlp_gate": "inner", "mlp_inner": "inner"}.get(name, "query")
+
+    def _convolve(self, name: str, call: AttentionCall, states: torch.Tensor, is_split: bool = False) -> torch.Tensor:
+        if name not in self.convolutions:
+            return states
+        if call.token_context.has_own_mask:
+            raise ValueError(
+                "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; give a "
+                "padding mask (batch, key), or position_ids of packed documents"
+            )
+        index, earlier, cache_layer = self.state_indices[name], None, None
+        if call.cache is not None:
+            cache_layer = self._cache_layer(call)
+            if cache_layer.is_conv_states_initialized[index]:
+                earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
+                earlier = nn.functional.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
+        sums, kept = self.convolutions[name](states, earlier, call.token_context, call.tp_mesh if is_split else None)
+        if cache_layer is not None:
+            if cache_layer.record_past:  # it may have to go back, and wants all new tokens; padding comes before them
+                is_valid = call.token_context.is_valid
+                kept = states if is_valid is None else states.masked_fill(~is_valid[..., None], 0.0)
+            cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
+        return sums
+
+    def _cache_layer(self, call: AttentionCall):
+        layers, index = call.cache.layers, call.layer.layer_idx
+        layer = layers[index] if index < len(layers) else None
+        if not hasattr(layer, "update_conv_state"):
+            raise ValueError(
+                f"canon (layer {index}) needs a cache that stores its tokens: make it by DynamicCache(config=model.config)"
+            )
+        keep_rows_together(layer)
+        return layer
+
+    def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._convolve("attention_input", call, hidden_states)
+
+    def change_qkv(self, call: AttentionCall, query, key, value):
+        pairs = zip(("query", "key", "value"), (query, key, value))
+        return tuple(self._convolve(name, call, states.flatten(2), is_split=True).view(states.shape) for name, states in pairs)
+
+    def change_mlp_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._convolve("mlp_input", call, hidden_states)
+
+    def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        names = ("mlp_gate", "mlp_inner")[-len(states) :]
+        return tuple(self._convolve(name, call, own, is_split=True) for name, own in zip(names, states))
+
+
+class NLQRMSNorm(SplitByHeads, nn.RMSNorm):
+    """RMSNorm of each head, with one gain for all heads."""
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, heads, head_dim)` -> the same shape."""
+        weight = None if self.weight is None else shared_by_heads(self.weight, self.tp_mesh)
+        return nn.functional.rms_norm(heads, self.normalized_shape, weight, self.eps)
+
+
+class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
+    """RMSNorm over the width of all heads, with a gain for each element (OLMo 2, arXiv 2501.00656)."""
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """As in `NLQRMSNorm`."""
+        states = heads.flatten(2)
+        if self.tp_mesh is None:
+            return super().forward(states).view(heads.shape)
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        total = sum_over_processes(states.to(dtype).square().sum(dim=-1, keepdim=True), self.tp_mesh)
+        states = states.to(dtype) * torch.rsqrt(total / self.normalized_shape[0] + self.eps)
+        if self.weight is not None:
+            states = states * own_heads(self.weight, self.tp_mesh, dim=0)
+        return states.to(heads.dtype).view(heads.shape)
+
+
+class NLQL2Norm(SplitByHeads):
+    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+
+    def __init__(self, head_dim: int, num_heads: int | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.scale = nn.Parameter(torch.full((num_heads,), math.sqrt(head_dim))) if num_heads else None
+
+    def initialize(self) -> None:
+        if self.scale is not None:
+            init.constant_(self.scale, math.sqrt(self.head_dim))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """As in `NLQRMSNorm`."""
+        # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
+        return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
+
+
+class QKNorm(AttentionPart):
+    name = "qk_norm"
+    formula = "norm(q_i) . norm(k_j)"
+    source = "Henry et al. 2020, arXiv 2010.04245 (l2); OLMo 2, arXiv 2501.00656 (rms_all_heads)"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        head_dim, query_heads = config.head_dim, config.num_query_heads
+        options = {"eps": config.layer_norm_eps, "elementwise_affine": config.norm_gain}
+        if config.qk_norm == "rms":
+            return {name: NLQRMSNorm(head_dim, **options) for name in ("q_norm", "k_norm")}
+        if config.qk_norm == "rms_all_heads":
+            widths = {"q_norm": query_heads * head_dim, "k_norm": config.num_key_value_heads * head_dim}
+            return {name: NLQAllHeadsRMSNorm(width, **options) for name, width in widths.items()}
+        return {"q_norm": NLQL2Norm(head_dim, query_heads), "k_norm": NLQL2Norm(head_dim)}
+
+    def change_qkv(self, call: AttentionCall, query, key, value):
+        return call.layer.q_norm(query), call.layer.k_norm(key), value
+
+
+class LengthScaling(AttentionPart):
+    """Scores times `s_h log n_i`; `n_i` is the number of keys that the query sees. Sinks and biases are not scaled."""
+
+    name = "attention_length_scaling"
+    formula = "s_h log(n_i) s_ij"
+    source = "Scalable-Softmax: Nakanishi 2025, arXiv 2501.19399"
+    needs_token_context = True
+    start = "its factor depends on the number of keys"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        window = config.sliding_window or config.max_position_embeddings
+        longest = max(2, min(window, config.max_position_embeddings))
+        # A query that sees all keys begins with a factor of 1. `bias` in the name keeps it out of Trainer's weight decay
+        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(longest)))
+
+    @classmethod
+    def check(cls, config) -> None:
+        activation = config.activation
+        normalization = config.attention_normalization or activation.normalization
+        if activation.kind == "linear" or (activation.is_homogeneous and normalization == "sum"):
+            raise ValueError(
+                f"attention_length_scaling={config.attention_length_scaling!r}: attention_activation={activation.name!r} "
+                f"normalised by {normalization!r} cancels a factor of the scores; use another activation or normaliser"
+            )
+
+    def change_qkv(self, call: AttentionCall, query, key, value):
+        log_count = call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
+        factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
+        return (query * factor[..., None]).to(query.dtype), key, value
+
+
+class Parallax(AttentionPart):
+    """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r` at the query's position.
+
+    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and they can be negative.
+    The second query has as many parameters as a query projection.
+    """
+
+    name = "parallax"
+    formula = "(1 + sum_k p_ik t_ik - t_ij) p_ij, t_ij = (x_i W_r) . k_j"
+    source = "arXiv 2605.29157"
+    start = "zero"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        size = config.num_query_heads * config.head_dim
+        self.proj = nn.Linear(config.hidden_size, size, bias=config.has_bias("query_key_value"))
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.differential_attention is not None:
+            raise ValueError(
+                f"parallax=True changes the weights of one map, and differential_attention={config.differential_attention!r} "
+                "has two; use one of them"
+            )
+
+    @classmethod
+    def product_cost(cls, config) -> float:
+        return 1.5  # another product with the keys
+
+    @classmethod
+    def refuse_paged(cls, config) -> str | None:
+        return None
+
+    @classmethod
+    def split_layers(cls, config) -> dict[str, str]:
+        return {"parts.parallax.proj": "colwise"}
+
+    def scale_keys(self, factor: float) -> None:
+        for parameter in self.proj.parameters():  # its scores have the keys, but no factor
+            parameter.div_(factor)
+
+    def change_qkv(self, call: AttentionCall, query, key, value):
+        # More heads, so that they get the query's positions
+        second = self.proj(call.hidden_states)
+        return torch.cat([query, second.view(query.shape)], dim=2), key, value
+
+    def change_cached_qkv(self, call: AttentionCall, query, key, value):
+        return torch.cat(query.chunk(2, dim=1), dim=-1), key, value
+
+    def change_weights(self, call: AttentionCall, weights, own_columns, key):
+        change = torch.matmul(own_columns, key.transpose(2, 3)).to(weights.dtype)
+        return weights * (1.0 + (weights * change).sum(dim=-1, keepdim=True) - change)
+
+
+class ValueResidual(AttentionPart):
+    """`V_l <- a_l V_1 + b_l V_l` in every layer but the first, before the cache; `a = b = 1/2`, at first or always."""
+
+    name = "value_residual"
+    formula = "a_l V_1 + b_l V_l"
+    source = "ResFormer: Zhou et al. 2024, arXiv 2410.17897"
+    needs_first_values = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.mixing_bias = None
+        if config.value_residual == "learned":
+            # `bias` in its name keeps it out of Trainer's weight decay
+            self.mixing_bias = nn.Parameter(torch.full((2,), 0.5))
+
+    def start_without_effect(self, layer) -> str | None:
+        if self.mixing_bias is None:
+            return "the values would become a mixture; use 'learned', which starts at a = 0 and b = 1"
+        self.mixing_bias.copy_(torch.tensor([0.0, 1.0]))
+        return None
+
+    def change_qkv(self, call: AttentionCall, query, key, value):
+        if self.mixing_bias is None:
+            return query, key, (call.first_values + value) * 0.5
+        first, own = shared_by_heads(self.mixing_bias, call.tp_mesh)
+        return query, key, first * call.first_values + own * value
+
+
+class SelectiveAttention(AttentionPart):
+    """`s_ij - sum_{j < k < i} S_kj` in all heads, with `S` the `relu` of the first head's scores.
+
+    `k` is a token, no padding, that sees `j`. A document's first token loses nothing. The cache keeps the sum for each key, and
+    forward writes it there, so tokens cannot be taken back. Memory is quadratic in the length.
+    """
+
+    name = "selective_attention"
+    formula = "s_ij - sum_{j < k < i} relu(s_kj of the first head)"
+    source = "Leviathan et al. 2024, arXiv 2410.02703"
+    needs_token_context = True
+    supports_crop = False
+    state_size = 3  # the sum, the number of tokens that it covers, and whether the key is a document's first
+    start = "it has no parameters"
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.sliding_window is not None:
+            raise ValueError(
+                f"selective_attention=True: the cache of sliding_window={config.sliding_window!r} does not keep its sums yet; "
+                "use one of them"
+            )
+
+    @classmethod
+    def refuse_split(cls, config) -> str | None:
+        return "all heads read the scores of the first one"
+
+    def token_state(self, call: AttentionCall) -> torch.Tensor:
+        query, groups = call.hidden_states, call.layer.config.num_key_value_heads
+        state = query.new_zeros(*query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32))
+        state[..., 2] = call.token_context.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
+        return state[:, None].expand(-1, groups, -1, -1)
+
+    def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        state, context = call.states[self.name][:, 0], call.token_context
+        earlier_sum, covered, is_first = state.unbind(dim=-1)  # (batch, key) each
+        has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
+        if has_numbers and covered.max() > context.query_index[0]:
+            raise ValueError(
+                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which assisted "
+                "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+            )
+        own = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
+        selects = nn.functional.relu(scores[:, 0]).masked_fill(own | is_first.bool()[:, None], 0.0)
+        if visible is not None:
+            selects = selects.masked_fill(~visible[:, 0], 0.0)
+        if context.is_valid is not None:
+            selects = selects.masked_fill(~context.is_valid[..., None], 0.0)
+        # What a query selects holds for later queries
+        sums = nn.functional.pad(selects, (0, 0, 1, 0)).cumsum(dim=1) + earlier_sum[:, None]
+        if call.cache is not None:
+            covered = torch.zeros_like(earlier_sum) + (context.query_index[-1] + 1)
+            state = torch.stack([sums[:, -1], covered, is_first], dim=-1)[:, None]
+            call.store_state(self.name, state.expand_as(call.states[self.name]))
+        return scores - sums[:, None, :-1]
+
+
+@functools.cache
+def _try_float64(device: torch.device) -> bool:
+    """Tells whether a device can sum in float64, by trying: Apple's GPUs cannot, nor can some of Intel's."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _has_float64(device: torch.device) -> bool:
+    return _try_float64(device)  # a call of its own: Dynamo warns of a cached function and traces what is inside of it
+
+
+class ForgetGate(AttentionPart):
+    """Adds `c_i - c_j` to the scores. `c` is the running sum of `log sigmoid(x w_h + b_h)` over the tokens.
+
+    Padding adds 0, and a difference within a document does not depend on earlier documents. The cache keeps the terms of the
+    sum, so it can go back, and a window's can forget. `"fixed"` has no parameters: `sigmoid(b_h) = exp(-1 / T_h)`, with `T`
+    from 2 tokens to `max_position_embeddings`, equally spaced in logarithm.
+    """
+
+    name = "forget_gate"
+    formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
+    source = "Forgetting Transformer: Lin et al. 2025, arXiv 2503.02130"
+    needs_token_context = True
+    # Their weights fall to 0 as a score falls, so a key with a low score is forgotten
+    activations = ("softmax", "sigmoid", "softplus", "relu", "relu_squared", "sparsemax", "entmax15")
+    start = "a gate that forgets nothing has no gradient"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.num_heads, self.longest = config.num_query_heads, config.max_position_embeddings
+        self.state_size = config.num_query_heads // config.num_key_value_heads
+        self.proj = nn.Linear(config.hidden_size, self.num_heads) if config.forget_gate == "learned" else None
+
+    @classmethod
+    def split_layers(cls, config) -> dict[str, str]:
+        return {"parts.forget_gate.proj": "colwise"} if config.forget_gate == "learned" else {}
+
+    @classmethod
+    def refuse_change(cls, before, after) -> str | None:
+        is_same = all(getattr(before, name) == getattr(after, name) for name in ("max_position_embeddings", "num_query_heads"))
+        if before.forget_gate == "learned" or is_same:
+            return None
+        return "the rates depend on max_position_embeddings and on the number of query heads"
+
+    def token_state(self, call: AttentionCall) -> torch.Tensor:
+        batch, length = call.hidden_states.shape[:2]
+        if self.proj is None:
+            dtype = torch.promote_types(call.hidden_states.dtype, torch.float32)
+            options = {"base": self.longest / 2.0, "dtype": dtype, "device": call.hidden_states.device}
+            log_gate = -1.0 / (2.0 * torch.logspace(0.0, 1.0, self.num_heads, **options))  # log sigmoid(b) = -1 / T
+            log_gate = own_heads(log_gate, call.tp_mesh, dim=0).expand(batch, length, -1)
+        else:
+            gate = self.proj(call.hidden_states)
+            log_gate = nn.functional.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+        if call.token_context.is_valid is not None:
+            log_gate = log_gate.masked_fill(~call.token_context.is_valid[..., None], 0.0)
+        return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
+
+    def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
+        # In float64, because only differences of these sums count
+        dtype = torch.float64 if _has_float64(state.device) else torch.float32
+        total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
+        return ScoreBias(total[..., call.token_context.query_index], total)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        return {"mean_log_forget_gate": self.token_state(call).mean(dim=(0, 2)).flatten()}
+
+
+class AttentionSink(AttentionPart):
+    """Backends read the logits from the layer, which is why this part has no hook."""
+
+    name = "attention_sink"
+    formula = "exp(s_j) / (exp(b_h) + sum_k exp(s_k))"
+    source = "gpt-oss; Xiao et al. 2023, arXiv 2309.17453"
+    activations = ("softmax",)
+
+
+class DifferentialAttention(AttentionPart):
+    """Subtracts one softmax map from another.
+
+    `"v2"`: `num_attention_heads` counts the outputs, and there are twice as many heads of queries. Heads `2h` and `2h + 1`
+    share their keys and values, and output `h` is `A_2h - sigmoid(x W)_h A_2h+1`.
+
+    `"v1"`: heads `h` and `h + H/2` pair. Each has the keys of its own group, and both have the values of two groups, `g` and
+    `g + G/2`, side by side. `(1 - lambda_init) RMSNorm(A_1 - lambda A_2)` has `lambda = exp(q_1 . k_1) - exp(q_2 . k_2) +
+    lambda_init` of four vectors, and `lambda_init = 0.8 - 0.6 exp(-0.3 layer)`, from layer 0 on.
+    """
+
+    name = "differential_attention"
+    formula = "A_1 - lambda A_2"
+    source = "Ye et al. 2024, arXiv 2410.05258; the second version: microsoft/unilm, Diff-Transformer-V2"
+    activations = ("softmax",)
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_v2, self.eps = config.differential_attention == "v2", config.layer_norm_eps
+        if self.is_v2:
+            self.proj = nn.Linear(config.hidden_size, config.num_attention_heads, bias=config.use_bias)
+        else:
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
+            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                self.register_parameter(name, nn.Parameter(torch.normal(0.0, 0.1, (config.head_dim,))))
+
+    @classmethod
+    def check(cls, config) -> None:
+        is_odd = config.num_attention_heads % 2 or config.num_key_value_heads % 2
+        if config.differential_attention == "v1" and is_odd:
+            raise ValueError(
+                f"differential_attention='v1' pairs heads: num_attention_heads={config.num_attention_heads} and "
+                f"num_key_value_heads={config.num_key_value_heads} must be even"
+            )
+
+    @classmethod
+    def query_heads(cls, config) -> int:
+        return config.num_attention_heads * (2 if config.differential_attention == "v2" else 1)
+
+    @classmethod
+    def product_cost(cls, config) -> float:
+        return 2.0 if config.differential_attention == "v2" else 1.5  # v1 has values of twice the width
+
+    @classmethod
+    def refuse_split(cls, config) -> str | None:
+        return "its pairs of heads are on several processes; use 'v2'" if config.differential_attention == "v1" else None
+
+    @classmethod
+    def refuse_paged(cls, config) -> str | None:
+        return super().refuse_paged(config) if config.differential_attention == "v1" else None
+
+    @classmethod
+    def split_layers(cls, config) -> dict[str, str]:
+        return {"parts.differential_attention.proj": "colwise"} if config.differential_attention == "v2" else {}
+
+    def start_without_effect(self, layer) -> str | None:
+        if not self.is_v2:
+            return "the norm of the difference has no counterpart; use 'v2'"
+        if layer.output_activation is not None:
+            return "the attention_output_activation comes before the weights that would be doubled"
+        for parameter in self.proj.parameters():
+            parameter.zero_()
+        layer.o_proj.weight.mul_(2.0)  # both maps are equal, and sigmoid(0) = 1/2
+        return None
+
+    def change_cached_qkv(self, call: AttentionCall, query, key, value):
+        if self.is_v2:
+            return query, key, value
+        value = torch.cat(value.chunk(2, dim=1), dim=-1).repeat(1, 2, 1, 1)
+        # Kernels that are linear in memory need keys as wide as the values; zeros change no score
+        query, key = (nn.functional.pad(states, (0, states.shape[-1])) for states in (query, key))
+        return query, key, value
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        difference = self._subtract(call, heads, dim=2)
+        if self.is_v2:
+            return difference
+        normed = nn.functional.rms_norm(difference, difference.shape[-1:], eps=self.eps)
+        return ((1.0 - self.lambda_init) * normed).unflatten(-1, (2, -1)).flatten(2, 3)
+
+    def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+        return self._subtract(call, weights, dim=1)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        factor = self._factor(call)
+        return {"factor_of_second_map": factor.mean(dim=(0, 1)) if self.is_v2 else factor.expand(call.layer.num_heads // 2)}
+
+    def _factor(self, call: AttentionCall) -> torch.Tensor:
+        """Returns the factor of the second map: `(batch, query, heads)`, or one number for `"v1"`."""
+        if self.is_v2:
+            return torch.sigmoid(self.proj(call.hidden_states))
+        first, second = (
+            torch.exp((one * other).sum(dtype=torch.promote_types(one.dtype, torch.float32)))
+            for one, other in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        )
+        return first - second + self.lambda_init
+
+    def _subtract(self, call: AttentionCall, states: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns the differences of the maps of pairs of heads, which `dim` counts."""
+        factor = self._factor(call)
+        if not self.is_v2:
+            first, second = states.chunk(2, dim=dim)
+        else:
+            first, second = states.unflatten(dim, (-1, 2)).unbind(dim=dim + 1)
+            factor = (factor if dim == 2 else factor.transpose(1, 2))[..., None]
+        return first - factor.to(states.dtype) * second
+
+
+def _check_own_value(name: str, config: PreTrainedConfig) -> None:
+    if config.differential_attention == "v1":
+        raise ValueError(
+            f"{name}={getattr(config, name)!r}: with differential_attention='v1' a head reads the values of two groups, and a "
+            "token has no value of its own there; use 'v2'"
+        )
+
+
+class ExclusiveAttention(AttentionPart):
+    """`y_i - a_h (y_i . v_i) v_i / |v_i|^2`, with `a = 1` if `"fixed"` and `a_h = tanh(alpha_h)` if `"learned"`."""
+
+    name = "exclusive_attention"
+    formula = "y_i - a_h (y_i . v_i) v_i / |v_i|^2"
+    source = "arXiv 2603.09078"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        # A norm after the layer would blow up the rounding of what is left
+        self.needs_exact_output = config.norm_position in ("output", "sandwich")
+        self.alpha, self.start = None, "the outputs would lose a direction; use 'learned', which starts at 0"
+        if config.exclusive_attention == "learned":
+            self.alpha, self.start = nn.Parameter(torch.zeros(config.num_attention_heads)), "zero"
+
+    @classmethod
+    def check(cls, config) -> None:
+        _check_own_value(cls.name, config)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        return {} if self.alpha is None else {"own_value_taken_out": torch.tanh(self.alpha)}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        values = call.values.transpose(1, 2)[:, :, :, None]  # (batch, query, groups, 1, head_dim)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        direction = nn.functional.normalize(values, dim=-1, eps=torch.finfo(values.dtype).tiny)  # 0 where the value is 0
+        by_group = heads.unflatten(2, (values.shape[2], -1))
+        along = (by_group * direction).sum(dim=-1, keepdim=True)
+        if self.alpha is not None:
+            alpha = own_heads(self.alpha, call.tp_mesh, dim=0)
+            along = along * torch.tanh(alpha.to(values.dtype)).view(values.shape[2], -1, 1)
+        return (by_group - along * direction).to(call.values.dtype).flatten(2, 3)
+
+
+class NLQHeadProjection(SplitByHeads):
+    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+
+    def __init__(self, num_heads: int, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+
+    def initialize(self) -> None:
+        init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        """`(batch, query, heads, head_dim)` -> the same shape."""
+        return torch.einsum("bqhd,hde->bqhe", heads, own_heads(self.weight, self.tp_mesh, dim=0))
+
+
+class HeadProjection(AttentionPart):
+    name = "head_projection"
+    formula = "y_i W_h"
+    source = "the fourth matrix beside query, key and value"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        return {"head_proj": NLQHeadProjection(config.num_attention_heads, config.head_dim)}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return call.layer.head_proj(heads)
+
+
+class OutputScaling(AttentionPart):
+    name = "attention_output_scaling"
+    formula = "c y_i"
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return heads * call.layer.output_scaling
+
+
+class OutputActivation(AttentionPart):
+    name = "attention_output_activation"
+    formula = "act(y_i)"
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        return {"output_activation": ACT2FN[config.attention_output_activation]}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        return call.layer.output_activation(heads)
+
+
+class NLQSharedLinear(SplitByHeads, nn.Linear):
+    """A linear layer that all heads use."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` -> `(..., out_features)`."""
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return nn.functional.linear(states, *(shared_by_heads(parameter, self.tp_mesh) for parameter in parameters))
+
+
+class AttentionGate(AttentionPart):
+    """A gate of the outputs. With `"value"`, one matrix for all heads reads the token's own value."""
+
+    name = "attention_gate"
+    formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
+    source = "Qiu et al. 2025, arXiv 2505.06708; of values: arXiv 2510.09017"
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.attention_gate == "value":
+            _check_own_value(cls.name, config)
+
+    @classmethod
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        if config.attention_gate == "value":
+            return {"value_gate_proj": NLQSharedLinear(config.head_dim, config.head_dim, bias=config.use_bias)}
+        width = config.num_attention_heads * (config.head_dim if config.attention_gate == "elementwise" else 1)
+        return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
+
+    @classmethod
+    def calls_per_token(cls, config) -> dict[str, int]:
+        return {"value_gate_proj": config.num_key_value_heads}
+
+    @classmethod
+    def split_layers(cls, config) -> dict[str, str]:
+        return {} if config.attention_gate == "value" else {"gate_proj": "colwise"}
+
+    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+        gate = self._gate(call, heads.shape[2])
+        return (heads.unflatten(2, (gate.shape[2], -1)) * gate[:, :, :, None]).flatten(2, 3)
+
+    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
+        heads = self.config.num_attention_heads
+        gate = self._gate(call, heads).mean(dim=(0, 1, 3))
+        return {"mean_gate": gate.repeat_interleave(heads // len(gate))}
+
+    def _gate(self, call: AttentionCall, heads: int) -> torch.Tensor:
+        """Returns `(batch, query, heads or groups, head_dim or 1)`."""
+        if self.config.attention_gate != "value":
+            return torch.sigmoid(call.layer.gate_proj(call.hidden_states)).unflatten(-1, (heads, -1))
+        return torch.sigmoid(call.layer.value_gate_proj(call.values.transpose(1, 2)))
+
+
+_IN_ORDER_OF_HOOKS: tuple[type[AttentionPart], ...] = (
+    Canon,
+    QKNorm,
+    LengthScaling,
+    Parallax,
+    ValueResidual,
+    SelectiveAttention,
+    ForgetGate,
+    AttentionSink,
+    DifferentialAttention,
+    ExclusiveAttention,
+    HeadProjection,
+    OutputScaling,
+    OutputActivation,
+    AttentionGate,
+)
+ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
+
+
+def parts_of(config: PreTrainedConfig) -> list[type[AttentionPart]]:
+    """Returns the parts of a layer, whose configuration is given: those whose field is set, then the user's own.
+
+    Raises:
+        ValueError: for a name in `attention_parts` that no part has.
+    """
+    values = {name: getattr(config, name) for name in ATTENTION_PARTS}
+    parts = [ATTENTION_PARTS[name] for name, value in values.items() if value is not None and value is not False]
+    codes = config.attention_parts_code or {}
+    for name in config.attention_parts or ():
+        if name in ATTENTION_PARTS:
+            raise ValueError(f"attention_parts: {name!r} is a field of its own; choose another name for your part")
+        parts.append(find_part(name, codes.get(name)))
+    return parts

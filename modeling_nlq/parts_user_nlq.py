@@ -1,0 +1,231 @@
+"""Attention parts of a user's own: files that are loaded, told apart by a hash of their code, and saved beside a model."""
+
+import ast
+import functools
+import hashlib
+import linecache
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from .activations_nlq import registered_activations
+from .parts_base_nlq import AttentionPart
+from .parts_nlq import PARTS
+
+
+# What a file may import of this package: names that every saved model brings, and their modules
+_MODULES = {
+    **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "parts_base_nlq"),
+    "register_attention_activation": "activations_nlq",
+}
+# The name of the first module when the first hashes of code were saved
+_OLD_MODULE = "parts_base_nlq"
+_OWN = {*_MODULES.values(), _OLD_MODULE}
+_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in _OWN))
+
+# By name and hash of the code. The latest of a name is what a new configuration means by it
+_registered: dict[tuple[str, str], type[AttentionPart]] = {}
+_latest: dict[str, str] = {}
+# By module: name of the file, and its text as it is published
+_files: dict[str, tuple[str, str]] = {}
+# The modules that register activations
+_registering: set[str] = set()
+# Files from before these names would be passed over in silence
+_RENAMED_HOOKS = {
+    "change_projections": "change_qkv",
+    "change_attended": "change_cached_qkv",
+    "reweigh": "change_weights",
+    "can_go_back": "supports_crop",
+    "needs_places": "needs_token_context",
+}
+
+
+def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
+    """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
+
+    A configuration remembers the code that it was made with. A model whose part is defined in a notebook or a script can be
+    used, but not saved: put the class into a file, and load it by `load_attention_parts`.
+
+    Args:
+        part: a subclass of `AttentionPart`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        ValueError: if it is no such class, its name is no identifier, it overrides `forward`, or it has a hook of an old name.
+    """
+    if not (isinstance(part, type) and issubclass(part, AttentionPart)):
+        raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
+    if not isinstance(part.name, str) or not part.name.isidentifier() or len(part.name) > 200:
+        raise ValueError(f"{part.__name__}.name={str(part.name)[:200]!r} must be a Python identifier of at most 200 characters")
+    if part.forward is not AttentionPart.forward:
+        raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
+    for old, new in _RENAMED_HOOKS.items():
+        if hasattr(part, old):
+            raise ValueError(f"{part.__name__}.{old}: this is {new} now, with the same arguments")
+    code = code_of(part)
+    _registered[part.name, code] = part
+    _latest[part.name] = code
+    return part
+
+
+def load_attention_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:
+    """Runs a file, and registers the attention parts that it defines. It may register activations itself.
+
+    It may import PyTorch, Transformers, the standard library, and of this package the classes that a part needs and
+    `register_attention_activation`.
+
+    Args:
+        source: the file, such as `my_idea.py`.
+        text: its text, if it is not to be read.
+
+    Returns:
+        The parts. The same text is run once in a process.
+
+    Raises:
+        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part and
+            no activation.
+    """
+    path = Path(source)
+    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq") or len(path.stem) > 200:
+        raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
+    if text is None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    text = published_text(text, str(source))
+    name = f"{__package__}.{path.stem}_{_hash(text)}"
+    if (module := sys.modules.get(name)) is None:
+        module = _run(name, path.name, text)
+    parts = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, AttentionPart) and value.__module__ == name
+    ]
+    if not parts and name not in _registering:
+        raise ValueError(f"{source} defines no subclass of AttentionPart, and registers no attention activation")
+    return [register_attention_part(part) for part in parts]
+
+
+def _run(name: str, file: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__package__, module.__file__ = __package__, f"<{file} {name[-12:]}>"
+    # For tracebacks and `inspect`, as there may be no such file here
+    linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
+    sys.modules[name] = module
+    _files[name] = (file, text)
+    before = registered_activations()
+    try:
+        exec(compile(text, module.__file__, "exec"), vars(module))
+        if registered_activations() != before:
+            _registering.add(name)
+    except Exception as error:
+        del sys.modules[name], _files[name]
+        raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def published_text(text: str, source: str) -> str:
+    """Returns the text of a file of parts as it lies beside a saved model, where this package may be missing.
+
+    Raises:
+        ValueError: if it is no Python, or imports what a saved model does not bring.
+    """
+    text = text.replace("\r\n", "\n")
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{source}, line {error.lineno}: {error.msg}") from error
+    lines = text.encode().split(b"\n")  # as `ast` counts, in bytes
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in sorted(imports, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        names = [alias.name for alias in node.names]
+        origin = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if origin in _ORIGINS:
+            foreign = [name for name in names if name not in _MODULES]
+        else:
+            foreign = [name for name in ([origin] if origin else names) if name.split(".")[0] in ("", "modeling_nlq")]
+        if foreign:
+            raise ValueError(
+                f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
+                f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
+            )
+        if origin in _ORIGINS:
+            aliases = {module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)}
+            new = "; ".join(f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items())
+            first, last = node.lineno - 1, node.end_lineno - 1
+            line = lines[first][: node.col_offset] + new.encode() + lines[last][node.end_col_offset :]
+            lines[first : last + 1] = [line] + [b""] * (last - first)
+    return b"\n".join(lines).decode().rstrip("\n") + "\n"
+
+
+def _hash(text: str) -> str:
+    text = text.replace("from .parts_base_nlq import", f"from .{_OLD_MODULE} import")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def code_of(part: type[AttentionPart]) -> str:
+    """Returns the hash of the file that defines a part, as it is published; `""` for one that is defined in no file."""
+    if part.__module__ in _files:
+        return _hash(_files[part.__module__][1])
+    if part not in PARTS:
+        return ""
+    return _hash(published_text(Path(sys.modules[part.__module__].__file__).read_text(encoding="utf-8"), part.__module__))
+
+
+def find_part(name: str, code: str | None) -> type[AttentionPart]:
+    """Returns the part of a name.
+
+    Args:
+        name: its name.
+        code: the hash of its code, or `None` for the latest.
+
+    Raises:
+        ValueError: if there is none, or only one with other code.
+    """
+    own = {part.name: part for part in PARTS}
+    if name in own and code in (None, code_of(own[name])):
+        return own[name]
+    if part := _registered.get((name, _latest.get(name) if code is None else code)):
+        return part
+    if name in own or name in _latest:
+        found = code_of(own[name]) if name in own else _latest[name]
+        raise ValueError(
+            f"attention_parts: the model was made with another {name!r} (code {code}) than the one here (code {found}); load "
+            "the file that lies beside the model by load_attention_parts"
+        )
+    raise ValueError(
+        f"attention_parts: {name!r} is unknown here; if you trust its file, which lies beside the model, load it by "
+        "load_attention_parts('FILE.py') or --parts FILE.py"
+    )
+
+
+def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None:
+    """Writes the files of parts into the folder of a saved model, and a `parts_nlq.py` that imports them.
+
+    Raises:
+        ValueError: for a part that is defined in no file.
+    """
+    imports: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
+    for part in parts:
+        if part.__module__ not in _files:
+            raise ValueError(
+                f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; put the "
+                "class into a file, and load it by load_attention_parts"
+            )
+        file, text = _files[part.__module__]
+        if texts.setdefault(file, text) != text:
+            raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
+        imports.setdefault(file.removesuffix(".py"), []).append(part.__name__)
+    for file, text in texts.items():
+        Path(folder, file).write_text(text, encoding="utf-8")
+    lines = ['"""The attention parts that the author of this model wrote."""', ""]
+    lines += [f"from .{module} import {', '.join(names)}" for module, names in imports.items()]
+    classes = ", ".join(name for names in imports.values() for name in names)
+    lines += ["", "", f"PARTS = ({classes},)", ""]
+    Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,323 @@
+"""Screenings: the design, its effects beside ordinary least squares, planted truths, refusals, and one from file to report."""
+
+import itertools
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from support.golden import check_golden
+from support.paths import REPOSITORY
+from support.planted import Interrupted, PlantedEngine
+
+
+pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
+
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.outcome import from_json
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.status import CONFIRMATION
+from modeling_nlq.training.screening.design import RATE, make_design, merged_change, runs_one_at_a_time
+from modeling_nlq.training.screening.effects import analyse_effects, standard_error
+from modeling_nlq.training.screening.run import run_and_report, run_screening
+from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
+from nlq import main
+
+
+NAMES = [f"f{index}" for index in range(15)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(2, 15), fold=st.booleans())
+def test_designs(count, fold):
+    design = make_design(NAMES[:count], fold)
+    rows = design.rows
+    assert design.factors == [*NAMES[:count], RATE]
+    assert (rows[0] == -1).all() and set(np.unique(rows)) == {-1, 1}
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    # Main effects are balanced, and mixed neither with each other nor with an interaction of two
+    for chosen in itertools.chain(*(itertools.combinations(range(count + 1), size) for size in (1, 2, 3))):
+        assert np.prod(rows[:, chosen], axis=1).sum() == 0
+    # The groups of aliases hold each interaction once, and those of one group are equal up to a sign
+    groups = design.aliases()
+    assert sorted(pair for group in groups for pair in group) == sorted(itertools.combinations(design.factors, 2))
+    for group in groups:
+        products = [np.prod([rows[:, design.factors.index(name)] for name in pair], axis=0) for pair in group]
+        assert all(abs(product @ products[0]) == len(rows) for product in products)
+    if fold:
+        assert all(len(group) == 1 for group in groups if any(RATE in pair for pair in group))
+
+
+def least_squares(design, losses):
+    """Effects, standard errors and degrees of freedom of a linear model with a term for each row's mean and each seed."""
+    rows, seeds = losses.shape
+    row, seed = (index.ravel() for index in np.indices(losses.shape))
+    full = np.column_stack([row[:, None] == np.arange(rows), seed[:, None] == np.arange(1, seeds)]).astype(float)
+    residuals = losses.ravel() - full @ np.linalg.lstsq(full, losses.ravel(), rcond=None)[0]
+    freedom = losses.size - np.linalg.matrix_rank(full)
+    variance = residuals @ residuals / freedom
+    main = np.column_stack([np.ones(losses.size), design.rows[row] / 2, seed[:, None] == np.arange(1, seeds)])
+    coefficients = np.linalg.lstsq(main, losses.ravel(), rcond=None)[0]
+    covariance = variance * np.linalg.inv(main.T @ main)
+    effects = slice(1, 1 + len(design.factors))
+    return coefficients[effects], np.sqrt(np.diag(covariance)[effects]), freedom
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(2, 7), seeds=st.integers(2, 4))
+def test_effects_are_those_of_least_squares(seed, count, seeds):
+    rng, design = np.random.default_rng(seed), make_design(NAMES[:count])
+    losses = 4 + rng.normal(size=(len(design.rows), seeds)) + rng.normal(size=(1, seeds))
+    found = analyse_effects(design, losses)
+    effects, errors, freedom = least_squares(design, losses)
+    assert found.freedom == freedom
+    for name, effect, error in zip(design.factors, effects, errors):
+        own = found.main[name]
+        assert own.effect == pytest.approx(effect)
+        assert own.p == pytest.approx(2 * stats.t.sf(abs(effect) / error, freedom))
+        assert own.high - own.low == pytest.approx(2 * stats.t.ppf(0.975, freedom) * error)
+        assert own.improvement == pytest.approx(-100 * effect / losses.mean())
+
+
+def test_planted_truths():
+    """One factor that helps, one that harms, one interaction, and factors without effect."""
+    design, rng = make_design(["helps", "harms", "with", "without", "twin"]), np.random.default_rng(0)
+    on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
+    losses = 4 - 0.1 * on["helps"] + 0.1 * on["harms"] - 0.2 * (on["with"] & on["helps"]) + 0.05 * on[RATE]
+    losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
+    found = analyse_effects(design, losses)
+    assert found.survivors == ["helps", "with"]
+    assert found.main["harms"].holm_p < 0.001 and found.main["harms"].effect == pytest.approx(0.1, abs=0.02)
+    assert found.main["helps"].effect == pytest.approx(-0.2, abs=0.02), "an average over `with` on and off"
+    strongest = max(found.interactions, key=lambda group: abs(group.effect))
+    assert ["helps", "with"] in strongest.aliases and strongest.p < 0.001
+    assert min(found.main[name].holm_p for name in ("without", "twin")) > 0.05
+    assert found.p_of_interactions < 0.001
+    assert found.interaction_size**2 == pytest.approx(np.mean([group.effect**2 for group in found.interactions]))
+
+
+@pytest.mark.parametrize("choices", [[], [["x", "y"]]], ids=["factors", "a choice"])
+def test_interactions_are_seldom_found_where_there_are_none(choices):
+    design, rng = make_design(NAMES[:3], choices=choices), np.random.default_rng(0)
+    found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2))) for _ in range(400)]
+    assert stats.kstest([effects.p_of_interactions for effects in found], "uniform").pvalue > 0.01
+    errors = [standard_error(design.product(group[0]), 2, 1.0) for group in design.aliases()]
+    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(np.mean(np.square(errors)), rel=0.1)
+
+
+def test_choices():
+    """The design is repeated for each option; effects are those of least squares, and the best option survives."""
+    design = make_design(["a", "b", "c"], choices=[["x", "y"]])
+    assert design.factors == ["a", "b", "c", "x", "y", RATE]
+    whole = make_design(["a", "b", "c"]).rows
+    for level, own in enumerate(([-1, -1], [1, 0], [0, 1])):
+        block = design.rows[level * len(whole) : (level + 1) * len(whole)]
+        assert (block[:, [0, 1, 2, 5]] == whole).all() and (block[:, 3:5] == own).all()
+    assert not any({"x", "y"} == set(pair) for group in design.aliases() for pair in group)
+    assert all(len(group) == 1 for group in design.aliases() if {"x", "y"} & set(group[0]))
+    rng = np.random.default_rng(0)
+    losses = 4 - 0.1 * (design.rows[:, 3] > 0) - 0.3 * (design.rows[:, 4] > 0) - 0.2 * (design.rows[:, 0] > 0)
+    losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
+    found = analyse_effects(design, losses)
+    assert found.survivors == ["a", "y"], "x helps too, and y more"
+    rows, seeds = losses.shape
+    indicators = np.column_stack([design.rows[:, :3] / 2, design.rows[:, 3:5] > 0, design.rows[:, 5:] / 2])
+    inputs = np.column_stack(
+        [np.repeat(np.column_stack([np.ones(rows), indicators]), seeds, axis=0), np.tile(np.eye(seeds)[:, 1:], (rows, 1))]
+    ).astype(float)
+    coefficients = np.linalg.lstsq(inputs, losses.ravel(), rcond=None)[0][1:7]
+    covariance = found.noise**2 * np.linalg.inv(inputs.T @ inputs)
+    for name, effect, error in zip(design.factors, coefficients, np.sqrt(np.diag(covariance))[1:7]):
+        assert found.main[name].effect == pytest.approx(effect)
+        half = (found.main[name].high - found.main[name].low) / 2
+        assert half == pytest.approx(stats.t.ppf(0.975, found.freedom) * error)
+    # 24 rows: 12 runs each for a, b, c and the baseline; x and y, of 8 rows, need 6 beside them: 1 / 6 + 1 / 12 = 2 / 8
+    assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 6 + 12) * seeds
+    assert found.p_of_interactions > 0.01
+
+
+def test_interactions_with_an_option_are_found():
+    """Effects that average to nothing: a warning says so, and the largest interactions are the planted ones."""
+    design = make_design(["a", "b"], choices=[["x", "y"]])
+    on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
+    rng = np.random.default_rng(0)
+    losses = (4 + 0.5 * (on["a"] & on["x"]) - 0.5 * (on[RATE] & on["x"]))[:, None] + 0.01 * rng.normal(
+        size=(len(design.rows), 2)
+    )
+    found = analyse_effects(design, losses)
+    assert found.p_of_interactions < 1e-6
+    largest = sorted(found.interactions, key=lambda group: -abs(group.effect))[:2]
+    assert {frozenset(group.aliases[0]) for group in largest} == {frozenset({"a", "x"}), frozenset({"x", RATE})}
+
+
+def test_merged_changes():
+    factors = {"a": {"switches": {"x": 1}}, "b": {"switches": {"y": 2}, "training": {"z": 3}}, "c": {"switches": {"x": 2}}}
+    assert merged_change(factors, ["a", "b"]) == {"switches": {"x": 1, "y": 2}, "training": {"z": 3}}
+    assert merged_change(factors, []) == {}
+    with pytest.raises(ValueError, match="factors 'a' and 'c' exclude each other: they set x=1 and x=2"):
+        merged_change(factors, ["a", "b", "c"])
+
+
+@pytest.fixture
+def make_screening(make_file):
+    """A function from fields to the file of a screening."""
+
+    def make(**fields):
+        factors = {
+            "rope": {"switches": {"position_embedding": "rope"}},
+            "gate": {"switches": {"attention_gate": "headwise"}},
+            "harm": {"switches": {"initializer_range": 0.1}},
+        }
+        training = {"max_steps": 4, "save_strategy": "no", "eval_steps": 4, "report_to": "none"}
+        defaults = {"models": None, "baseline": None, "factors": factors, "training": training}
+        defaults |= {"learning_rates": [5e-3, 1e-2], "seeds": [0, 1], "confirm": {"seeds": [0, 1, 2]}}
+        return make_file(**{**defaults, **fields})
+
+    return make
+
+
+def test_the_plan(make_screening):
+    screening = load_plan(make_screening(confirm={"seeds": [0, 1, 2, 3], "stop": "early"}))
+    variants = screening.runs.largest.variants
+    assert len(variants) == 8 and screening.runs.baseline == "off, rate 0.005"
+    for (name, variant), row in zip(variants.items(), screening.design.rows):
+        fields = ("position_embedding", "attention_gate", "initializer_range")
+        assert [field in variant.content["switches"] for field in fields] == (row > 0)[:3].tolist()
+        assert variant.rates.first == [1e-2 if row[3] > 0 else 5e-3]
+        assert name.startswith("+".join(factor for factor, on in zip(screening.factors, row > 0) if on) or "off")
+    confirmation = screening.confirm(["rope", "gate"]).largest
+    changes = {"position_embedding": "rope", "attention_gate": "headwise"}
+    off = confirmation.variants["off"].content["switches"]
+    assert confirmation.variants["best"].content["switches"] == {**off, **changes}
+    assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
+    text = "\n".join(screening.describe())
+    assert "16 runs" in text and "one factor at a time, the same intervals take 32 runs" in text
+    assert "cannot be told apart" in text
+
+
+def planted(effect_of):
+    """An engine whose losses are a function of the models' names and seeds, with a little noise."""
+
+    def loss(scale, run):
+        effect = effect_of(run.model, run.seed)
+        noise = zlib.crc32(f"{scale.name}, {run.name}".encode()) / 2**32
+        return None if effect is None else effect + 0.02 * noise + 0.1 * run.seed
+
+    return PlantedEngine(loss)
+
+
+def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
+    """From the file to the report, and on from there; another screening is refused."""
+    factors = {
+        "gate": _switch(attention_gate="headwise"),
+        "harm": _switch(initializer_range=0.1),
+        "position": {"one_of": {"none": _switch(position_embedding="none"), "rope": _switch(position_embedding="rope")}},
+    }
+    file, folder = make_screening(factors=factors, name="planted"), tmp_path / "out"
+    engine = planted(lambda name, _: 4.0 - 0.5 * ("gate" in name or name == "best") + 0.5 * ("harm" in name))
+    for most in (5, 50):  # killed in the middle of the design, and while what survives is confirmed
+        engine.most_runs = most
+        with pytest.raises(Interrupted):
+            run_and_report(load_plan(file, {"explore": False}), folder, engine)
+    engine.most_runs = None
+    results = run_and_report(load_plan(file, {"explore": False}), folder, engine)
+    assert len(engine.made) == len(set(engine.made))
+    made, outcome = len(engine.made), from_json(ScreeningOutcome, results)
+    assert outcome.effects.survivors == ["gate"] and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
+    best = load_comparison(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
+    assert best.content["switches"]["attention_gate"] == "headwise"
+    assert json.loads((folder / "results.json").read_text()) == results
+    golden = Path(__file__).with_name("golden")
+    check_golden({golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)})
+    assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png", "half-normal.png"}
+    assert "Half-normal plot" in (folder / "report.html").read_text()
+    assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
+    assert "48 of 48 runs finished" in capsys.readouterr().out
+    assert run_and_report(load_plan(file, {"explore": False}), folder, engine) == results and len(engine.made) == made
+    with pytest.raises(ValueError, match="holds another comparison"):
+        run_and_report(load_plan(make_screening(seeds=[0, 1, 2])), folder, engine)
+
+
+def test_nothing_survives_or_a_run_diverges(make_screening, tmp_path):
+    screening = load_plan(make_screening())
+
+    def outcome(folder, effect_of):
+        run = partial(run_comparison, engine=planted(effect_of))
+        return from_json(ScreeningOutcome, run_screening(screening, tmp_path / folder, run, None))
+
+    nothing = outcome("nothing", lambda *_: 4.0)
+    assert nothing.confirmation is None and "there was nothing to confirm" in describe(nothing)
+    lost = outcome("lost", lambda name, seed: None if (name, seed) == ("off, rate 0.005", 1) else 4.0)
+    assert lost.effects is None and lost.diverged == ["off, rate 0.005"]
+    assert "No effects: off, rate 0.005 diverged" in describe(lost)
+    write_report(lost, tmp_path)
+
+
+def _switch(**switches):
+    return {"switches": switches}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"models": {"a": None}}, "factors and models exclude each other"),
+        ({"stop": "early"}, "factors and stop exclude each other"),
+        (
+            {"factors": {"one": _switch(attention_gate="headwise")}},
+            "factors holds 1 changes besides one_of; it must hold 2 to 15",
+        ),
+        ({"factors": {"a": {"one_of": {"b": _switch(norm_type="rmsnorm")}}}}, "one_of=.* must hold two or more options"),
+        (
+            {"factors": {"a": _switch(norm_type="rmsnorm"), "c": {"one_of": {"a": {}, "b": {}}}}},
+            "an option and a factor, have the name 'a'",
+        ),
+        ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
+        ({"seeds": [0]}, "a screening needs two or more"),
+        ({"fold": "yes"}, "fold='yes' must be true or false"),
+        ({"confirm": {"seeds": [0]}}, r"confirm: seeds=\[0\] must be 3 or more"),
+        ({"factors": {"a": {"switches": [1]}, "b": _switch(norm_type="rmsnorm")}}, "factor 'a': switches"),
+        ({"factors": {"a" * 150: _switch(norm_type="rmsnorm"), "b" * 60: {}}}, "too long together"),
+        ({"confirm": {"models": {}}}, "confirm: .*models"),
+        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "confirm: stop='late'"),
+        ({"factors": {"a": True, "b": _switch(norm_type="rmsnorm")}}, "factor 'a' must hold fields and values, not True"),
+        (
+            {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
+            "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",
+        ),
+        (
+            {"factors": {"a": _switch(attention_activation="sigmoid"), "sink": _switch(attention_sink="zero")}},
+            "factors 'a' and 'sink' exclude each other: attention_sink='zero' needs attention_activation='softmax'",
+        ),
+        (
+            {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
+            "factor 'a' changes nothing",
+        ),
+        ({"factors": {"a": _switch(norm_type="rmsnorm"), "b": _switch(norm_type="rmsnorm")}}, "factor 'b' is the same as 'a'"),
+        ({"factors": {"a": {"tokenizer": "bpe:300"}, "b": {}}}, "tokenizer"),
+        ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
+    ],
+)
+def test_refused(make_screening, fields, message):
+    with pytest.raises(ValueError, match=message):
+        load_plan(make_screening(**fields))
+
+
+@pytest.mark.parametrize("name", ["83k", "197k"])
+def test_the_shipped_results_are_those_of_their_runs(name, tmp_path):
+    shipped = REPOSITORY / "docs" / "results" / "screening" / name
+    results = from_json(ScreeningOutcome, json.loads((shipped / "results.json").read_text()))
+    design = make_design(list(results.factors))
+    assert (design.rows == results.design.rows).all() and design.factors == results.design.factors
+    losses = [list(losses.values()) for losses in results.runs.largest.losses.values()]
+    found = analyse_effects(design, np.array(losses))
+    assert found.survivors == results.effects.survivors
+    for name, effect in found.main.items():
+        assert (effect.effect, effect.p) == pytest.approx((results.effects.main[name].effect, results.effects.main[name].p))
+    write_report(results, tmp_path)
+    assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()

@@ -1,0 +1,383 @@
+"""The outcome of a comparison: what its runs measured, and their analysis. `results.json` is written and read here alone."""
+
+import math
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from ..files import STATE_FILE, read_json
+from ..run.stability import loss_spikes, read_stability
+from ..scrub import without_folders
+from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
+from .plan import Comparison, Run, Scale
+from .results import RunStore, run_folder
+from .trend import ScaleLosses, Trend, analyse_trend
+
+
+Curve = list[tuple[int, float | None]]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run recorded while training: `(step, value)` of each loss and gradient norm; `None` where it was not finite.
+
+    Attributes:
+        train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
+        loss_spikes: the steps of `loss_spikes`.
+        stability: the quantities of `attention_statistics`, by layer.
+    """
+
+    train_loss: Curve = field(default_factory=list)
+    validation_loss: Curve = field(default_factory=list)
+    gradient_norm: Curve = field(default_factory=list)
+    loss_spikes: list[int] = field(default_factory=list)
+    stability: dict[str, dict[str, Curve]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """One finished run.
+
+    Attributes:
+        folder: in that of its scale.
+        diverged_at: the step at which it was stopped; `None` if it was not.
+        test_loss, test_loss_parts: on the test split, as a whole and in parts of equal size; `None` if it diverged.
+        validation_loss, train_loss: in nats per token, as all losses.
+        bits_per_byte, token_accuracy: on the test split.
+        tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
+        train_seconds, tokens_per_second: of training steps.
+        peak_memory: in bytes.
+    """
+
+    folder: str
+    seed: int
+    learning_rate: float
+    diverged: bool
+    diverged_at: int | None
+    test_loss: float | None
+    validation_loss: float | None
+    train_loss: float | None
+    bits_per_byte: float | None
+    token_accuracy: float | None
+    test_loss_parts: list[float] | None
+    steps: int
+    tokens_seen: int
+    token_stream: str
+    train_seconds: float | None
+    tokens_per_second: float | None
+    peak_memory: int | None
+    attn_implementation: str
+    history: History
+
+
+@dataclass(frozen=True)
+class ModelOutcome:
+    """One model at one scale.
+
+    Attributes:
+        given: its entry in the comparison's file: the switches and training arguments that differ.
+        parameters, trained_parameters, non_embedding_parameters, flops_per_token, intermediate_size: see `Variant`.
+        learning_rates: those tried, ascending.
+        search: the settings of a search for them; `None` for a list.
+        boundaries: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
+        kernels: what computed its runs.
+        tried: the runs that were made only to choose a rate.
+        runs: the runs that are reported.
+    """
+
+    given: dict[str, Any]
+    parameters: int
+    trained_parameters: int
+    non_embedding_parameters: int
+    flops_per_token: int
+    intermediate_size: int | None
+    learning_rates: list[float]
+    search: dict[str, float] | None
+    boundaries: dict[int, str]
+    tried: list[RunOutcome]
+    runs: list[RunOutcome]
+    kernels: list[str] = field(default_factory=list)
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether a search of rates stopped with the best at the boundary for any seed."""
+        return bool(self.search and self.boundaries)
+
+    @property
+    def finished(self) -> list[RunOutcome]:
+        """The reported runs that did not diverge."""
+        return [run for run in self.runs if not run.diverged]
+
+    @property
+    def chosen(self) -> list[RunOutcome]:
+        """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
+        return self.runs if len(self.learning_rates) == 1 else self.finished
+
+    def losses_by_rate(self) -> dict[float, list[float | None]]:
+        """The validation losses of the runs that chose a learning rate; `None` for a run that diverged."""
+        losses: dict[float, list[float | None]] = {}
+        for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
+            losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
+        return losses
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """The scores of the reported runs in one metric of a downstream task.
+
+    Attributes:
+        items: the number of items.
+        chance: the score of guessing.
+        scores: by model and seed, as far as runs are evaluated; `None` where a run diverged.
+        statistics: the result of `analyse` for them, as for losses.
+    """
+
+    items: int | None
+    chance: float | None
+    higher_is_better: bool
+    scores: dict[str, dict[int, float | None]]
+    statistics: Analysis | None = None
+
+
+@dataclass(frozen=True)
+class ScaleOutcome:
+    """The results at one scale.
+
+    Attributes:
+        name, baseline, seeds, command: as in `Scale`.
+        tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The plan
+            counts the last batch of an epoch as full, which it may not be.
+        comparison: the fields of the file.
+        token_streams: by seed, the hash of the tokens that its runs saw, in order.
+        same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was stopped
+            early.
+        statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
+        interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
+        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them
+            has no losses of parts of the text.
+        added_seeds: the seeds that were added after a finished report.
+        tasks: by task and metric.
+    """
+
+    name: str
+    baseline: str
+    seeds: list[int]
+    command: str
+    tokens_per_run: int
+    dataset_fingerprint: str | None
+    train_tokens: int | None
+    validation_tokens: int | None
+    test_tokens: int | None
+    device: str
+    versions: dict[str, str]
+    comparison: dict[str, Any]
+    token_streams: dict[int, str]
+    same_tokens: bool | None
+    models: dict[str, ModelOutcome]
+    statistics: Analysis
+    interim: dict[str, list[Interim]] | None = None
+    noise_from_text: float | None = None
+    added_seeds: list[int] = field(default_factory=list)
+    tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
+
+    @property
+    def at_boundary(self) -> list[str]:
+        """The models whose search of rates stopped with the best at the boundary for any seed."""
+        return [name for name, model in self.models.items() if model.is_at_boundary]
+
+    @property
+    def losses(self) -> dict[str, dict[int, float | None]]:
+        """The test losses of the reported runs, by model and seed, in nats per token; `None` where a run diverged."""
+        return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
+
+    @property
+    def tested(self) -> list[str]:
+        """The models for which there is a test."""
+        return [name for name, effect in self.statistics.effects.items() if effect.p is not None]
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether any model had several rates to choose among."""
+        return any(len(model.learning_rates) > 1 for model in self.models.values())
+
+    def flops(self, model: str) -> int:
+        """The FLOPs of a run of a model."""
+        return self.models[model].flops_per_token * self.tokens_per_run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a comparison.
+
+    Attributes:
+        name, baseline, command: as in `Comparison`.
+        comparison: the fields of the file.
+        scales: by name, from the smallest to the largest; a single scale has no name, "".
+        trend: how improvements change over the scales; `None` if there is only one.
+    """
+
+    name: str
+    baseline: str
+    command: str
+    comparison: dict[str, Any]
+    scales: dict[str, ScaleOutcome]
+    trend: Trend | None = None
+
+    @property
+    def largest(self) -> ScaleOutcome:
+        """The results at the largest scale."""
+        return list(self.scales.values())[-1]
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """The content of `results.json`. Where there is only one scale, it is that of the scale."""
+    return asdict(outcome if outcome.trend else outcome.largest)
+
+
+def read_outcome(content: dict[str, Any]) -> Outcome:
+    """Reads the content of `results.json`.
+
+    Raises:
+        KeyError: naming a field that it lacks.
+        TypeError, ValueError, AttributeError: if a field has a value of another kind.
+    """
+    return from_json(Outcome, content)
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Makes a value of a type in which dataclasses may be anywhere from one of JSON; raises as `read_outcome` does."""
+    if kind is Outcome and "scales" not in value:
+        value = {**{name: value[name] for name in ("name", "baseline", "command", "comparison")}, "scales": {"": value}}
+    if is_dataclass(kind):
+        types_of, known = get_type_hints(kind), {}
+        for entry in fields(kind):
+            if entry.name in value or (entry.default is MISSING and entry.default_factory is MISSING):
+                known[entry.name] = from_json(types_of[entry.name], value[entry.name])
+        return kind(**known)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else from_json(parts[0], value)
+    if origin is dict:
+        return {from_json(parts[0], key): from_json(parts[1], entry) for key, entry in value.items()}
+    if origin is list:
+        return [from_json(parts[0], entry) for entry in value]
+    if kind is np.ndarray or origin is tuple:
+        return (np.array if kind is np.ndarray else tuple)(value)
+    return int(value) if kind is int and isinstance(value, str) else value  # keys of JSON are texts
+
+
+def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
+    """Gathers the results of one scale from its finished runs.
+
+    Args:
+        scale: the scale.
+        finished: its runs, of which none is missing.
+        more: other fields of the results.
+    """
+    models, runs = {}, []
+    for name, variant in scale.variants.items():
+        tunings = finished.tunings(scale, name)
+        tried, reported = finished.tried(scale, name), finished.reported(scale, name)
+        runs += [*tried, *reported]
+        models[name] = ModelOutcome(
+            given=without_folders(variant.given),
+            parameters=variant.size.total,
+            trained_parameters=variant.size.trained,
+            non_embedding_parameters=variant.size.non_embedding,
+            flops_per_token=variant.size.flops_per_token,
+            intermediate_size=variant.intermediate_size,
+            learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
+            search=variant.rates.search,
+            boundaries={
+                tuning.seed: tuning.boundary for tuning in tunings if tuning.boundary is not None and tuning.rate is not None
+            },
+            kernels=sorted({finished.metrics(run).get("kernels", "not recorded") for run in (*tried, *reported)}),
+            tried=[_read_run(finished, run) for run in tried],
+            runs=[_read_run(finished, run) for run in reported],
+        )
+    # A run that was stopped early saw only the first tokens
+    whole = [run for model in models.values() for run in [*model.tried, *model.runs] if run.diverged_at is None]
+    streams: dict[int, set[str]] = {}
+    for run in whole:
+        streams.setdefault(run.seed, set()).add(run.token_stream)
+    same_tokens = len({finished.metrics(run)["dataset_fingerprint"] for run in runs}) == 1
+    same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
+    sample = finished.metrics(runs[0])
+    parts = [run.test_loss_parts for run in models[scale.baseline].finished]
+    losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
+    if scale.stop is None:
+        at_boundary = [name for name, model in models.items() if model.is_at_boundary]
+        analysis, interims = analyse(losses, scale.baseline, at_boundary=at_boundary), None
+    else:
+        boundaries = {name: model.boundaries for name, model in models.items() if model.search}
+        analysis, interims = analyse_early(losses, scale.baseline, scale.seeds, boundaries)
+    return ScaleOutcome(
+        name=scale.name,
+        baseline=scale.baseline,
+        seeds=scale.seeds,
+        command=scale.command,
+        tokens_per_run=max((run.tokens_seen for run in whole), default=scale.tokens_per_run),
+        **{name: sample[name] for name in ("dataset_fingerprint", "device", "versions")},
+        **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
+        comparison=without_folders(scale.given),
+        token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
+        same_tokens=same_tokens if streams else None,
+        models=models,
+        statistics=analysis,
+        interim=interims,
+        noise_from_text=None if None in parts else noise_from_text(parts),
+        **more,
+    )
+
+
+def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
+    """Gathers the results of a comparison from those of its scales."""
+    given = without_folders(comparison.given)
+    return Outcome(comparison.name, comparison.baseline, comparison.command, given, scales, trend_of(scales))
+
+
+def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
+    """The trend of the test losses over several scales."""
+    if len(scales) < 2:
+        return None
+    found = [
+        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
+        for name, scale in scales.items()
+    ]
+    return analyse_trend(found, next(iter(scales.values())).baseline)
+
+
+def _read_run(finished: RunStore, run: Run) -> RunOutcome:
+    metrics = finished.metrics(run)
+    log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
+    curves = {
+        name: [(entry["step"], entry[key]) for entry in log if key in entry]
+        for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
+    }
+    stability = read_stability(log)
+    same = ("diverged", "diverged_at", "train_loss", "steps", "tokens_seen", "token_stream", "train_seconds")
+    return RunOutcome(
+        folder=f"runs/{run.name}",
+        seed=run.seed,
+        learning_rate=run.learning_rate,
+        # The loss of a model that diverged is not reported
+        test_loss=None if metrics["diverged"] else metrics["test_loss"],
+        test_loss_parts=None if metrics["diverged"] else metrics.get("test_loss_parts"),
+        validation_loss=metrics.get("eval_loss"),
+        bits_per_byte=metrics.get("test_bits_per_byte"),
+        token_accuracy=metrics.get("test_token_accuracy"),
+        **{name: metrics[name] for name in (*same, "tokens_per_second", "peak_memory", "attn_implementation")},
+        history=History(
+            **{name: _without_nan(curve) for name, curve in curves.items()},
+            loss_spikes=loss_spikes(curves["train_loss"]),
+            stability={layer: {name: _without_nan(curve) for name, curve in of.items()} for layer, of in stability.items()},
+        ),
+    )
+
+
+def _without_nan(curve: Iterable[tuple[int, float]]) -> Curve:
+    """Replaces NaN and infinity, which JSON does not have."""
+    return [(step, value if math.isfinite(value) else None) for step, value in curve]

@@ -1,0 +1,78 @@
+"""A screening from its plan to its results: many changes in one design, and then those that survive against the baseline."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comparison.outcome import from_json
+from ..comparison.plan import Comparison
+from ..comparison.run import Engine, is_main_process, run_comparison
+from ..comparison.run import run_and_report as confirm_and_report
+from ..comparison.status import CONFIRMATION, SCREENING
+from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
+from ..run.run_folder import CLAIM_PATIENCE, RunFolder
+from ..scrub import without_folders
+from ..storage import publish
+from .design import runs_one_at_a_time
+from .effects import ALPHA, analyse_effects
+from .plan import Screening
+from .sections import ScreeningOutcome, write_report
+
+
+Run = Callable[[Comparison, Path], dict[str, Any]]
+
+
+def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+    """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
+    results = run_screening(
+        screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
+    )
+    if is_main_process():
+        write_report(from_json(ScreeningOutcome, results), folder)
+        publish(folder)
+    return results
+
+
+def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
+    """Makes the runs of the design, and those that confirm what survives, and returns the content of `results.json`.
+
+    Args:
+        screening: the plan.
+        folder: the results folder.
+        run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for those that
+            confirm.
+    """
+    place = RunFolder(folder, COMPARISON_FILE)
+    with place.held(CLAIM_PATIENCE):
+        place.claim(screening.given)
+    found = run(screening.runs, folder / SCREENING)
+    losses = {name: [run["test_loss"] for run in found["models"][name]["runs"]] for name in screening.runs.largest.variants}
+    diverged = [name for name, own in losses.items() if None in own]
+    effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
+    confirmation = None
+    if effects is not None and effects.survivors:
+        confirmation = confirm(screening.confirm(effects.survivors), folder / CONFIRMATION)
+    results = {
+        "name": screening.name,
+        "command": screening.command,
+        "comparison": without_folders(screening.given),
+        "factors": {
+            name: {"change": without_folders(change), "parameters": screening.added_parameters(name)}
+            for name, change in screening.factors.items()
+        },
+        "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
+        "rates": list(screening.rates),
+        "runs_one_at_a_time": runs_one_at_a_time(screening.design, len(screening.runs.largest.seeds)),
+        "alpha": ALPHA,
+        "effects": effects and asdict(effects),
+        "diverged": diverged,
+        "runs": found,
+        "confirmation": confirmation,
+    }
+    write_text(folder / RESULTS_FILE, json.dumps(results, allow_nan=False) + "\n")
+    return results
