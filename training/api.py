@@ -1,19 +1,17 @@
 """The Python entry points of `nlq train` and `nlq compare`. The engines for many runs are in `comparison/`."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from .files import PAGE_FILE
-from .run.lease import driver_lock
 from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
-from .run.shared_files import share_data, share_model
 from .run.trainer import train_recipe
-from .storage import check_writable, is_address, open_folder
+from .run.unattended import RunSpec
+from .storage import Storage, fetch, is_address, open_folder, origin, publish
 from .text import bar_options
 
 
@@ -63,23 +61,25 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
         raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
     if given and engine == "local":
         raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
+    if engine == "local" and resolved.training_arguments.process_index > 0:
+        return train_recipe(resolved)
     place = resolved.training_arguments.output_dir
-    is_first = resolved.training_arguments.process_index == 0
-    # On Ray, the process that trains holds the folder
-    is_owner = engine == "local" and is_first and not is_address(place)
-    with RunFolder(Path(place)).held() if is_owner else nullcontext():
-        metrics = train_on_ray(resolved, **given) if engine == "ray" else train_recipe(resolved)
-        folder = open_folder(place)
-        if is_first and resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+    if engine == "local" and is_address(place):
+        raise ValueError(f"output_dir={place} is no folder: an address needs --engine ray")
+    folder = open_folder(place)
+    with RunFolder(folder).held():
+        metrics = train_on_ray(resolved, folder, **given) if engine == "ray" else train_recipe(resolved)
+        if resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
             from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
 
-            name = folder.resolve().name if isinstance(folder, Path) else folder.name
-            explore_runs(resolved.recipe, {name: folder}, "validation", folder)
+            explore_runs(resolved.recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
+        publish(folder)
     return metrics
 
 
 def train_on_ray(
     resolved: ResolvedRecipe,
+    folder: Path,
     workers: int = 1,
     cpus_per_worker: int | None = None,
     gpus_per_worker: float = 0,
@@ -90,7 +90,8 @@ def train_on_ray(
     Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the log.
 
     Args:
-        resolved: the recipe; its `output_dir` is a folder that all nodes share, or an address such as `s3://bucket/run`.
+        resolved: the recipe.
+        folder: its `output_dir`, by `open_folder`.
         workers: processes that train together.
         cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
             in this process if there is one worker and no GPU.
@@ -103,47 +104,31 @@ def train_on_ray(
     Raises:
         ImportError: if Ray is not installed.
         ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder that cannot
-            be written or holds something else.
+            be written.
         ChildProcessError: if the run failed.
     """
     from .run import ray_jobs  # it imports Ray, which takes seconds
 
-    ray_jobs.require_ray()
     arguments = resolved.training_arguments
-    if cpus_per_worker is None:
-        cpus_per_worker = ray_jobs.default_cpus(workers, gpus_per_worker) if workers == 1 else 1
-    resources = ray_jobs.Resources(cpus_per_worker * workers, gpus_per_worker * workers, workers)
-    if max_retries < 0:
-        raise ValueError(f"max_retries={max_retries} must be at least 0")
+    cpus = None if cpus_per_worker is None else cpus_per_worker * workers
+    resources = ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries)
     if arguments.resume_from_checkpoint is not None:
         raise ValueError(
             "resume_from_checkpoint: the engine 'ray' goes on from the run's own checkpoints; use the engine 'local'"
         )
     check_recipe(resolved)
     ray_jobs.share_batch(resolved.given, workers)
-    folder = open_folder(arguments.output_dir)
-    RunFolder(folder).made_from()
-    folder = folder.absolute() if isinstance(folder, Path) else folder
-    beside = {name: folder.with_name(f"{folder.name}.{name}") for name in ("data", "model", "at-work.json")}
-    check_writable(beside["data"])
-    steps = max(arguments.max_steps, 0)
-    with ray_jobs.connected_to_ray():
-        resources.check()
-        with driver_lock(beside["at-work.json"]):
-            data, _ = share_data(resolved.recipe, beside["data"])
-            model = share_model(resolved.recipe.model, beside["model"])
-            names = {name: value for name in TRACKERS if (value := getattr(arguments, name, None)) is not None}
-            given = {**resolved.given, "training": {**resolved.given["training"], **names}}
-            order = ray_jobs.order_for_ray(folder.name, given, folder, data, resources, model=model, keeps_checkpoints=True)
-            with (
-                tqdm(total=steps or None, unit="step", **bar_options()) as progress,
-                ray_jobs.RayJobs(resources, max_retries, progress, steps) as jobs,
-            ):
-                jobs.submit(order)
-                results = [metrics for _, metrics in jobs.finished()]
-    if jobs.failures:
-        raise ChildProcessError(jobs.failures[0])
-    return results[0]
+    parent, _, name = origin(folder).rpartition("/")
+    place, steps = Storage(parent), max(arguments.max_steps, 0)
+    trackers = {field: value for field in TRACKERS if (value := getattr(arguments, field, None)) is not None}
+    given = {**resolved.given, "training": {**resolved.given["training"], **trackers}}
+    with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
+        resources.check_room()
+        data, _ = ray_jobs.share_data(resolved.recipe, {resolved.recipe.model}, place, f"{name}.data")
+        spec = RunSpec(name, given, name, data, keeps_checkpoints=True)
+        ((_, metrics),) = ray_jobs.make_runs(place, resources, lambda: [spec], progress, steps)
+    fetch(folder, has_large=False)
+    return metrics
 
 
 def compare(

@@ -4,6 +4,7 @@ import ast
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -18,7 +19,6 @@ import yaml
 from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in
 
 from ..configuration import suggestion
-from .storage import copy_files, inside
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
@@ -39,6 +39,8 @@ RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
 # While a process writes into a folder: its lock, and who it is
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+# The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
+CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
 
 # Files of a saved model, as patterns
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -64,7 +66,7 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 # Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other values
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
 # What a YAML file may hold: bytes, values (those of an alias count each time), and mappings and lists inside of each other
 YAML_LIMITS = {"bytes": 2**20, "values": 20_000, "levels": 50}
 _LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
@@ -80,25 +82,19 @@ def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
     """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
 
     Args:
-        folder: made if it does not exist; also one at an address (see `storage`).
+        folder: made if it does not exist.
         last: the file that moves after all others, so that its presence shows that they are complete.
     """
-    place = None
+    place = folder if folder.is_dir() else folder.parent
     try:
-        if isinstance(folder, Path):
-            place = folder if folder.is_dir() else folder.parent
-            place.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=_UNFINISHED, dir=place)
+        place.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place)
     except OSError as error:  # it names a folder that nobody asked for
         raise OSError(error.errno, f"{folder} cannot be written: {error.strerror}") from error
     with temporary as name:
         unfinished = Path(name)
         yield unfinished
-        if place is None:
-            copy_files(unfinished, folder, last)
-            return
-        files = sorted(path.relative_to(unfinished) for path in unfinished.rglob("*") if path.is_file())
-        for path in sorted(files, key=lambda path: path.name == last):
+        for path in sorted(files_below(unfinished), key=lambda path: Path(path).name == last):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (unfinished / path).replace(folder / path)
 
@@ -118,7 +114,7 @@ def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
     if not path.is_dir():
         return path.exists()
-    return any(content.suffix != _UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
+    return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
 
 
 def has_little_space(folder: Path) -> bool:
@@ -272,6 +268,22 @@ def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
         elif name not in _FREE_FIELDS:
             flat[f"{section}{name}"] = value
     return flat
+
+
+def files_below(folder: Path) -> list[str]:
+    """The paths of all files below a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """Returns a path in a folder, which need not exist.
+
+    Raises:
+        ValueError: if it leads out of the folder, by a link or by `..`.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{path} leads out of {folder}; put the file itself there, or remove the link")
+    return path
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:

@@ -1,32 +1,27 @@
-"""Folders of results: on a file system, or at an address of object storage such as `s3://bucket/results`.
+"""Addresses of object storage, such as `s3://bucket/results`: their files, and the folder in which a command works on them.
 
-An address becomes a `upath.UPath`, which has the methods of `pathlib.Path`. `isinstance(folder, Path)` tells a folder from an
-address.
+Commands read and write folders. For an address, that is a temporary folder: `open_folder` fetches what is small, `fetch` the
+rest, and `publish` sends what has changed.
 """
 
-import contextlib
-import getpass
-import hashlib
-import os
-import shutil
-import stat
+import re
 import tempfile
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+import fsspec
+
+from .files import HOLDER_FILE, LOCK_FILE, METRICS_FILE, STATE_FILE, files_below, inside
 from .text import one_line
-
-
-if TYPE_CHECKING:
-    from upath import UPath
 
 
 # Protocols of file systems, where a file needs its folder first
 _WITH_FOLDERS = ("local://", "smb://")
+# Names below a folder of results that a command reads only when it needs them
+_LARGE = re.compile(r"(^|/)(checkpoint-\d+|\.data)/|\.(safetensors|bin|log)$")
 
 
 def is_address(name: str | Path) -> bool:
@@ -34,131 +29,152 @@ def is_address(name: str | Path) -> bool:
     return "://" in str(name) and not str(name).startswith("file://")
 
 
-def open_folder(name: "str | Path | UPath") -> "Path | UPath":
-    """The folder of a path, or that at an address, which is not looked for yet.
+def normalized(name: str | Path) -> str:
+    """A path as `pathlib` writes it, also that of a `file:///...`; an address as it is."""
+    if is_address(name):
+        return str(name)
+    return str(Path(url2pathname(urlsplit(str(name)).path) if str(name).startswith("file://") else name))
+
+
+class Storage:
+    """The files below a folder or an address. Names are relative to it, with `/`.
+
+    Args:
+        location: an absolute path, or an address that `fsspec` knows.
 
     Raises:
         ValueError: if no package is installed that knows the address.
     """
+
+    def __init__(self, location: str):
+        self.location = location.rstrip("/")
+        options = {} if is_address(location) and not location.startswith(_WITH_FOLDERS) else {"auto_mkdir": True}
+        try:
+            # Other machines write there too, and what was listed a moment ago may have changed
+            self.system, path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **options)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{location} cannot be opened: {one_line(error)}; pip install that package") from error
+        self.path = path.rstrip("/")
+
+    def files(self, below: str = "") -> list[str]:
+        """The names of all files below a folder."""
+        return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{below}".rstrip("/"))]
+
+    def fetch(self, names: Iterable[str], folder: Path) -> None:
+        """Copies files into a folder of this machine; raises `ValueError` for a name that leads out of it."""
+        targets = {f"{self.path}/{name}": inside(folder, folder / name) for name in names}
+        for target in targets.values():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        self.system.get(list(targets), [str(target) for target in targets.values()])
+
+    def send(self, folder: Path, names: Iterable[str]) -> None:
+        """Copies files of a folder of this machine, one after another. At an address, each appears whole."""
+        for name in names:
+            self.system.put_file(str(folder / name), f"{self.path}/{name}")
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes files; one that is not there is passed over. A folder goes with its last file."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.system.rm_file(f"{self.path}/{name}")
+            if "file" in self.system.protocol:
+                with suppress(OSError):
+                    Path(self.path, name).parent.rmdir()
+
+
+class WorkingCopy(Storage):
+    """A folder of this machine in which a process works on files of a storage, under their names.
+
+    Args:
+        location: as for `Storage`.
+        folder: the folder.
+    """
+
+    def __init__(self, location: str, folder: Path):
+        super().__init__(location)
+        self.folder, self._known = folder, {}
+
+    def pull(self, name: str = "", has_large: bool = True) -> None:
+        """Fetches a file, or the files below a folder; without `has_large` only those that are small."""
+        names = [name for name in self.files(name) if has_large or not _LARGE.search(name)]
+        self.fetch(names, self.folder)
+        self._known.update((name, (self.folder / name).stat().st_mtime_ns) for name in names)
+
+    def push(self, name: str = "") -> None:
+        """Sends a file, or the files below a folder, if they have changed; deletes there what was deleted here.
+
+        The files whose presence shows that others are complete are sent last.
+        """
+        path = self.folder / name
+        names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
+        names = [name for name in names if Path(name).name not in (LOCK_FILE, HOLDER_FILE)]
+        for file in sorted(names, key=lambda file: file.endswith((STATE_FILE, METRICS_FILE))):
+            changed = (self.folder / file).stat().st_mtime_ns
+            if self._known.get(file) != changed:
+                self.send(self.folder, [file])
+                self._known[file] = changed
+        gone = [file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/"))]
+        self.delete(gone)
+        for file in gone:
+            del self._known[file]
+
+
+_copies: list[WorkingCopy] = []
+_temporary: list[tempfile.TemporaryDirectory] = []  # their folders are removed when the process ends
+
+
+def open_folder(name: str | Path) -> Path:
+    """The folder of a path, which need not exist, or the folder that stands for an address, for as long as the process lasts.
+
+    Raises:
+        ValueError: if the address cannot be read.
+    """
     if not is_address(name):
-        text = str(name)
-        return Path(url2pathname(urlsplit(text).path)) if text.startswith("file://") else Path(text)
-    try:
-        from upath import UPath
-
-        # Other machines write there too: what was listed a moment ago may have changed
-        options = {"use_listings_cache": False}
-        if str(name).startswith(_WITH_FOLDERS):
-            options["auto_mkdir"] = True
-        folder = UPath(str(name), **options)
-        _ = folder.fs  # imports the package of its protocol
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"{name} cannot be opened: {one_line(error)}; pip install modeling-nlq[ray] and that package"
-        ) from error
-    return folder
+        return Path(normalized(name))
+    _temporary.append(tempfile.TemporaryDirectory(prefix="nlq-"))
+    parent = Path(_temporary[-1].name)
+    folder = inside(parent, parent / str(name).strip("/").replace("://", "/"))  # messages that name it show the address
+    folder.mkdir(parents=True)
+    _copies.append(WorkingCopy(str(name), folder))
+    return fetch(folder, has_large=False)
 
 
-def check_writable(folder: "Path | UPath") -> None:
-    """Writes and removes a small file.
-
-    Raises:
-        ValueError: if that fails.
-    """
-    probe = folder / f".probe-{uuid.uuid4().hex}"
-    try:
-        if isinstance(folder, Path):
-            folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"nlq")
-        probe.unlink()
-    except Exception as error:  # each protocol has its own
-        raise ValueError(f"{folder} cannot be written: {type(error).__name__}: {one_line(error)}") from error
+def _copy_of(path: Path) -> tuple[WorkingCopy | None, str]:
+    """The copy that holds a path, if one does, and the name of the path in it."""
+    copy = next((copy for copy in _copies if path.is_relative_to(copy.folder)), None)
+    return copy, "" if copy is None else path.as_posix().removeprefix(copy.folder.as_posix()).lstrip("/")
 
 
-def inside(folder: Path, path: Path) -> Path:
-    """Returns a path in a folder, which need not exist.
+def origin(path: Path) -> str:
+    """What users call a path: the address that its folder stands for, or its absolute path."""
+    copy, name = _copy_of(path)
+    return str(path.absolute()) if copy is None else f"{copy.location}/{name}".rstrip("/")
+
+
+def fetch(path: Path, has_large: bool = True) -> Path:
+    """Fetches the files below a folder, if it stands for an address, and returns the folder.
 
     Raises:
-        ValueError: if it leads out of the folder, by a link or by `..`.
+        ValueError: if the address cannot be read.
     """
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise ValueError(f"{path} leads out of {folder}; put the file itself there, or remove the link")
+    copy, name = _copy_of(path)
+    if copy is not None:
+        try:
+            copy.pull(name, has_large)
+        except Exception as error:  # each protocol has its own
+            raise ValueError(f"{copy.location} cannot be read: {one_line(error)}") from error
     return path
 
 
-def scratch_folder(address: str) -> Path:
-    """The folder of this machine that stands for an address, with the same name, in a folder below `TMPDIR` that is private.
+def publish(path: Path) -> None:
+    """Sends what has changed in a folder that stands for an address, and deletes there what was deleted here.
 
     Raises:
-        ValueError: if other users can, or could, write in the private folder: its name can be guessed.
+        ValueError: if the address cannot be written.
     """
-    address = address.rstrip("/")
-    private = Path(tempfile.gettempdir()) / f"modeling-nlq-{getpass.getuser()}"
-    with contextlib.suppress(FileExistsError):  # a file, or a link to nowhere, which the next lines refuse
-        private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = private.lstat()  # not of what a link names
-    if os.name == "posix" and (not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077):
-        raise ValueError(
-            f"{private} must be a folder of this user's own with mode 700 (others could write in it); remove it, or set TMPDIR "
-            "to a folder of your own"
-        )
-    return inside(private, private / hashlib.sha256(address.encode()).hexdigest()[:20] / address.rpartition("/")[2])
-
-
-def lock_file(folder: Path) -> Path:
-    """The lock of a folder, beside it. The operating system frees the lock of a dead process."""
-    return folder.with_name(f"{folder.name}.lock")
-
-
-def copy_file(source: "Path | UPath", target: "Path | UPath") -> None:
-    """Copies a file from or to an address. At an address it appears whole."""
-    if isinstance(target, Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(source, Path) and isinstance(target, Path):
-        shutil.copyfile(source, target)
-    elif isinstance(source, Path):
-        target.fs.put_file(os.fspath(source), target.path)
-    else:
-        source.fs.get_file(source.path, os.fspath(target))
-
-
-def copy_files(source: "Path | UPath", target: "Path | UPath", last: str | None = None) -> None:
-    """Copies the files below a folder.
-
-    Args:
-        source, target: folders or addresses.
-        last: the name of a file that is copied after all others, so that its presence shows that they are complete.
-
-    Raises:
-        ValueError: for a name at an address that leads out of the target.
-    """
-    for path in sorted(files_below(source), key=lambda path: path.rpartition("/")[2] == last):
-        copy_file(source / path, inside(target, target / path) if isinstance(target, Path) else target / path)
-
-
-@contextlib.contextmanager
-def local_copy(folder: "Path | UPath") -> Iterator[Path]:
-    """The folder itself, or a copy of what lies at an address, for as long as a `with` block lasts."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        copy_files(folder, Path(copy))
-        yield Path(copy)
-
-
-def files_below(folder: "Path | UPath") -> list[str]:
-    """The paths of all files below a folder, relative to it."""
-    if isinstance(folder, Path):
-        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    base = folder.fs._strip_protocol(folder.path).rstrip("/")
-    return sorted(path.removeprefix(f"{base}/") for path in folder.fs.find(base))
-
-
-def remove_folder(folder: "Path | UPath") -> None:
-    """Removes a folder with all that it holds; nothing happens if another process was quicker."""
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        folder.fs.rm(folder.path, recursive=True)
+    copy, _ = _copy_of(path)
+    if copy is not None:
+        try:
+            copy.push()
+        except Exception as error:  # each protocol has its own
+            raise ValueError(f"{copy.location} cannot be written: {one_line(error)}") from error

@@ -13,14 +13,14 @@ from support.own_parts import DISTANCE
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
-from modeling_nlq.training.api import compare, train_on_ray
+from modeling_nlq.training.api import compare, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.files import read_json
+from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.storage import files_below, open_folder
+from modeling_nlq.training.storage import Storage, fetch, open_folder
 from nlq import main
 
 
@@ -35,7 +35,8 @@ class TestSameNumbers:
         printed = capfd.readouterr()
         assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
-        assert not list(folder.glob("runs/*/*/checkpoint-*")) and not (folder / "at-work.json").exists()
+        assert not list(folder.glob("runs/*/*/checkpoint-*")) and not list(folder.glob("runs/*/*.progress.json"))
+        assert not (folder / ".driver").exists()
 
         # Either engine goes on with what the other has finished
         before = finished_runs(folder)
@@ -50,15 +51,14 @@ class TestSameNumbers:
         address = "s3://bucket/study"
         options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
         assert main(["compare", file, *options]) == 0
-        folder = open_folder(address)
-        assert without_times(read_json(folder / "results.json")) == without_times(expected)
-        files = files_below(folder)
+        assert without_times(read_json(open_folder(address) / "results.json")) == without_times(expected)
+        files = Storage(address).files()
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
-        assert [name for name in files if name.startswith("data/") and name.endswith("/blocks.json")]
+        assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
         runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
         assert runs == {"rate-0.005-seed-0", "rate-0.01-seed-0"}
         assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
-        assert not [name for name in files if "checkpoint-" in name or "progress" in name or name == "at-work.json"]
+        assert not [name for name in files if "checkpoint-" in name or "progress" in name or ".lock" in name]
         capsys.readouterr()
         assert main(["compare", file, *options, "--status"]) == 0
         assert "3 of 3 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
@@ -159,12 +159,11 @@ class TestWorkers:
         assert main(["train", str(recipe_file), "--output_dir", str(alone)]) == 0
         address = "s3://bucket/training"
         overrides = {"output_dir": address, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-        metrics = train_on_ray(load_recipe(recipe_file, overrides), workers=2)
+        metrics = train_with("ray", load_recipe(recipe_file, overrides), workers=2)
         assert metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
-        history = read_json(open_folder(address) / "trainer_state.json")["log_history"]
+        folder = fetch(open_folder(address))
+        history = read_json(folder / "trainer_state.json")["log_history"]
         losses = [entry["loss"] for entry in history if "loss" in entry]
         assert losses == pytest.approx(logged_losses(alone), abs=2e-4)
-        assert (
-            yaml.safe_load((open_folder(address) / "recipe.yaml").read_text())["training"]["gradient_accumulation_steps"] == 1
-        )
-        assert "checkpoint-8/trainer_state.json" in files_below(open_folder(address))
+        assert read_yaml(folder / "recipe.yaml")["training"]["gradient_accumulation_steps"] == 1
+        assert (folder / "checkpoint-8" / "trainer_state.json").is_file() and (folder / "explore.html").is_file()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
 
@@ -47,24 +48,21 @@ class TestLost:
 
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()
-        for run in (first, second):
-            name = f"{run.parent.name}/{run.name}"
-            lost = (
-                rf"run {re.escape(name)} was lost because its (process or its )?node died; it goes on from its last checkpoint"
-            )
-            assert re.search(lost, errors.read_text())
-            assert "Going on from" in run.with_name(f"{run.name}.log").read_text()
+        # A process of the second may have lived on, and finished it
+        for run, said in ((first, "Going on from"), (second, "Going on from|is finished")):
+            assert re.search(said, run.with_name(f"{run.name}.log").read_text())
         assert "0 of 3 runs finished, 1 running, 2 waiting" in status
         assert re.search(rf"{first.name} +running +(\d+ of 120)? +", status)
 
-    def test_killed_driver(self, two_runs, start_cluster, tmp_path, monkeypatch, capfd):
+    def test_killed_driver(self, two_runs, start_cluster, tmp_path, capsys):
         file, expected = two_runs
-        monkeypatch.setattr("modeling_nlq.training.run.lease._PATIENCE", 12.0)
         start_cluster(0, 1)
         folder = tmp_path / "results"
         driver = start_driver(file, folder, tmp_path / "errors.txt")
         wait_until(lambda: finished_runs(folder) and running(folder))
         worker = process_of(running(folder)[0])
+        assert main(["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
+        assert f"is in use by process {driver.pid} on " in capsys.readouterr().err
         driver.kill()
         driver.wait()
         kept = finished_runs(folder)
@@ -72,7 +70,6 @@ class TestLost:
         results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
         assert without_times(results) == without_times(expected)
         assert kept.items() <= finished_runs(folder).items()
-        assert f"process {driver.pid} on " in capfd.readouterr().err
 
     def test_too_little_memory(self, comparison_file, start_cluster, monkeypatch, tmp_path, capsys):
         """The run is begun again as often as asked for. All others are finished."""
@@ -86,19 +83,23 @@ class TestLost:
         assert main(["compare", file, "--output_dir", str(folder), *options]) == 1
         log = folder / "runs" / "vast" / "rate-0.01-seed-0.log"
         error = capsys.readouterr().err
-        assert "run vast/rate-0.01-seed-0 was lost because its node ran out of memory; it goes on" in error
-        last = f"nlq: error: run vast/rate-0.01-seed-0 was lost 2 times, because its node ran out of memory; see {log}"
+        last = f"nlq: error: run vast/rate-0.01-seed-0 was lost: its node ran out of memory; see {log}"
         assert error.strip().splitlines()[-1] == last
         assert [path.parts[-3] for path in finished_runs(folder)] == ["base"]
 
 
 class TestFault:
-    def test_run_that_fails_by_its_own_fault(self, comparison_file, start_cluster, tmp_path, capsys):
+    def test_run_that_fails_by_its_own_fault(self, recipe_file, comparison_file, start_cluster, tmp_path, capsys):
         """It is not begun again, and does not stop the others."""
         start_cluster(1)
-        models = {"base": None, "faulty": {"training": {"optim": "adamw_bnb_8bit"}}}
-        file, folder = comparison_file(models=models, seeds=[0]), tmp_path / "results"
-        assert main(["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
+        recipe = {**yaml.safe_load(recipe_file.read_text()), "parts": ["faulty.py"]}
+        models = {"base": None, "faulty": {"switches": {"attention_activation": "faulty"}}}
+        file, folder = Path(comparison_file(recipe=recipe, models=models, seeds=[0])), tmp_path / "results"
+        file.with_name("faulty.py").write_text(
+            "from modeling_nlq import register_attention_activation\n"
+            "register_attention_activation('faulty', lambda scores: 1 / 0, non_negative=True, exist_ok=True)\n"
+        )
+        assert main(["compare", str(file), "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert re.fullmatch(r"nlq: error: run faulty/rate-0.01-seed-0 failed: \w+: .*; see .*/rate-0.01-seed-0.log", last)
         log = (folder / "runs" / "faulty" / "rate-0.01-seed-0.log").read_text()
@@ -115,9 +116,9 @@ class TestFault:
             (["--workers-per-run", "4"], "a run takes 4 workers, and the nodes have room for 2"),
             (["--cpus-per-run", "3", "--workers-per-run", "2"], "3 CPUs of a run must be a multiple of its 2 workers"),
             (["--max-retries", "-1"], "max_retries=-1 must be at least 0"),
-            (["--gpus-per-run", "2"], "2 GPUs of a run need as many workers"),
+            (["--gpus-per-run", "2"], "2 GPUs of a run must be as many as its workers, which are 1"),
             (["--workers-per-run", "5"], "5 workers cannot share the batches of this recipe"),
-            (["--output_dir", "s3://nobody/study"], "s3://nobody/study cannot be written: FileNotFoundError: "),
+            (["--output_dir", "s3://nobody/study"], "s3://nobody/study cannot be written: "),
             (["--output_dir", "s5://bucket/study"], "s5://bucket/study cannot be opened: "),
         ],
     )
@@ -132,13 +133,9 @@ class TestFault:
 
     def test_without_permission(self, comparison_file, s3, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
-        import s3fs
-
-        s3fs.S3FileSystem.clear_instance_cache()
         assert main(["compare", comparison_file(), "--engine", "ray", "--output_dir", "s3://bucket/forbidden"]) == 1
-        s3fs.S3FileSystem.clear_instance_cache()
         lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1 and "s3://bucket/forbidden cannot be written: PermissionError" in lines[0]
+        assert len(lines) == 1 and "s3://bucket/forbidden cannot be " in lines[0]
 
     def test_address_that_does_not_answer(self, comparison_file, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

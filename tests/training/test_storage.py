@@ -1,116 +1,86 @@
-"""Folders and addresses: what is written at an address is whole, and copies are complete."""
+"""Addresses: what a command reads and writes in the folder that stands for one."""
 
 import sys
-import tempfile
 from pathlib import Path
 
+import fsspec
 import pytest
-from support.other_user import run_as_nobody
 
-from modeling_nlq.training.files import atomic_dir, is_nonempty, read_yaml, write_yaml
-from modeling_nlq.training.run.shared_files import local_data
-from modeling_nlq.training.storage import (
-    check_writable,
-    copy_files,
-    files_below,
-    is_address,
-    open_folder,
-    remove_folder,
-    scratch_folder,
-)
+from modeling_nlq.training.storage import Storage, fetch, is_address, normalized, open_folder, origin, publish
 
 
-@pytest.fixture
-def address(request):
-    folder = open_folder(f"memory://{request.node.name}/results")
-    yield folder
-    remove_folder(folder)
+@pytest.fixture(params=["memory", "local"])
+def address(request, tmp_path):
+    place = f"memory://{request.node.name}/results" if request.param == "memory" else f"local://{tmp_path}/there/results"
+    yield place
+    Storage(place).delete(Storage(place).files())
 
 
 def test_what_is_an_address():
     assert is_address("s3://bucket/results") and not is_address("runs/results") and not is_address("file:///runs")
-    assert open_folder("file:///runs/a%20b") == Path("/runs/a b") and open_folder("runs/x") == Path("runs/x")
-    assert not isinstance(open_folder("memory://x"), Path)
-    assert scratch_folder("memory://x/") == scratch_folder("memory://x") != scratch_folder("memory://y")
+    assert [normalized(name) for name in ("file:///runs/a%20b", "runs//x/", "s3://bucket/x")] == [
+        "/runs/a b",
+        "runs/x",
+        "s3://bucket/x",
+    ]
+    assert open_folder("file:///runs/a%20b") == Path("/runs/a b") and origin(Path("/runs/a b")) == "/runs/a b"
 
 
-@pytest.mark.parametrize("case", ["files", "link", "mode"])
-def test_scratch_folder_of_another_user(case, address, open_folder, monkeypatch):
-    """Its name can be guessed. What a stranger put there is neither read nor, behind a link, overwritten."""
-    monkeypatch.setattr(tempfile, "tempdir", str(open_folder))
-    (address / "tokenizer.json").write_text("true")
-    (address / "complete").write_text("")
-    place = scratch_folder(str(address))
-    private = place.parents[1]
-    assert private.stat().st_mode & 0o777 == 0o700
-    if case == "mode":
-        private.chmod(0o770)
-    else:
-        private.rmdir()
-        target = open_folder / "theirs" if case == "link" else private
-        run_as_nobody(
-            f"mkdir -p {target}/{place.parent.name}/{place.name} && cd {target}/{place.parent.name}/{place.name} && "
-            f"echo planted > tokenizer.json && touch complete && ( [ -e {private} ] || ln -s {target} {private} )"
-        )
-    with pytest.raises(ValueError, match=r"must be a folder of this user's own with mode 700.*TMPDIR"):
-        local_data(str(address))
-    if case != "mode":
-        (open_folder / "own").mkdir(mode=0o700)
-        monkeypatch.setattr(tempfile, "tempdir", str(open_folder / "own"))
-    else:
-        private.chmod(0o700)
-    assert (local_data(str(address)) / "tokenizer.json").read_text() == "true"
+def test_folder_that_stands_for_an_address(address, tmp_path):
+    """What is large is fetched when it is asked for; what was changed or deleted is so at the address, and nothing else."""
+    folder = open_folder(address)
+    assert list(folder.iterdir()) == [] and folder.parts[-1] == "results" and address.partition(":")[0] in folder.parts
+    there = Storage(address)
+    names = ["a/recipe.yaml", "a/model.safetensors", "a/checkpoint-8/trainer_state.json", "runs.log", ".data/x/blocks.json"]
+    for name in [*names, "b/old.json"]:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_text(name)
+        there.send(tmp_path / "files", [name])
+    folder = open_folder(address)
+    assert sorted(there.files()) == sorted([*names, "b/old.json"]) and there.files("a/checkpoint-8") == [names[2]]
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {names[0], "b/old.json"}
+    assert origin(folder / "a") == f"{address}/a" and fetch(folder / "a") == folder / "a"
+    assert (folder / names[1]).read_text() == names[1] and not (folder / names[3]).exists()
+
+    (folder / "b" / "old.json").unlink()
+    (folder / "new.json").write_text("new")
+    (folder / ".lock").write_text("")
+    there.delete(["a/recipe.yaml"])  # another process did that: it is neither sent nor looked for
+    publish(folder / "a")
+    assert sorted(there.files()) == sorted([*names[1:], "new.json"])
+    (folder / "new.json").write_text("newer")
+    publish(folder)
+    there.fetch(["new.json"], tmp_path / "copy")
+    assert (tmp_path / "copy" / "new.json").read_text() == "newer"
+    there.delete([names[1], names[1], names[2]])
+    assert sorted(there.files()) == sorted([*names[3:], "new.json"])
+    assert not (tmp_path / "there" / "results" / "a" / "checkpoint-8").exists()
 
 
-def test_scratch_folder_that_is_a_link_to_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    private = scratch_folder("memory://x").parents[1]
-    private.rmdir()
-    private.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="must be a folder of this user's own"):
-        scratch_folder("memory://x")
+def test_folder_that_stands_for_itself(tmp_path):
+    assert open_folder(tmp_path) == tmp_path == fetch(tmp_path) and origin(tmp_path) == str(tmp_path)
+    publish(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_names_at_an_address_that_lead_elsewhere(address, tmp_path, monkeypatch):
-    (address / "x").write_text("x")
-    monkeypatch.setattr("modeling_nlq.training.storage.files_below", lambda folder: ["below/../../escaped"])
-    with pytest.raises(ValueError, match="escaped leads out of"):
-        copy_files(address, tmp_path / "copy")
+def test_names_at_an_address_that_lead_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(Storage, "files", lambda *_: ["below/../../../escaped.json"])
+    with pytest.raises(ValueError, match="leads out of"):
+        open_folder("memory://bucket/x")
+    with pytest.raises(ValueError, match="leads out of"):
+        open_folder("memory://bucket/../../../x")
 
 
-def test_files_at_an_address(address, tmp_path):
-    assert not is_nonempty(address)
-    check_writable(address)
-    write_yaml(address / "below" / "x.yaml", {"a": 1})
-    assert read_yaml(address / "below" / "x.yaml") == {"a": 1} and is_nonempty(address)
-    with pytest.raises(RuntimeError), atomic_dir(address) as unfinished:
-        (unfinished / "y").write_text("half")
-        raise RuntimeError
-    assert files_below(address) == ["below/x.yaml"]
-    copy_files(address, tmp_path / "copy")
-    assert read_yaml(tmp_path / "copy" / "below" / "x.yaml") == {"a": 1}
-    remove_folder(address / "below")
-    remove_folder(address / "below")
-    assert files_below(address) == []
-
-
-def test_order_of_a_copy(address, tmp_path, monkeypatch):
-    """The file whose presence shows that all are there is the last one."""
-    for name in ("z.txt", "done.json", "sub/a.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    copied = []
-    monkeypatch.setattr("modeling_nlq.training.storage.copy_file", lambda source, _: copied.append(source.name))
-    copy_files(tmp_path, address, last="done.json")
-    assert copied == ["a.txt", "z.txt", "done.json"]
-
-
-def test_addresses_that_cannot_be_used(tmp_path, monkeypatch):
+def test_addresses_that_cannot_be_used(monkeypatch):
     with pytest.raises(ValueError, match=r"^s5://bucket cannot be opened: .*s5"):
         open_folder("s5://bucket")
-    with pytest.raises(ValueError, match=r"cannot be written: \w*Error"):
-        (tmp_path / "file").write_text("")
-        check_writable(tmp_path / "file" / "below")
-    monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(ValueError, match=r"^s3://bucket cannot be opened: .*pip install modeling-nlq\[ray\]"):
-        open_folder("s3://bucket")
+    folder = open_folder("memory://bucket/results")
+    (folder / "x.json").write_text("x")
+    system = fsspec.filesystem("memory")
+    for method, call, message in (("put_file", publish, "written"), ("find", fetch, "read")):
+        monkeypatch.setattr(type(system), method, lambda *_, **__: 1 / 0)
+        with pytest.raises(ValueError, match=f"^memory://bucket/results cannot be {message}: "):
+            call(folder)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ValueError, match=r"^gs://bucket cannot be opened: .*gcsfs.*; pip install"):
+        open_folder("gs://bucket")

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from ..files import TASKS_FILE, read_json, write_text
 from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
-from ..storage import local_copy
+from ..storage import fetch
 from ..text import bar_options
 from .inference import Analysis, analyse
 from .outcome import TaskOutcome
@@ -33,8 +33,7 @@ def score_runs(scale: Scale, finished: RunStore) -> None:
         path = run_folder(finished.folder, run)
         with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
-                with local_copy(path) as model:
-                    results = evaluate_tasks(model, scale.tasks)
+                results = evaluate_tasks(fetch(path), scale.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 

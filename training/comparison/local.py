@@ -21,10 +21,11 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from ..files import LOG
 from ..run.data import prepare_data
-from ..run.mirror import log_file
 from ..run.run_folder import FolderIsLocked, RunFolder
-from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
+from ..run.unattended import RunFailed, RunSpec, beside, run_in_subprocess
+from ..storage import is_address, origin
 from ..text import bar_options
 from .plan import Run, Scale
 from .results import RunStore, next_runs, run_folder
@@ -60,8 +61,8 @@ class LocalEngine:
 
     def connected(self, comparisons: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
-        if not isinstance(folder, Path):
-            raise ValueError(f"{folder} is no folder: results at an address need --engine ray")
+        if is_address(origin(folder)):
+            raise ValueError(f"{origin(folder)} is no folder: results at an address need --engine ray")
         return nullcontext()
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
@@ -118,7 +119,7 @@ class LocalEngine:
             while isinstance(message := receiver.recv(), dict):
                 progress.update(started_from + message["step"] - progress.n)
         except EOFError:
-            raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {log_file(path)}") from None
+            raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None
         except BaseException:
             if process.pid is not None:
                 process.terminate()  # interrupted: the run goes on from its last checkpoint
@@ -127,7 +128,7 @@ class LocalEngine:
             if process.pid is not None:
                 process.join()
         if isinstance(message, RunFailed):
-            raise ChildProcessError(f"run {run.name} {message}; see {log_file(path)}") from message
+            raise ChildProcessError(f"run {run.name} {message}; see {beside(path, LOG)}") from message
         return message is None
 
 

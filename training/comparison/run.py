@@ -2,19 +2,20 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
 from ..explorer.of_runs import explore_runs
-from ..files import COMPARISON_FILE, PAGE_FILE, RESULTS_FILE, atomic_dir, differences, read_json, write_text
+from ..files import COMPARISON_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json, write_text
 from ..models import config_differences, weights_fingerprint
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..storage import remove_folder
+from ..storage import publish
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
@@ -75,16 +76,9 @@ def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None =
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
         outcome = read_outcome(results)
-        with report_folder(folder) as target:
-            write_report(outcome, target, has_page=_explore_best(comparison, outcome, folder, target))
+        write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
+        publish(folder)
     return results
-
-
-@contextmanager
-def report_folder(folder: Path):
-    """The folder that a report is written to: that of the results, or one that replaces it, if it is an address."""
-    with nullcontext(folder) if isinstance(folder, Path) else atomic_dir(folder) as target:
-        yield target
 
 
 def is_main_process() -> bool:
@@ -113,14 +107,13 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     with engine.connected(list(comparison.scales.values()), folder):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
-            _claim_folder(folder, comparison)  # at an address, another comparison may have come at the same moment
             check_same_models(folder / MODELS_FILE, comparison.scales)
             for name, scale, finished in in_turn(comparison, folder):
                 data, fingerprint = engine.prepare_data(scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
                 engine.make_runs(scale, finished.folder, data, finished)
                 for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
-                    remove_folder(checkpoint)  # of a run that was killed after its last step
+                    shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its last step
                 score_runs(scale, finished)
                 tasks, added = read_scores(scale, finished), _added_seeds(folder).get(name, [])
                 gathered[name] = gather(scale, finished, tasks=tasks, added_seeds=added)
@@ -129,14 +122,14 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     return json.loads(text)
 
 
-def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path, target: Path) -> bool:
+def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
     """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside it.
 
     One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one goes.
     """
-    (target / PAGE_FILE).unlink(missing_ok=True)
+    (folder / PAGE_FILE).unlink(missing_ok=True)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
-    recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), Path(target)).recipe
+    recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), folder).recipe
     finished = {
         model: content.runs
         for model, content in found.models.items()
@@ -151,7 +144,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path, target
     shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
-    return explore_runs(recipe, runs, "test", target, [f"One run of each model: {seeds}. The report compares all seeds."])
+    return explore_runs(recipe, runs, "test", folder, [f"One run of each model: {seeds}. The report compares all seeds."])
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:

@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import COMPARISON_FILE, METRICS_FILE, read_json, read_yaml
-from ..run.mirror import PROGRESS
+from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yaml
 from ..text import align
 from .plan import Scale
 from .reading import load_outline

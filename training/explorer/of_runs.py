@@ -1,6 +1,5 @@
 """The pages of finished runs and comparisons, on text that was held out."""
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from ..models import load_model
 from ..run.data import make_blocks
 from ..run.documents import load_documents
 from ..run.recipe import Recipe
-from ..storage import local_copy
+from ..storage import fetch
 from ..text import one_line
 from .exploring import explore_tokens, prepare
 
@@ -37,9 +36,7 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         Whether there is a page.
     """
     try:
-        with contextlib.ExitStack() as stack:
-            folders = {name: stack.enter_context(local_copy(run)) for name, run in runs.items()}
-            loaded = {name: load_model(str(folder)) for name, folder in folders.items()}
+        loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
         tokenizer = next(iter(loaded.values()))[1]
         blocks = make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset
         documents = [list(map(int, block["input_ids"])) for block in itertools.islice(blocks, _BLOCKS)]

@@ -145,10 +145,10 @@ def train(
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
     if resolved.training_arguments.process_index == 0:
-        folder = open_folder(resolved.training_arguments.output_dir)
-        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
-        if (folder / PAGE_FILE).is_file():
-            print(f"what its attention does: {folder / PAGE_FILE}")
+        place = resolved.training_arguments.output_dir
+        print(f"{place}: {_describe(metrics)}")
+        if (open_folder(place) / PAGE_FILE).is_file():
+            print(f"what its attention does: {place}/{PAGE_FILE}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -181,7 +181,7 @@ def compare(
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
-    from modeling_nlq.training.storage import open_folder
+    from modeling_nlq.training.storage import normalized, open_folder
 
     if noise_floor is not None and not dry_run:
         raise ValueError("--noise-floor needs --dry-run")
@@ -196,7 +196,7 @@ def compare(
     from modeling_nlq.training.screening.plan import Screening
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
-    folder = open_folder(output_dir or default_folder(plan.name))
+    place = normalized(output_dir or default_folder(plan.name))
     resources = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run, "workers_per_run": workers_per_run}
     made = make_engine(engine, **resources, max_retries=max_retries)
     if is_main_process() and dry_run:
@@ -207,9 +207,9 @@ def compare(
             print(f"warning: {warning}", flush=True)
     if dry_run:
         return
-    results = run_and_report(plan, folder, made)
+    results = run_and_report(plan, open_folder(place), made)
     if is_main_process():
-        print(f"\n{describe_results(results)}\n\nreport: {folder / 'report.html'}")
+        print(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
 
 
 def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: str | None) -> None:

@@ -14,10 +14,8 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..files import CHECKSUMS_FILE, STATE_FILE, differences, read_json, write_text
+from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, files_below, read_json, write_text
 from ..models import config_differences
-from ..storage import files_below
-from .mirror import CHECKPOINT, wait_for_all
 from .record import RunRecord, best_checkpoint
 from .run_folder import RunFolder
 
@@ -32,7 +30,7 @@ class ChecksumCallback(TrainerCallback):
     """Writes the hashes of all files of a checkpoint beside them, as soon as all processes have written it."""
 
     def on_save(self, args, state, control, **kwargs):
-        wait_for_all()
+        PartialState().wait_for_everyone()
         if args.process_index == 0:
             folder = Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}"
             write_text(folder / CHECKSUMS_FILE, json.dumps({name: _checksum(folder / name) for name in files_below(folder)}))

@@ -1,52 +1,62 @@
-"""Runs on Ray: a task for each run, or a job of Ray Train if a run takes several workers.
+"""Runs on Ray: a task for each run, or a `TorchTrainer` of Ray Train if a run takes several workers.
 
-Ray knows the nodes, reserves CPUs and GPUs, and tells which runs were lost with their node or ran out of memory. A lost run is
-retried, from its last checkpoint.
+Ray knows the nodes, reserves CPUs and GPUs, and retries what is lost. A node makes a run in a temporary folder, sends each
+checkpoint and at last the results to the folder of results, and goes on from the checkpoints that lie there.
 """
 
 import os
 import shutil
 import socket
 import sys
+import tempfile
 import uuid
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets.fingerprint import Hasher
 from tqdm.auto import tqdm
+from transformers import TrainerCallback
 
-from ..files import METRICS_FILE, read_json, read_section
-from ..storage import open_folder, scratch_folder
+import modeling_nlq
+
+from ..files import (
+    CHECKPOINT,
+    LOG,
+    METRICS_FILE,
+    PROGRESS,
+    files_below,
+    read_json,
+    read_section,
+)
+from ..models import weights_fingerprint
+from ..storage import Storage, WorkingCopy, is_address
 from ..text import first_line, one_line
-from .mirror import log_file
+from .data import prepare_data, save_blocks
+from .documents import load_documents
+from .recipe import Recipe
 from .run_folder import FolderIsLocked
-from .unattended import RunFailed, RunSpec, progress_file, run_in_subprocess
+from .unattended import RunFailed, RunSpec, run_in_subprocess
 
 
 try:
     import ray
-    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError:
     ray = None  # `require_ray` says so
 
 
 _SECONDS_TO_ANSWER = 5.0
-# Seconds between two reports of a run: to a folder, and to an address, where each costs a request
+# Seconds between two reports of a run: to a folder, and to an address, where each costs requests
 _PACE, _PACE_AT_ADDRESS = 2.0, 15.0
-
-# In the errors of workers whose neighbour died
-_LOST_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "DistBackendError",
-    "DistNetworkError",
-)
+# The fields of a recipe that shape its tokens
+_DATA_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
+_DATA_FIELDS += ("max_validation_documents", "tokenizer", "block_size")
+_TOKENIZER, _MODELS = "tokenizer.json", "models"
 
 
 def require_ray() -> None:
@@ -55,59 +65,64 @@ def require_ray() -> None:
         raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]")
 
 
+# The cluster
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a run takes.
 
     Attributes:
-        cpus: reserved CPUs of a run, which are the threads of its workers.
-        gpus: reserved GPUs of a run; a fraction if several runs share one. Without any, it trains on the CPU.
-        workers: processes that train the run together. Each takes its share of CPUs and GPUs, on any node, and at most one GPU.
+        cpus_per_run: CPUs that a run reserves, and its number of threads. By default as many as PyTorch takes in this process,
+            so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
+        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. Without any, it trains on the CPU.
+        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs and GPUs,
+            on any node, and at most one GPU.
+        max_retries: how often a run is retried that lost its node or its process, or ran out of memory.
 
     Raises:
+        ImportError: if Ray is not installed.
         ValueError: for a number that is not allowed.
     """
 
-    cpus: int = 1
-    gpus: float = 0
-    workers: int = 1
+    cpus_per_run: int | None = None
+    gpus_per_run: float = 0
+    workers_per_run: int = 1
+    max_retries: int = 3
 
     def __post_init__(self):
-        for name, lowest in (("workers", 1), ("cpus", 1), ("gpus", 0)):
+        require_ray()
+        workers, gpus = self.workers_per_run, self.gpus_per_run
+        if self.cpus_per_run is None:
+            object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
+        for name, lowest in (("max_retries", 0), ("workers_per_run", 1), ("cpus_per_run", 1), ("gpus_per_run", 0)):
             if not getattr(self, name) >= lowest:  # true for NaN
-                raise ValueError(f"{name} of a run: {getattr(self, name)} must be at least {lowest}")
-        if self.cpus % self.workers:
-            raise ValueError(f"{self.cpus} CPUs of a run must be a multiple of its {self.workers} workers")
-        if self.gpus > self.workers:
-            raise ValueError(
-                f"{self.gpus:g} GPUs of a run need as many workers: a worker trains on one GPU; it has {self.workers}"
-            )
-        if self.workers > 1 and self.gpus not in (0, self.workers):
-            raise ValueError(f"{self.gpus:g} GPUs of a run must be as many as its {self.workers} workers, or 0")
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
+        if self.cpus_per_run % workers:
+            raise ValueError(f"{self.cpus_per_run} CPUs of a run must be a multiple of its {workers} workers")
+        if gpus not in (0, workers) and not (workers == 1 and gpus < 1):
+            raise ValueError(f"{gpus:g} GPUs of a run must be as many as its workers, which are {workers}, 0, or a part of one")
 
     def of_a_worker(self) -> dict[str, float]:
         """What a worker takes, as Ray names it."""
-        needs = {"CPU": self.cpus / self.workers, "GPU": self.gpus / self.workers}
+        needs = {"CPU": self.cpus_per_run / self.workers_per_run, "GPU": self.gpus_per_run / self.workers_per_run}
         return {name: amount for name, amount in needs.items() if amount}
 
-    def check(self) -> None:
-        """Raises `ValueError` if no node has as much, or the cluster too few nodes that have."""
-        fit = self._workers_that_fit()
-        if fit == 0:
-            each = "run" if self.workers == 1 else "worker"
-            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
-            have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
-            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}; set how many it takes")
-        if fit < self.workers:
-            raise ValueError(f"a run takes {self.workers} workers, and the nodes have room for {fit}")
-
-    def capacity(self) -> int:
-        """The number of runs that fit the cluster at once."""
-        return self._workers_that_fit() // self.workers
-
-    def _workers_that_fit(self) -> int:
+    def workers_that_fit(self) -> int:
+        """The number of workers for which the cluster has room."""
         needs = self.of_a_worker()
         return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
+
+    def check_room(self) -> None:
+        """Raises `ValueError` if no node has as much, or the cluster too few nodes that have."""
+        fit, workers = self.workers_that_fit(), self.workers_per_run
+        if fit == 0:
+            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
+            have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
+            each = "run" if workers == 1 else "worker"
+            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}; set how many it takes")
+        if fit < workers:
+            raise ValueError(f"a run takes {workers} workers, and the nodes have room for {fit}")
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -126,60 +141,56 @@ def connected_to_ray() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS")
-    _check_answers(address)
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What runs print is in their logs
-    options = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"RAY_ADDRESS={address}" if address else "Ray on this machine"
-        raise ValueError(f"{where} does not answer: {first_line(error)}") from error
+        if separator:  # no name such as `auto`. Ray itself would wait for two minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
+        # What runs print is in their logs
+        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"RAY_ADDRESS={address or 'auto'} does not answer: {first_line(error)}") from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _check_answers(address: str | None) -> None:
-    """Raises `ValueError` if nobody listens at the address; Ray itself would wait for a minute."""
-    host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not separator:  # none, `auto` or `local`
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"RAY_ADDRESS={address} does not answer: {error}") from error
+# What the driver prepares
 
 
-def default_cpus(workers: int, gpus: float) -> int:
-    """The CPUs of a run: as many as PyTorch takes in this process, for equal numbers; with workers or GPUs one for each."""
-    return torch.get_num_threads() if workers == 1 and not gpus else workers
+def share_data(recipe: Recipe, models: set[str], place: Storage, below: str) -> tuple[str, str | None]:
+    """Saves what all nodes read, once: tokenizer, tokenised data, and at an address also models that are files of this machine.
 
-
-def order_for_ray(name: str, content: dict[str, Any], folder, data, resources: Resources, **fields: Any) -> RunSpec:
-    """The order of a run on Ray, at the global batch size of its recipe.
+    The data of a stream are read by each node.
 
     Args:
-        name, content, folder, data, fields: as those of `RunSpec`; folders are absolute.
-        resources: the resources of the run.
+        recipe: names the data.
+        models: the models of the runs.
+        place: the folder of results.
+        below: the folder in it for what nodes read.
 
-    Raises:
-        ValueError: if the workers cannot share the batches.
+    Returns:
+        The name of the folder with all that, and the fingerprint of the documents.
     """
-    dataset = Path(content.get("dataset", ""))
-    return RunSpec(
-        name=name,
-        dataset=os.fspath(dataset.absolute()) if content.get("streaming") and dataset.exists() else None,
-        content=share_batch(content, resources.workers),
-        folder=str(folder),
-        data=str(data),
-        threads=resources.cpus // resources.workers,
-        pace=_PACE if isinstance(folder, Path) else _PACE_AT_ADDRESS,
-        patience=120.0,  # the processes of a lost run may live for a moment
-        **fields,
-    )
+    fingerprint = load_documents(recipe).fingerprint
+    sources = [Path(model) for model in sorted(models) if is_address(place.location) and Path(model).exists()]
+    parts = [fingerprint, *(getattr(recipe, name) for name in _DATA_FIELDS)]
+    parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]
+    name = f"{below}/{Hasher.hash(parts)}"
+    if f"{name}/{_TOKENIZER}" not in place.files(name):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, name)
+            _, blocks, _ = prepare_data(recipe, folder)
+            if not recipe.streaming:
+                save_blocks(blocks, fingerprint, folder)
+            for source in sources:
+                target = folder / _MODELS / Hasher.hash(str(source))
+                target.parent.mkdir(exist_ok=True)
+                (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+            place.send(Path(scratch), sorted(files_below(Path(scratch)), key=lambda file: file == f"{name}/{_TOKENIZER}"))
+    return name, fingerprint
 
 
 def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
@@ -188,124 +199,122 @@ def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
     Raises:
         ValueError: if neither is a multiple of that number.
     """
-    if workers == 1:
-        return content
     training = read_section(content.get("training"), "training")
     for name, default in (("gradient_accumulation_steps", 1), ("per_device_train_batch_size", 8)):
         if (value := training.get(name, default)) % workers == 0:
-            return {**content, "training": {**training, name: value // workers}}
+            return content if workers == 1 else {**content, "training": {**training, name: value // workers}}
     raise ValueError(
         f"{workers} workers cannot share the batches of this recipe: neither gradient_accumulation_steps nor "
         "per_device_train_batch_size is a multiple of their number"
     )
 
 
-class RayJobs:
-    """Makes runs, as many at once as the cluster has room for, and retries those that were lost.
+# On a node
 
-    At the end of a `with` block, it ends those that still run.
 
-    Args:
-        resources: the resources of each run.
-        max_retries: how often a run is retried at most.
-        progress: a bar over the steps of all runs; its present count is that of the runs that were finished before.
-        steps: the number of steps of each run.
-    """
+class _CheckpointSender(TrainerCallback):
+    """Keeps the checkpoints of a run in the folder of results as they are on this node."""
 
-    def __init__(self, resources: Resources, max_retries: int, progress: tqdm, steps: int):
-        self._resources, self._max_retries = resources, max_retries
-        self._progress, self._steps, self._finished = progress, steps, progress.n
-        self._waiting: list[RunSpec] = []
-        self._running: dict[ray.ObjectRef, RunSpec] = {}
-        self._losses: Counter[str] = Counter()
-        self.failures: list[str] = []
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        # `max_calls`: each run has a fresh process
-        task = ray.remote(max_calls=1, max_retries=0)(_make_run)
-        if resources.workers == 1:
-            self._task = task.options(num_cpus=resources.cpus, num_gpus=resources.gpus)
-        else:  # its workers take the resources
-            self._task = task.options(num_cpus=0)
+    def __init__(self, copy: WorkingCopy, folder: str):
+        self._copy, self._folder = copy, folder
 
-    def __enter__(self) -> "RayJobs":
-        return self
+    def on_save(self, args, state, control, **kwargs):
+        """Sends a checkpoint, of which each node has the files of its own processes; the first process has its state."""
+        for is_turn_of_first in (False, True):
+            if args.local_process_index == 0 and (args.process_index == 0) == is_turn_of_first:
+                self.send()
+            _wait_for_all()
 
-    def __exit__(self, *_) -> None:
-        for reference, order in self._running.items():
-            with suppress(Exception):
-                ray.cancel(reference, force=True)
-                progress_file(open_folder(order.folder)).unlink(missing_ok=True)  # it does not run any more
-        with suppress(RayError):
-            ray.kill(self._board)
+    def send(self) -> None:
+        """Sends what is new in the run folder, and deletes the checkpoints that this node has no more."""
+        self._copy.push(self._folder)
+        there = [name for name in self._copy.files(self._folder) if f"/{CHECKPOINT}" in name]
+        here = self._copy.folder / self._folder
+        self._copy.delete(name for name in there if not (here / Path(name).relative_to(self._folder).parts[0]).is_dir())
 
-    def submit(self, order: RunSpec) -> None:
-        """Makes a run as soon as there is room for it, after those that were submitted before."""
-        self._waiting.append(order)
-        self._begin_waiting()
 
-    def finished(self) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
-        """Yields each run with its metrics as it is finished, until none is left; meanwhile more may be submitted.
+def _wait_for_all() -> None:
+    """Waits for the processes that train together."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
-        A run that failed, or was lost too often, is not yielded: `failures` says why, in a line for each.
-        """
-        while self._running:
-            done, _ = ray.wait(list(self._running), num_returns=1, timeout=1.0)
-            for reference in done:
-                order = self._running.pop(reference)
-                self._board.remove.remote(order.name)
-                outcome = _outcome(reference)
-                if isinstance(outcome, _Failure):
-                    self._handle(order, outcome)
-                    self._begin_waiting()
-                else:
-                    self._finished += self._steps
-                    self._begin_waiting()
-                    yield order, outcome
-            self._show(is_printed=bool(done))
 
-    def _begin_waiting(self) -> None:
-        # Ray queues tasks by itself. Jobs of Ray Train would all take a process at once, so only one of them waits
-        most = len(self._waiting) if self._resources.workers == 1 else self._resources.capacity() + 1 - len(self._running)
-        begun, self._waiting = self._waiting[: max(0, most)], self._waiting[max(0, most) :]
-        for order in begun:
-            self._running[self._task.remote(order, self._resources, self._board)] = order
+def _make_run(job: dict[str, Any]) -> dict[str, Any]:
+    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
+    spec, name = job["spec"], job["spec"].folder
+    if job["version"] != modeling_nlq.__version__:
+        here = f"{socket.gethostname()} has version {modeling_nlq.__version__} of modeling-nlq"
+        raise RunFailed(f"failed: {here}, and the runs were started with {job['version']}: install the same one everywhere")
+    if not job["gpus"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
+    with suppress(OSError):
+        os.chdir(job["cwd"])  # on a file system that the nodes share, relative paths in a recipe lead to the same files
+    is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    scratch = Path(tempfile.gettempdir(), f"nlq-{job['id']}")  # the same on all nodes
+    copy = WorkingCopy(job["place"], scratch)
 
-    def _handle(self, order: RunSpec, failure: "_Failure") -> None:
-        log, reason = log_file(open_folder(order.folder)), failure.reason
-        if not failure.is_lost:
-            self.failures.append(f"run {order.name} {reason}; see {log}")
-        elif self._losses[order.name] >= self._max_retries:
-            times = f"{self._losses[order.name] + 1} times, " if self._max_retries else ""
-            self.failures.append(f"run {order.name} was lost {times}because {reason}; see {log}")
-        else:
-            self._losses[order.name] += 1
-            count = f"retry {self._losses[order.name]} of {self._max_retries}"
-            self._say(f"run {order.name} was lost because {reason}; it goes on from its last checkpoint ({count})")
-            self._waiting.append(order)
-            return
-        self._say(self.failures[-1])
+    def report(content: dict[str, Any]) -> None:
+        job["board"].write.remote(spec.name, content)
+        copy.push(f"{name}{LOG}")
+        copy.push(f"{name}{PROGRESS}")
 
-    def _say(self, text: str) -> None:
-        self._progress.write(text, file=sys.stderr)
+    try:
+        if is_first_here:
+            shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
+            scratch.mkdir(mode=0o700)
+            for wanted in (name, f"{name}{LOG}", *([spec.data] if is_address(copy.location) else [])):
+                copy.pull(wanted)
+        _wait_for_all()
+        data = scratch / spec.data if is_address(copy.location) else Path(copy.path, spec.data)
+        if not data.is_dir():
+            where = f"{data} is not on {socket.gethostname()}: --output_dir must be a folder that all nodes share"
+            raise RunFailed(f"failed: {where}, or an address such as s3://bucket/results")
+        model = data / _MODELS / Hasher.hash(spec.content["model"])
+        sender = _CheckpointSender(copy, name)
+        spec = replace(spec, folder=str(scratch / name), data=str(data), model=str(model) if model.exists() else None)
+        metrics = run_in_subprocess(spec, report, [sender])
+        if is_first_here:
+            sender.send()
+            copy.push(f"{name}{LOG}")
+            copy.push(f"{name}{PROGRESS}")  # which is deleted
+        _wait_for_all()
+        return metrics
+    finally:
+        if is_first_here:
+            shutil.rmtree(scratch, ignore_errors=True)
 
-    def _show(self, is_printed: bool) -> None:
-        try:
-            running = ray.get(self._board.read.remote())
-        except RayError:  # there is no bar without it, and all the same there are runs
-            running = {}
-        # The last word of a run may reach the board after the driver knows that it is finished
-        names = {order.name for order in self._running.values()}
-        running = {name: content for name, content in running.items() if name in names}
-        done = self._finished + sum(content["step"] for content in running.values())
-        self._progress.set_postfix_str(f"{len(_nodes())} nodes, {len(running)} runs at work", refresh=False)
-        self._progress.update(done - self._progress.n)
-        if is_printed:  # also into a log file, which the bar itself spares
-            self._progress.refresh()
+
+def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
+    """Makes a run by Ray Train, whose workers find each other as those of `torchrun` do."""
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    place = Storage(job["place"])
+    parent, _, name = f"{place.path}/{job['spec'].data}".rpartition("/")
+    workers, has_gpus = resources.workers_per_run, resources.gpus_per_run > 0
+    TorchTrainer(
+        _make_run,
+        train_loop_config=job,
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()),
+        run_config=RunConfig(
+            name=name,
+            storage_path=parent,
+            storage_filesystem=PyFileSystem(FSSpecHandler(place.system)),
+            failure_config=FailureConfig(max_failures=resources.max_retries),
+        ),
+    ).fit()
+    with tempfile.TemporaryDirectory() as scratch:
+        place.fetch([metrics := f"{job['spec'].folder}/{METRICS_FILE}"], Path(scratch))
+        return read_json(Path(scratch, metrics))
+
+
+# The driver
 
 
 class _Board:
-    """An actor that knows how far each run is: runs write, the driver reads."""
+    """An actor that knows how far each run is: runs write, the driver reads. Its name is that of the folder of results."""
 
     def __init__(self):
         self._progress: dict[str, dict[str, Any]] = {}
@@ -313,107 +322,107 @@ class _Board:
     def write(self, name: str, progress: dict[str, Any]) -> None:
         self._progress[name] = progress
 
-    def remove(self, name: str) -> None:
-        self._progress.pop(name, None)
-
     def read(self) -> dict[str, dict[str, Any]]:
         return self._progress
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Why a run was not finished, and whether it was lost: then another attempt may end well."""
+def make_runs(
+    place: Storage, resources: Resources, ready: Callable[[], list[RunSpec]], progress: tqdm, steps: int
+) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
+    """Makes runs, as many at once as the cluster has room for, and yields each with its metrics as it is finished.
 
-    reason: str
-    is_lost: bool
+    Args:
+        place: the folder of results.
+        resources: what each run takes.
+        ready: tells which runs can begin; those that began are passed over. Folders and data are names below `place`.
+        progress: a bar over the steps of all runs.
+        steps: the number of steps of each run.
 
-
-def _outcome(reference) -> dict[str, Any] | _Failure:
-    """The metrics of a finished run, or why it is not finished."""
+    Raises:
+        ChildProcessError: naming the runs that failed, or were lost too often; all others are finished.
+        FolderIsLocked: if another driver of the cluster makes runs in this folder.
+        ValueError: if the workers cannot share the batches.
+    """
+    workers = resources.workers_per_run
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    if workers > 1:  # they take the resources. `max_calls`: each run has a fresh process
+        task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
+    else:
+        options = {"num_cpus": resources.cpus_per_run, "num_gpus": resources.gpus_per_run, "max_retries": resources.max_retries}
+        task = ray.remote(max_calls=1, **options)(_make_run)
     try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        if isinstance(error.cause, RayError):
-            return _Failure(_reason(error.cause), is_lost=True)
-        # Not by the run itself, which returns its failure: the node lacks a package
-        return _Failure(f"failed: {one_line(error.cause)}", is_lost=False)
-    except RayError as error:
-        return _Failure(_reason(error), is_lost=True)
+        options = {"name": place.location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
+        board = ray.remote(_Board).options(**options).remote()
+    except ValueError:
+        raise FolderIsLocked(f"{place.location} is in use by another driver of this cluster; wait for its end") from None
+    common = {"place": place.location, "board": board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
+    common["version"] = modeling_nlq.__version__
+    waiting, running, names, failures, done = [], {}, set(), [], progress.n
+
+    def begin() -> None:
+        for spec in ready():
+            if spec.name not in names:
+                names.add(spec.name)
+                pace = _PACE_AT_ADDRESS if is_address(place.location) else _PACE
+                content, threads = share_batch(spec.content, workers), resources.cpus_per_run // workers
+                waiting.append(replace(spec, content=content, threads=threads, pace=pace))
+        # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
+        room = resources.workers_that_fit() // workers + 1 - len(running) if workers > 1 else len(waiting)
+        while waiting and room > 0:
+            spec, room = waiting.pop(0), room - 1
+            job = {**common, "spec": spec, "id": uuid.uuid4().hex}
+            running[task.remote(job, *([resources] if workers > 1 else []))] = spec
+
+    try:
+        begin()
+        while running:
+            ended, _ = ray.wait(list(running), timeout=1.0)
+            for reference in ended:
+                spec = running.pop(reference)
+                try:
+                    metrics = ray.get(reference)
+                except RayError as error:
+                    failures.append(f"run {spec.name} {_reason(error)}; see {place.location}/{spec.folder}{LOG}")
+                    progress.write(failures[-1], file=sys.stderr)
+                else:
+                    done += steps
+                    yield spec, metrics
+                begin()
+            reports = _reports(board, {spec.name for spec in running.values()})
+            progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
+            progress.update(done + sum(report["step"] for report in reports.values()) - progress.n)
+            if ended:  # also into a log file, which the bar itself spares
+                progress.refresh()
+    finally:
+        for reference, spec in running.items():
+            with suppress(Exception):
+                ray.cancel(reference, force=True)
+                place.delete([f"{spec.folder}{PROGRESS}"])  # it does not run any more
+        with suppress(RayError):
+            ray.kill(board)
+    if failures:
+        count = f"{len(failures)} runs failed: " if len(failures) > 1 else ""
+        raise ChildProcessError(f"{count}{'; '.join(failures)}")
+
+
+def _reports(board, names: set[str]) -> dict[str, dict[str, Any]]:
+    """The last reports of runs at work; none if Ray does not answer, and all the same there are runs."""
+    try:
+        return {name: report for name, report in ray.get(board.read.remote()).items() if name in names}
+    except RayError:
+        return {}
 
 
 def _reason(error: Exception) -> str:
-    """Why a process was lost, in a few words: the messages of Ray have paragraphs."""
-    text = str(error)
-    if isinstance(error, OutOfMemoryError) or "out of memory" in text or "memory pressure" in text:
-        return "its node ran out of memory"
-    if isinstance(error, NodeDiedError) or ("node" in text.casefold() and "died" in text.casefold()):
-        return "its node died"
-    if isinstance(error, WorkerCrashedError | RayActorError) or "health check" in text:
-        return "its process or its node died"
-    return f"Ray says: {first_line(error)}"
-
-
-def _make_run(order: RunSpec, resources: Resources, board) -> dict[str, Any] | _Failure:
-    """The task of a run; returns what `_outcome` does."""
-    if resources.workers > 1:
-        return _train_with_workers(order, resources, board)
-    try:
-        return _train_here(order, resources.gpus, board)
-    except (RunFailed, FolderIsLocked) as error:
-        return _failure(error)
-
-
-def _train_here(order: RunSpec, gpus: float, board) -> dict[str, Any]:
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
-    return run_in_subprocess(order, lambda progress: board.write.remote(order.name, progress))
-
-
-def _failure(error: RunFailed | FolderIsLocked) -> _Failure:
-    if isinstance(error, FolderIsLocked):
-        return _Failure(str(error), is_lost=True)
-    return _Failure(str(error), is_lost=False)
-
-
-def _train_with_workers(order: RunSpec, resources: Resources, board) -> dict[str, Any] | _Failure:
-    """Makes a run as a job of Ray Train, whose workers find each other as those of `torchrun` do."""
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
-
-    note = scratch_folder(f"ray-train-{uuid.uuid4().hex}")
-    trainer = TorchTrainer(
-        _work,
-        train_loop_config={"order": order, "gpus": resources.gpus, "board": board},
-        scaling_config=ScalingConfig(
-            num_workers=resources.workers, use_gpu=resources.gpus > 0, resources_per_worker=resources.of_a_worker()
-        ),
-        # Checkpoints lie in the run folder. Ray Train keeps nothing here but a note
-        run_config=RunConfig(name=note.name, storage_path=os.fspath(note.parent)),
-    )
-    try:
-        trainer.fit()
-    except WorkerGroupError as error:
-        return _first_failure(error.worker_failures)
-    except TrainingFailedError as error:
-        return _Failure(f"failed: {one_line(error)}", is_lost=False)
-    finally:
-        shutil.rmtree(note, ignore_errors=True)
-    return read_json(open_folder(order.folder) / METRICS_FILE)
-
-
-def _first_failure(failures: dict[int, Exception]) -> _Failure:
-    """The failure that caused the others: if a worker dies, those that wait for it fail too."""
-    errors = list(failures.values())
-    # A run that fails raises nothing else; the rest is Ray's
-    if lost := [error for error in errors if not isinstance(error, RunFailed | FolderIsLocked)]:
-        return _Failure(_reason(lost[0]), is_lost=True)
-    if own := [error for error in errors if not any(text in str(error) for text in _LOST_CONNECTION)]:
-        return _failure(own[0])
-    return _Failure("a worker lost the others", is_lost=True)
-
-
-def _work(config: dict[str, Any]) -> None:
-    """What each worker of Ray Train does."""
-    _train_here(config["order"], config["gpus"], config["board"])
+    """Why a run is not finished, in a line: the messages of Ray have paragraphs."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
+    # If a worker dies, those that wait for it fail too
+    cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
+    if isinstance(cause, RunFailed):
+        return str(cause)
+    if not isinstance(cause, RayError):
+        return f"failed: {one_line(cause)}"
+    if "out of memory" in str(cause) or "memory pressure" in str(cause):
+        return "was lost: its node ran out of memory"
+    return f"was lost: {'its process or its node died' if 'died' in str(cause) else first_line(cause)}"

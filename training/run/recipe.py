@@ -24,7 +24,7 @@ from ...configuration import find
 from ..files import check_keys, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
 from ..parameters import freeze_all_but, shapes_of
-from ..storage import is_address, open_folder
+from ..storage import normalized
 from ..text import check_name, check_number
 from .lora import add_lora, make_lora_config
 from .parametrization import check_completep
@@ -328,8 +328,7 @@ def resolve_recipe(
     if content.get("parts"):
         content["parts"] = read_parts(content["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
-    if not is_address(training["output_dir"]):
-        training["output_dir"] = str(open_folder(training["output_dir"]))
+    training["output_dir"] = normalized(training["output_dir"])
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -20,17 +20,14 @@ from ..files import (
     METRICS_FILE,
     RECIPE_FILE,
     differences,
+    inside,
     is_nonempty,
     read_json,
     read_yaml,
     write_text,
     write_yaml,
 )
-from ..storage import inside
 
-
-if TYPE_CHECKING:
-    from upath import UPath
 
 # Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
 CLAIM_PATIENCE = 10.0
@@ -51,16 +48,16 @@ class RunFolder:
     """The folder of a run, of a comparison or of a conversion.
 
     Attributes:
-        path: the folder, or its address.
+        path: the folder.
         plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other folder.
     """
 
-    path: "Path | UPath"
+    path: Path
     plan: str | None = RECIPE_FILE
 
     @contextmanager
     def held(self, patience: float = 0.0) -> Iterator[None]:
-        """Lets no other process hold the folder as long as a `with` block lasts. Addresses have no locks (see `driver_lock`).
+        """Lets no other process hold the folder as long as a `with` block lasts.
 
         The operating system frees the lock of a process that died. The lock's file stays, because a process that removed it
         could take it from one that has just opened it; only a new folder in which nothing was written is removed.
@@ -73,9 +70,6 @@ class RunFolder:
             ValueError: if it holds something else (see `made_from`), or its lock is a link that leads out of it, whose target
                 some versions of filelock would empty; then nothing is written there.
         """
-        if not isinstance(self.path, Path):
-            yield
-            return
         if self.plan is not None:
             self.made_from()
         lock = FileLock(inside(self.path, self.path / LOCK_FILE))
@@ -170,14 +164,6 @@ class RunFolder:
     def refuse(self, changes: str) -> NoReturn:
         """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir")
-
-    def clear(self) -> None:
-        """Removes all that the folder holds, but for its lock."""
-        for path in self.path.glob("*"):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name not in (LOCK_FILE, HOLDER_FILE):
-                path.unlink(missing_ok=True)
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import numpy as np
 
 from ..comparison.outcome import from_json
 from ..comparison.plan import Comparison
-from ..comparison.run import Engine, is_main_process, report_folder, run_comparison
+from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
 from ..comparison.status import CONFIRMATION, SCREENING
 from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..scrub import without_folders
+from ..storage import publish
 from .design import runs_one_at_a_time
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
@@ -32,8 +33,8 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
         screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
     )
     if is_main_process():
-        with report_folder(folder) as target:
-            write_report(from_json(ScreeningOutcome, results), target)
+        write_report(from_json(ScreeningOutcome, results), folder)
+        publish(folder)
     return results
 
 

@@ -54,6 +54,7 @@ from ..files import (
     WEIGHTS,
     code_files,
     files_in,
+    inside,
     model_files,
     read_json,
     read_yaml,
@@ -61,7 +62,6 @@ from ..files import (
 from ..parameters import check_parameters, size_of
 from ..run.recipe import without_private
 from ..scrub import check_for_traces, without_folders
-from ..storage import inside
 from ..text import first_line, one_line
 from .adapter import whole_modules, write_adapter
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,7 +16,8 @@ import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from support.runs import has_loaded, press_control_c, without_times
+from support.paths import REPOSITORY
+from support.runs import without_times
 
 from modeling_nlq.configuration import find
 from modeling_nlq.training.comparison.reading import load_comparison
@@ -27,25 +27,34 @@ from modeling_nlq.training.run.run_folder import RunFolder
 from nlq import main
 
 
-REPOSITORY = Path(__file__).parents[3]
+LAST = "runs/squared/rate-0.01-seed-1"
 
 
-def run_files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in (folder / "runs").rglob("*") if path.name != LOCK_FILE}
+def files_of(folder: Path, pattern: str = "runs/**/*") -> dict[Path, int]:
+    """The files of runs, with their times."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob(pattern) if path.name != LOCK_FILE}
 
 
-class TestFinished:
-    def test_finished_runs_are_not_repeated(self, finished):
-        folder, results, file = finished
-        before = run_files(folder)
-        assert run_comparison(load_comparison(file), folder) == results
-        assert run_files(folder) == before
+def metrics_of(folder: Path) -> dict[Path, int]:
+    return files_of(folder, "runs/*/*/metrics.json")
+
+
+def refused(capsys, *command: str) -> str:
+    """The error, in one line, of a command that fails."""
+    capsys.readouterr()
+    assert main([*command]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("nlq: error: ") and "Traceback" not in error
+    return error
 
 
 class TestCommand:
     def test_command_ends_with_table_verdicts_and_report(self, finished, capsys):
+        """Finished runs are not repeated."""
         folder, results, file = finished
+        before = files_of(folder)
         assert main(["compare", file, "--output_dir", str(folder)]) == 0
+        assert files_of(folder) == before
         out = capsys.readouterr().out
         for name, effect in results["statistics"]["effects"].items():
             assert re.search(rf"^{re.escape(name)} .*{effect['verdict']}$", out, flags=re.MULTILINE)
@@ -60,12 +69,8 @@ class TestCommand:
         assert str(Path(file).parent) not in page + table + json.dumps(results)
 
         # The best of the models that finished all runs beside the baseline
-        means = {
-            name: sum(run["test_loss"] for run in model["runs"]) / 3
-            for name, model in results["models"].items()
-            if all(run["test_loss"] is not None for run in model["runs"])
-        }
-        best = min(means, key=means.get)
+        losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results["models"].items()}
+        best = min((name for name, found in losses.items() if None not in found), key=lambda name: sum(losses[name]))
         explored = (folder / "explore.html").read_text()
         assert f"<title>Attention of {' and '.join(dict.fromkeys(('base', best)))}</title>" in explored
         assert "One run of each model: base of seed 0" in explored
@@ -93,23 +98,14 @@ def copy_without_last(two_models, tmp_path) -> tuple[Path, Path]:
     """A copy of that comparison in which one run is missing, and where that run was moved to."""
     folder, moved = tmp_path / "results", tmp_path / "moved"
     shutil.copytree(two_models[2], folder)
-    next(folder.glob("runs/squared/*seed-1")).rename(moved)
+    (folder / LAST).rename(moved)
     return folder, moved
 
 
-def metrics_files(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}
-
-
-@contextlib.contextmanager
-def small_files():
-    """A disk that is full looks like this limit on the size of the files that runs write."""
+def run_server() -> psutil.Process:
+    """The process of this one's children from which runs are forked."""
     alive = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-    server = next(child for child in alive if "forkserver" in " ".join(child.cmdline()))
-    before = server.rlimit(psutil.RLIMIT_FSIZE)
-    server.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
-    yield
-    server.rlimit(psutil.RLIMIT_FSIZE, before)
+    return next(child for child in alive if "forkserver" in " ".join(child.cmdline()))
 
 
 class TestInterruption:
@@ -118,27 +114,21 @@ class TestInterruption:
         file, expected, _ = two_models
         folder = tmp_path / "results"
         command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(folder)]
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            # A run is finished and another has begun; then any moment will do
-            end = time.monotonic() + 400
-            while len(list(folder.glob("runs/*/*/recipe.yaml"))) < 2:
-                assert process.poll() is None, process.stderr.read().decode()
-                assert time.monotonic() < end, "waited in vain"
-                time.sleep(0.05)
-            time.sleep(random.Random(os.getpid()).uniform(0.0, 1.0))
-        finally:
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            process.wait()
-        finished = metrics_files(folder)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list(folder.glob("runs/*/*/recipe.yaml"))) < 2:  # a run is finished and another has begun
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(os.getpid() % 10 / 10)  # any moment will do
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        finished = metrics_of(folder)
         # Not in a new process: the run that was being made is still locked for a step
-        results = run_comparison(load_comparison(file), folder)
-        assert without_times(results) == without_times(expected)
-        assert len(finished) < 4 and finished.items() <= metrics_files(folder).items()
+        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+        assert len(finished) < 4 and finished.items() <= metrics_of(folder).items()
         assert len(children) > 1 and not psutil.wait_procs(children, timeout=100)[1], "a run outlived its comparison"
 
-    def test_interrupted_by_hand(self, make_file, tmp_path, capsys, monkeypatch):
+    def test_interrupted_by_hand(self, make_file, tmp_path, capsys):
         training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
         folder = tmp_path / "results"
 
@@ -159,41 +149,25 @@ class TestInterruption:
         with RunFolder(next(folder.glob("runs/base/*/"))).held():
             pass  # the run has ended
 
-    @pytest.mark.slow
-    def test_interrupted_while_the_server_of_runs_starts(self, make_file, tmp_path):
-        """It imports everything first, for seconds."""
-
-        def server_imports(process: psutil.Process) -> bool:
-            alive = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
-            servers = [child for child in alive if "forkserver" in " ".join(child.cmdline())]
-            return any(has_loaded("libtorch", server) for server in servers)
-
-        status, errors = press_control_c(["compare", make_file(), "--output_dir", str(tmp_path / "results")], server_imports)
-        assert status == 130
-        assert errors.splitlines()[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
-        assert "Traceback" not in errors
-        assert [line for line in errors.splitlines() if line.startswith("comparison: ")]
-
     def test_run_that_another_process_makes(self, two_models, copy_without_last):
         file, expected, _ = two_models
         folder, moved = copy_without_last
-        path, is_held = folder / "runs" / "squared" / "rate-0.01-seed-1", threading.Event()
+        is_held = threading.Event()
 
         def make():
-            with RunFolder(path).held():
+            with RunFolder(folder / LAST).held():
                 is_held.set()
                 time.sleep(3.0)
                 (moved / LOCK_FILE).unlink()
                 for file in sorted(moved.iterdir(), key=lambda file: file.name == METRICS_FILE):
-                    file.rename(path / file.name)
+                    file.rename(folder / LAST / file.name)
 
         threading.Thread(target=make).start()
         is_held.wait()
-        before = metrics_files(folder)
+        before = metrics_of(folder)
         assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
-        assert before.items() <= metrics_files(folder).items()
-        log = folder / "runs" / "squared" / "rate-0.01-seed-1.log"
-        assert log.read_text().count("train_runtime") == 1, "it was made once more"
+        assert before.items() <= metrics_of(folder).items()
+        assert (folder / f"{LAST}.log").read_text().count("train_runtime") == 1, "it was made once more"
 
     @pytest.mark.slow
     def test_processes_share_the_runs(self, two_models, tmp_path):
@@ -205,61 +179,74 @@ class TestInterruption:
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
-        for log in folder.glob("runs/*/*.log"):
-            assert log.read_text().count("train_runtime") == 1, log
+        assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
 
     def test_file_that_cannot_be_written(self, two_models, copy_without_last, capsys):
         """Finished runs are kept, and the comparison goes on later."""
         file, expected, _ = two_models
         folder, _ = copy_without_last
-        kept = metrics_files(folder)
-        with small_files():
-            assert main(["compare", file, "--output_dir", str(folder)]) == 1
-        message = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ") and "Traceback" not in message
-        assert kept.items() <= metrics_files(folder).items()
+        kept, server = metrics_of(folder), run_server()
+        before = server.rlimit(psutil.RLIMIT_FSIZE)
+        with contextlib.ExitStack() as stack:
+            # A disk that is full looks like this limit on the size of the files that runs write
+            server.rlimit(psutil.RLIMIT_FSIZE, (60_000, before[1]))
+            stack.callback(server.rlimit, psutil.RLIMIT_FSIZE, before)
+            error = refused(capsys, "compare", file, "--output_dir", str(folder))
+        assert error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ")
+        assert kept.items() <= metrics_of(folder).items()
         assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
 
 
 class TestFolder:
-    def test_dataset_that_changed(self, finished, tmp_path, capsys):
+    def test_what_a_comparison_was_begun_with_has_changed(self, finished, tmp_path, capsys):
+        """The text, and the model: its file has the same name, and another activation inside."""
         folder = tmp_path / "results"
         shutil.copytree(finished[0], folder)
-        fingerprint = (folder / "dataset_fingerprint.txt").read_text().strip()
-        assert fingerprint == finished[1]["dataset_fingerprint"]
-        (folder / "dataset_fingerprint.txt").write_text("another\n")  # as if the text had been another one then
-        before = run_files(folder)
-        assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
-        assert f"the dataset has changed since {folder} was begun (fingerprint another then, {fingerprint} now)" in (
-            capsys.readouterr().err
-        )
-        assert run_files(folder) == before
+        fingerprint, models = folder / "dataset_fingerprint.txt", folder / "models.json"
+        text = fingerprint.read_text()
+        assert text.strip() == finished[1]["dataset_fingerprint"]
+        before = files_of(folder)
+        for file, content, message in (
+            (fingerprint, "another\n", f"the dataset has changed since {folder} was begun (fingerprint another then, "),
+            (
+                models,
+                models.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"'),
+                f"model 'base' has changed since {folder} was begun (hidden_act: 'silu' there, 'gelu' now); put the old",
+            ),
+        ):
+            file.write_text(content)
+            assert message in refused(capsys, "compare", finished[2], "--output_dir", str(folder))
+            fingerprint.write_text(text)
+        assert files_of(folder) == before
 
-    def test_folder_of_another_comparison(self, finished, make_file, capsys):
+    def test_folder_of_another_comparison(self, finished, make_file, tmp_path, capsys):
         folder, _, file = finished
-        before = run_files(folder)
-        assert main(["compare", file, "--output_dir", str(folder), "--weight_decay", "0.3"]) == 1
-        assert "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)" in capsys.readouterr().err
-        assert main(["compare", make_file(), "--output_dir", str(folder)]) == 1
-        assert "seeds: [0, 1, 2] there, [0, 1] now" in capsys.readouterr().err
-        another = read_yaml(Path(file))
-        another["models"]["third"] = None
-        Path(file).with_name("another.yaml").write_text(yaml.safe_dump({**another, "name": "comparison"}))
-        assert main(["compare", str(Path(file).with_name("another.yaml")), "--output_dir", str(folder)]) == 1
-        assert "models.third: None there, {} now" in capsys.readouterr().err
-        assert run_files(folder) == before
+        before, given = files_of(folder), read_yaml(Path(file))
+        another = tmp_path / "another.yaml"
+        another.write_text(yaml.safe_dump({**given, "models": {**given["models"], "third": None}, "name": "comparison"}))
+        for arguments, message in (
+            ((file, "--weight_decay", "0.3"), "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)"),
+            ((make_file(),), "seeds: [0, 1, 2] there, [0, 1] now"),
+            ((str(another),), "models.third: None there, {} now"),
+        ):
+            assert message in refused(capsys, "compare", *arguments, "--output_dir", str(folder))
+        assert files_of(folder) == before
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "thesis.tex").write_text("all I have")
+        assert "holds no comparison" in refused(capsys, "compare", file, "--output_dir", str(tmp_path / "thesis"))
+        assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["thesis.tex"]
 
     def test_added_seeds(self, finished, tmp_path, capsys):
         """The finished runs stay, those of the new seed are made, and every report says that it was added."""
         folder, file = tmp_path / "results", tmp_path / "comparison.yaml"
         shutil.copytree(finished[0], folder)
-        before, given = run_files(folder), read_yaml(Path(finished[2]))
+        before, given = files_of(folder), read_yaml(Path(finished[2]))
         file.write_text(yaml.safe_dump({**given, "seeds": [0, 7, 1, 2]}))
         assert main(["compare", str(file), "--output_dir", str(folder)]) == 0
         said = "Seed 7 was added after a finished report. If its outcome was the reason, p is too small."
         for text in (capsys.readouterr().out, (folder / "report.html").read_text(), (folder / "results.md").read_text()):
             assert said in " ".join(text.split())
-        after = run_files(folder)
+        after = files_of(folder)
         assert all(after[path] == changed for path, changed in before.items() if path.is_file())
         new = {path.parent.relative_to(folder / "runs") for path in after.keys() - before.keys() if path.name == "metrics.json"}
         assert {path.parts[0] for path in new} == set(given["models"])
@@ -267,29 +254,11 @@ class TestFolder:
         results = json.loads((folder / "results.json").read_text())
         assert results["statistics"]["effects"]["twin"]["pairs"] == 4 and results["added_seeds"] == [7]
         assert run_comparison(load_comparison(folder / "comparison.yaml"), folder) == results
-        capsys.readouterr()
-        for changed, message in (
-            ({}, "seeds: [0, 7, 1, 2] there, [0, 1, 2] now"),
-            ({"seeds": [0, 1, 2, 8]}, "seeds: [0, 7, 1, 2] there, [0, 1, 2, 8] now"),
-            ({"seeds": [7, 0, 1, 2]}, "seeds: [0, 7, 1, 2] there, [7, 0, 1, 2] now"),
-        ):
-            file.write_text(yaml.safe_dump({**given, **changed}))
-            assert main(["compare", str(file), "--output_dir", str(folder)]) == 1
-            error = capsys.readouterr().err
-            assert "holds another comparison (" in error and message in error and error.count("\n") == 1
-        assert run_files(folder) == after and read_yaml(folder / "comparison.yaml")["seeds"] == [0, 7, 1, 2]
-
-    def test_model_that_changed(self, finished, tmp_path, capsys):
-        """Its file has the same name, and another activation inside."""
-        folder = tmp_path / "results"
-        shutil.copytree(finished[0], folder)
-        file = folder / "models.json"
-        file.write_text(file.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"'))
-        before = run_files(folder)
-        assert main(["compare", finished[2], "--output_dir", str(folder)]) == 1
-        changes = "hidden_act: 'silu' there, 'gelu' now"
-        assert f"model 'base' has changed since {folder} was begun ({changes}); put the old" in capsys.readouterr().err
-        assert run_files(folder) == before
+        for seeds in ([0, 1, 2], [0, 1, 2, 8], [7, 0, 1, 2]):
+            file.write_text(yaml.safe_dump({**given, "seeds": seeds}))
+            error = refused(capsys, "compare", str(file), "--output_dir", str(folder))
+            assert "holds another comparison (" in error and f"seeds: [0, 7, 1, 2] there, {seeds} now" in error
+        assert files_of(folder) == after and read_yaml(folder / "comparison.yaml")["seeds"] == [0, 7, 1, 2]
 
     def test_saved_weights_that_changed(self, make_file, run, recipe_file, tmp_path):
         """With the same configuration, at one scale of a ladder."""
@@ -303,9 +272,3 @@ class TestFolder:
         save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights)
         with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\); put"):
             check_same_models(tmp_path / "models.json", scales)
-
-    def test_foreign_folder(self, make_file, tmp_path, capsys):
-        (tmp_path / "thesis.tex").write_text("all I have")
-        assert main(["compare", make_file(), "--output_dir", str(tmp_path)]) == 1
-        assert "holds no comparison" in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

@@ -1,35 +1,148 @@
-"""The engine `ray`, where Ray is installed; `make test-ray` tests it on several nodes, and what is lost there."""
+"""The engine `ray` on a stand-in for Ray; `make test-ray` tests it on several nodes, and what is lost there."""
 
 import json
+import math
+import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from support.paths import REPOSITORY
-from support.runs import without_times
+from support.fake_ray import FakeError, FakeRay
+from support.runs import logged_losses, without_times
+
+from modeling_nlq.training import compare, train
+from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.files import files_below, read_json
+from modeling_nlq.training.run import ray_jobs, unattended
+from modeling_nlq.training.run.ray_jobs import share_batch
+from modeling_nlq.training.storage import Storage, fetch, open_folder
 
 
-pytest.importorskip("ray")
-# A network of loopback alone, where the system allows one: Ray's nodes listen to the machine's own address
-ALONE = ["unshare", "--net", "--map-root-user", "bash", "-c", 'ip link set lo up && exec "$@"', "--"]
+RUN = "runs/twin/rate-0.01-seed-2"
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[str]:
-    is_possible = shutil.which("unshare") and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
-    return ALONE if is_possible else []
+@pytest.fixture
+def cluster(monkeypatch) -> FakeRay:
+    return FakeRay().install(monkeypatch)
 
 
-def test_last_run_of_a_comparison(finished, alone, tmp_path):
-    """A cluster of one node is started, goes on with what the local engine has finished, and is stopped."""
-    folder, expected, file = finished
-    shutil.copytree(folder, tmp_path / "results")
-    shutil.rmtree(tmp_path / "results" / "runs" / "twin" / "rate-0.01-seed-2")
-    command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(tmp_path / "results")]
-    command = [*alone, *command, "--engine", "ray", "--cpus-per-run", "1"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert without_times(json.loads((tmp_path / "results" / "results.json").read_text())) == without_times(expected)
-    logs = [log.read_text().count("train_runtime") for log in (tmp_path / "results").glob("runs/*/*.log")]
-    assert sorted(set(logs)) == [1, 2] and logs.count(2) == 1
+@pytest.fixture
+def without_one(finished, tmp_path):
+    """A copy of the finished comparison in which one run is missing: folder, results, comparison."""
+    shutil.copytree(finished[0], tmp_path / "results")
+    shutil.rmtree(tmp_path / "results" / RUN)
+    return tmp_path / "results", finished[1], load_comparison(finished[2])
+
+
+def lose_node(monkeypatch, times: int) -> None:
+    """The node dies after the second checkpoint of an attempt, so many times."""
+    send, count = ray_jobs._CheckpointSender.on_save, iter(range(2 * times))
+
+    def on_save(self, *arguments, **kwargs):
+        send(self, *arguments, **kwargs)
+        if next(count, 0) % 2 == 1:
+            raise FakeError("The node died.\nIts raylet ...")
+
+    monkeypatch.setattr(ray_jobs._CheckpointSender, "on_save", on_save)
+
+
+class TestComparison:
+    @pytest.mark.parametrize("at_address", [False, True])
+    def test_last_run(self, cluster, without_one, request, at_address):
+        """What either engine has finished is kept, and the numbers are the same, in a folder and at an address."""
+        folder, expected, comparison = without_one
+        there = Storage(f"memory://{request.node.name}" if at_address else str(folder))
+        if at_address:
+            there.send(folder, files_below(folder))
+            folder = open_folder(there.location)
+        assert without_times(run_comparison(comparison, folder, RayEngine(cpus_per_run=1))) == without_times(expected)
+        assert len(cluster.tasks) == 1 and cluster.tasks[0]["max_retries"] == 3 and cluster.tasks[0]["num_cpus"] == 1
+        files = there.files()
+        assert {f"{RUN}/metrics.json", f"{RUN}/model.safetensors", f"{RUN}.log", "results.json"} <= set(files)
+        assert not [name for name in files if re.search(r"checkpoint-|progress|\.driver", name)]
+        assert any(re.fullmatch(r"\.data/\w+/blocks.json", name) for name in files)
+        assert any(name.startswith(".data/") and "/models/" in name for name in files) == at_address
+        assert read_json(folder / "results.json")["models"]["twin"]["runs"][2]["test_loss"] is not None
+
+    def test_runs_that_fail(self, cluster, make_file, tmp_path, monkeypatch):
+        """They are not retried, and all others are finished."""
+
+        def train_recipe(resolved, *arguments):
+            if "base" not in resolved.training_arguments.output_dir:
+                raise TypeError("no\nsuch argument")
+            return train(resolved, *arguments)
+
+        train = unattended.train_recipe
+        monkeypatch.setattr(unattended, "train_recipe", train_recipe)
+        models = {"base": None, "first": None, "second": None}
+        file, place = make_file(models=models, seeds=[0], training={"max_steps": 2, "report_to": "none"}), tmp_path / "results"
+        with pytest.raises(ChildProcessError) as caught:
+            compare(file, place, engine="ray", cpus_per_run=1)
+        error = rf"run \w+/rate-0.01-seed-0 failed: TypeError: no such argument; see {place}/runs/\w+/rate-0.01-seed-0.log"
+        assert re.fullmatch(f"2 runs failed: {error}; {error}", str(caught.value)) and len(cluster.tasks) == 3
+        assert [path.parts[-3] for path in place.glob("runs/*/*/metrics.json")] == ["base"]
+        assert read_json(place / "runs" / "first" / "rate-0.01-seed-0.progress.json")["state"] == "failed"
+
+    def test_second_driver(self, cluster, without_one):
+        folder, _, comparison = without_one
+        cluster.taken.add(str(folder))
+        with pytest.raises(ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"):
+            run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
+        engine = RayEngine(cpus_per_run=1)
+        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by process"), engine.alone_in(folder):
+            pass
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"gpus_per_run": 1}, r"a run takes 1 CPUs and 1 GPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
+            ({"workers_per_run": 4}, "a run takes 4 workers, and the nodes have room for 2"),
+            ({"workers_per_run": 2, "cpus_per_run": 3}, "3 CPUs of a run must be a multiple of its 2 workers"),
+            ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
+            ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
+            ({"gpus_per_run": 0.5, "workers_per_run": 2}, "0.5 GPUs of a run must be"),
+            ({"gpus_per_run": math.nan}, "gpus_per_run=nan must be at least 0"),
+            ({"workers_per_run": 0}, "workers_per_run=0 must be at least 1"),
+            ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
+        ],
+    )
+    def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):
+        with pytest.raises(ValueError, match=message):
+            compare(make_file(), tmp_path / "results", engine="ray", **options)
+        assert not (tmp_path / "results").exists()
+
+    def test_batches_of_workers(self):
+        for training, workers, expected in (
+            ({}, 4, {"per_device_train_batch_size": 2}),
+            ({"gradient_accumulation_steps": 4}, 2, {"gradient_accumulation_steps": 2}),
+            ({"per_device_train_batch_size": 3}, 1, {"per_device_train_batch_size": 3}),
+        ):
+            assert share_batch({"training": training, "model": "m"}, workers) == {"training": expected, "model": "m"}
+
+
+class TestTraining:
+    @pytest.mark.parametrize("at_address", [False, True])
+    def test_node_that_is_lost(self, cluster, recipe_file, run, request, tmp_path, monkeypatch, at_address):
+        """The run goes on from its last checkpoint, and ends with the numbers of one that was not interrupted."""
+        lose_node(monkeypatch, times=2)
+        place = f"memory://{request.node.name}/run" if at_address else str(tmp_path / "run")
+        metrics = train(recipe_file, output_dir=place, engine="ray", cpus_per_worker=1)
+        folder = fetch(open_folder(place))
+        assert metrics["token_stream"] == run[1]["token_stream"] and metrics["eval_loss"] == run[1]["eval_loss"]
+        assert logged_losses(folder) == logged_losses(run[0])
+        names = {path.name for path in run[0].iterdir() if path.name not in ("runs", ".lock")}
+        assert {path.name for path in folder.iterdir()} >= names and (folder / "explore.html").is_file()
+        assert json.loads((folder / "metrics.json").read_text()) == metrics
+        assert train(recipe_file, output_dir=place, engine="ray", cpus_per_worker=1) == metrics
+
+    def test_node_that_is_lost_too_often(self, cluster, recipe_file, tmp_path, monkeypatch):
+        lose_node(monkeypatch, times=2)
+        with pytest.raises(ChildProcessError) as caught:
+            train(recipe_file, output_dir=tmp_path / "run", engine="ray", max_retries=1)
+        assert str(caught.value) == f"run run was lost: its process or its node died; see {tmp_path}/run.log"
+        assert not (tmp_path / "run" / "metrics.json").exists()
+
+    def test_checkpoint_that_is_named(self, cluster, recipe_file, tmp_path):
+        with pytest.raises(ValueError, match="the engine 'ray' goes on from the run's own checkpoints"):
+            train(recipe_file, output_dir=tmp_path / "run", engine="ray", resume_from_checkpoint="x")

@@ -1,5 +1,6 @@
 """Several processes: data parallel and FSDP2 runs train as one process does, and go on with another number of processes."""
 
+import functools
 import json
 import os
 import shutil
@@ -66,76 +67,68 @@ def check_same_run(folder: Path, run: tuple[Path, dict], processes: int) -> None
         assert weights[name] == pytest.approx(weight, abs=2e-3), name
 
 
-@pytest.fixture(scope="module", params=[SHARDED, FULL])
-def sharded_run(request, recipe_file, tmp_path_factory) -> tuple[Path, str]:
-    """A run of two processes under FSDP2, and how it stores weights."""
-    folder = tmp_path_factory.mktemp("fsdp") / "run"
-    done = launch(recipe_file, folder, 2, request.param)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, request.param
+@pytest.fixture(scope="module")
+def finished(recipe_file, tmp_path_factory):
+    """A function from a number of processes and how they store weights to the folder of a finished run."""
 
-
-@pytest.mark.slow
-class TestFSDP2:
-    def test_trains_as_one_process(self, run, sharded_run):
-        folder, state_dict_type = sharded_run
-        check_same_run(folder, run, processes=2)
-        checkpoint = folder / "checkpoint-4"
-        assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
-        assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
-
-    @pytest.mark.parametrize("processes, step", [(1, 4), (2, 4), (2, 8)])
-    def test_goes_on_with(self, processes, step, run, sharded_run, recipe_file, tmp_path):
-        """With as many processes as before or fewer, also after the last step."""
-        finished, state_dict_type = sharded_run
-        folder = tmp_path / "run"
-        cut(finished, folder, step)
+    @functools.cache
+    def make(processes: int, state_dict_type: str | None) -> Path:
+        folder = tmp_path_factory.mktemp("finished") / "run"
         done = launch(recipe_file, folder, processes, state_dict_type)
-        assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
-        check_same_run(folder, run, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return folder
 
-    def test_one_process_to_two(self, run, sharded_run, recipe_file, tmp_path):
-        _, state_dict_type = sharded_run
-        one, two = tmp_path / "one", tmp_path / "two"
-        assert launch(recipe_file, one, 1, state_dict_type).returncode == 0
-        cut(one, two)
-        done = launch(recipe_file, two, 2, state_dict_type)
-        assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
-        check_same_run(two, run, processes=2)
-
-    def test_damaged_checkpoint(self, sharded_run, tmp_path):
-        finished, state_dict_type = sharded_run
-        folder = tmp_path / "run"
-        cut(finished, folder, step=6)
-        broken = folder / "checkpoint-6"
-        assert fault_of(broken) is None
-        if state_dict_type == SHARDED:
-            (broken / "optimizer_0" / ".metadata").unlink()
-        else:
-            (broken / "optimizer.bin").write_bytes(b"half")
-        assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
-
-    def test_without_fsdp(self, sharded_run, recipe_file, tmp_path):
-        finished, state_dict_type = sharded_run
-        folder = tmp_path / "run"
-        cut(finished, folder)
-        done = launch(recipe_file, folder, 1, None)
-        assert done.returncode != 0
-        message = f"was made with FSDP and fsdp_state_dict_type={state_dict_type}, this run has no FSDP; choose what it was"
-        assert message in done.stderr and not (folder / "metrics.json").exists()
+    return make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
-def test_data_parallel_run_goes_on_with_another_number_of_processes(before, after, run, recipe_file, tmp_path):
-    first, folder = tmp_path / "first", tmp_path / "run"
-    done = launch(recipe_file, first, before, None)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cut(first, folder)
-    done = launch(recipe_file, folder, after, None)
+@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
+def test_trains_as_one_process(run, finished, state_dict_type):
+    folder = finished(2, state_dict_type)
+    check_same_run(folder, run, processes=2)
+    checkpoint = folder / "checkpoint-4"
+    assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
+    assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "state_dict_type", "step"),
+    [
+        (1, 2, None, 4),
+        (2, 1, None, 4),
+        (2, 1, SHARDED, 4),
+        (2, 2, SHARDED, 8),  # the last step
+        (1, 2, SHARDED, 4),
+        (2, 1, FULL, 8),
+        (2, 2, FULL, 4),
+        (1, 2, FULL, 4),
+    ],
+)
+def test_goes_on_with_another_number_of_processes(run, finished, recipe_file, tmp_path, before, after, state_dict_type, step):
+    folder = tmp_path / "run"
+    cut(finished(before, state_dict_type), folder, step)
+    done = launch(recipe_file, folder, after, state_dict_type)
     assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
     check_same_run(folder, run, after)
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["training"]["per_device_train_batch_size"] == 8 // after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
+def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, state_dict_type):
+    folder = tmp_path / "run"
+    cut(finished(2, state_dict_type), folder, step=6)
+    broken = folder / "checkpoint-6"
+    assert fault_of(broken) is None
+    if state_dict_type == SHARDED:
+        (broken / "optimizer_0" / ".metadata").unlink()
+    else:
+        (broken / "optimizer.bin").write_bytes(b"half")
+    assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
+    done = launch(recipe_file, folder, 1, None)
+    message = f"was made with FSDP and fsdp_state_dict_type={state_dict_type}, this run has no FSDP; choose what it was"
+    assert done.returncode != 0 and message in done.stderr and not (folder / "metrics.json").exists()
 
 
 @pytest.mark.slow

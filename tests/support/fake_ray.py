@@ -1,0 +1,106 @@
+"""What the engine `ray` calls of Ray, without its processes: a task runs as soon as it is made."""
+
+from types import SimpleNamespace
+
+from modeling_nlq.training.run import ray_jobs, unattended
+
+
+class FakeError(BaseException):
+    """An error of Ray, such as a node that died: nothing in the run's own code catches it."""
+
+
+class FakeTaskError(FakeError):
+    """The error of a task."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class FakeRay:
+    """Stands for the module `ray` on a cluster of one node.
+
+    Attributes:
+        tasks: the options of each task that was made.
+        taken: the names of actors that other drivers hold.
+    """
+
+    def __init__(self, cpus: float = 2, gpus: float = 0):
+        self.tasks, self.taken = [], set()
+        self._node = {"Resources": {"CPU": cpus, "GPU": gpus}, "Alive": True}
+
+    def install(self, monkeypatch) -> "FakeRay":
+        """Takes the place of Ray for a test. Output stays that of the test's process."""
+        names = {"ray": self, "RayError": FakeError, "RayTaskError": FakeTaskError}
+        names["NodeAffinitySchedulingStrategy"] = lambda *_, **__: None
+        for name, value in names.items():
+            monkeypatch.setattr(ray_jobs, name, value, raising=False)
+        monkeypatch.setattr(unattended, "_redirect_output", lambda log: log.write_text("the log\n"))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return self
+
+    def remote(self, target=None, **options):
+        if target is None:
+            return lambda target: self.remote(target, **options)
+        return _Remote(self, target, options)
+
+    def nodes(self):
+        return [self._node]
+
+    def is_initialized(self):
+        return True
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: "node")
+
+    def wait(self, references, timeout):
+        return references[:1], references[1:]
+
+    def get(self, reference):
+        if isinstance(reference.result, BaseException):
+            raise reference.result
+        return reference.result
+
+    def kill(self, actor):
+        self.taken.clear()
+
+    def cancel(self, reference, force):
+        pass
+
+
+class _Reference:
+    def __init__(self, result):
+        self.result = result
+
+
+class _Remote:
+    """A function or a class that was made remote."""
+
+    def __init__(self, ray: FakeRay, target, options):
+        self._ray, self._target, self._options = ray, target, options
+
+    def options(self, **options):
+        return _Remote(self._ray, self._target, {**self._options, **options})
+
+    def remote(self, *arguments):
+        if isinstance(self._target, type):
+            if self._options["name"] in self._ray.taken:
+                raise ValueError("the name is taken")
+            return _Actor(self._target(*arguments))
+        self._ray.tasks.append(self._options)
+        for _ in range(self._options["max_retries"] + 1):
+            try:
+                return _Reference(self._target(*arguments))
+            except FakeError as lost:
+                result = lost
+            except Exception as fault:  # a task's own is not retried
+                return _Reference(FakeTaskError(fault))
+        return _Reference(result)
+
+
+class _Actor:
+    def __init__(self, content):
+        self._content = content
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *arguments: _Reference(getattr(self._content, name)(*arguments)))
