@@ -102,3 +102,14 @@ def test_a_file_may_register_an_activation(recipe, new_process, tmp_path, monkey
     for name in [name for name in sys.modules if "my_idea" in name]:
         del sys.modules[name]
     assert resolve_recipe(given, {"output_dir": str(tmp_path / "run")}).config.attention_activation == "bell"
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_command_check(holds, new_process, tmp_path, capsys):
+    path = tmp_path / "my_idea.py"
+    path.write_text(DISTANCE if holds else DISTANCE.replace("cumsum(dim=-1)", "cumsum(dim=-1).sqrt()"))
+    assert main(["check", str(path)]) == (0 if holds else 1)
+    printed = capsys.readouterr().out
+    assert printed.startswith("distance:\n") and ("FAILS" in printed) == (not holds)
+    assert main(["check", str(tmp_path / "none.py")]) == 1
+    assert capsys.readouterr().err.startswith("nlq: error: ")
