@@ -144,6 +144,7 @@ def connected_to_ray() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS", "")
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_task_oom_retries", "0")  # a run that ran out of memory is retried like others, not for ever
     try:
         if separator:  # no name such as `auto`. Ray itself would wait for two minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
