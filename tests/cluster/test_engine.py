@@ -20,7 +20,7 @@ from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.storage import Storage, fetch, open_folder
+from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 from nlq import main
 
 
@@ -45,14 +45,14 @@ class TestSameNumbers:
         assert without_times(compare(file, folder, cpus_per_run=1)) == without_times(expected)
         assert kept.items() <= finished_runs(folder).items() and len(finished_runs(folder)) == len(before)
 
-    def test_object_storage(self, made_locally, start_cluster, s3, capsys):
+    def test_object_storage(self, made_locally, start_cluster, s3, tmp_path, capsys):
         file, expected, _ = made_locally
         start_cluster(1, 1)
         address = "s3://bucket/study"
         options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
         assert main(["compare", file, *options]) == 0
         assert without_times(read_json(open_folder(address) / "results.json")) == without_times(expected)
-        files = Storage(address).files()
+        files = WorkingCopy(address, tmp_path).files()
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
         assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
         runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
