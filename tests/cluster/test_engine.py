@@ -107,24 +107,6 @@ class TestSameNumbers:
         again = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
         assert without_times(again) == without_times(expected)
 
-    def test_ladder(self, comparison_file, start_cluster, tmp_path):
-        """Two scales, in which each seed chooses its rate."""
-        training = {"max_steps": 12, "logging_steps": 3, "report_to": "none", "save_strategy": "no", "eval_strategy": "no"}
-        file = comparison_file(
-            scales={"small": {"switches": {"hidden_size": 16}}, "large": {}},
-            training=training,
-            learning_rates=[5e-3, 1e-2],
-            seeds=[0],
-        )
-        comparison = load_comparison(file)
-        expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
-        start_cluster(1, 1)
-        results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
-        assert list(results["scales"]) == ["small", "large"]
-        for name, found in results["scales"].items():
-            assert without_times(found) == without_times(expected["scales"][name])
-        assert results["trend"] == expected["trend"]
-
     def test_no_cluster_is_running(self, made_locally, tmp_path):
         """Then one is started, and stopped at the end."""
         file, expected, local = made_locally
