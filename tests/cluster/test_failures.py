@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 import yaml
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
@@ -108,20 +107,18 @@ class TestFault:
         status = "\n".join(describe_status(folder))
         assert "1 of 2 runs finished, 0 running, 0 waiting, 1 failed or interrupted" in status
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
+    def test_request_that_cannot_be_met(self, comparison_file, start_cluster, s3, tmp_path, capsys):
+        start_cluster(2)
+        for options, message in (
             (["--cpus-per-run", "9"], "a run takes 9 CPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
             (["--output_dir", "s3://nobody/study"], "s3://nobody/study cannot be "),
             (["--output_dir", "s5://bucket/study"], "s5://bucket/study cannot be opened: "),
-        ],
-    )
-    def test_request_that_cannot_be_met(self, comparison_file, small_cluster, s3, tmp_path, capsys, options, message):
-        command = ["compare", comparison_file(), "--engine", "ray", "--output_dir", str(tmp_path / "results"), *options]
-        assert main(command) == 1
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert len(lines) == 1 and message in lines[0], lines
-        assert not (tmp_path / "results").exists()
+        ):
+            command = ["compare", comparison_file(), "--engine", "ray", "--output_dir", str(tmp_path / "results"), *options]
+            assert main(command) == 1
+            lines = capsys.readouterr().err.strip().splitlines()
+            assert len(lines) == 1 and message in lines[0], lines
+            assert not (tmp_path / "results").exists()
 
     def test_without_permission(self, comparison_file, s3, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")

@@ -112,19 +112,12 @@ class TestComparison:
             compare(make_file(), tmp_path / "results", engine="ray", **options)
         assert not (tmp_path / "results").exists()
 
-    @pytest.mark.parametrize(
-        ("variable", "value", "message"),
-        [
-            ("RAY_ADDRESS", "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1 does not answer: "),
-            ("RAY_ADDRESS", "127.0.0.1:x", "RAY_ADDRESS=127.0.0.1:x does not answer: "),
-            ("WORLD_SIZE", "2", "the engine 'ray' starts processes itself: run this command without a launcher"),
-        ],
-    )
-    def test_cluster_that_cannot_be_reached(self, cluster, make_file, tmp_path, monkeypatch, variable, value, message):
+    def test_cluster_that_cannot_be_reached(self, cluster, make_file, tmp_path, monkeypatch):
         monkeypatch.setattr(cluster, "is_initialized", lambda: False)
-        monkeypatch.setenv(variable, value)
-        with pytest.raises(ValueError, match=message):
-            compare(make_file(), tmp_path / "results", engine="ray")
+        for address in ("127.0.0.1:1", "127.0.0.1:x"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer: "):
+                compare(make_file(), tmp_path / "results", engine="ray")
 
     def test_batches_of_workers(self):
         for training, workers, expected in (
