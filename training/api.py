@@ -11,7 +11,7 @@ from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .run.unattended import RunSpec
-from .storage import Storage, fetch, is_address, open_folder, origin, publish
+from .storage import fetch, is_address, open_folder, origin, publish
 from .text import bar_options
 
 
@@ -119,14 +119,14 @@ def train_on_ray(
     check_recipe(resolved)
     ray_jobs.share_batch(resolved.given, workers)
     parent, _, name = origin(folder).rpartition("/")
-    place, steps = Storage(parent), max(arguments.max_steps, 0)
+    steps = max(arguments.max_steps, 0)
     trackers = {field: value for field in TRACKERS if (value := getattr(arguments, field, None)) is not None}
     given = {**resolved.given, "training": {**resolved.given["training"], **trackers}}
     with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
         resources.check_room()
-        data, _ = ray_jobs.share_data(resolved.recipe, {resolved.recipe.model}, place, f"{name}.data")
+        data, _ = ray_jobs.share_data(resolved.recipe, {resolved.recipe.model}, parent, f"{name}.data")
         spec = RunSpec(name, given, name, data, keeps_checkpoints=True)
-        ((_, metrics),) = ray_jobs.make_runs(place, resources, lambda: [spec], progress, steps)
+        ((_, metrics),) = ray_jobs.make_runs(parent, resources, lambda: [spec], progress, steps)
     fetch(folder, has_large=False)
     return metrics
 

@@ -20,6 +20,8 @@ from .text import one_line
 
 # Protocols of file systems, where a file needs its folder first
 _WITH_FOLDERS = ("local://", "smb://")
+# Files whose presence shows that those beside them are complete
+_LAST = ("tokenizer.json", STATE_FILE, METRICS_FILE)
 # Names below a folder of results that a command reads only when it needs them
 _LARGE = re.compile(r"(^|/)(checkpoint-\d+|\.data)/|\.(safetensors|bin|log)$")
 
@@ -36,87 +38,68 @@ def normalized(name: str | Path) -> str:
     return str(Path(url2pathname(urlsplit(str(name)).path) if str(name).startswith("file://") else name))
 
 
-class Storage:
-    """The files below a folder or an address. Names are relative to it, with `/`.
+class WorkingCopy:
+    """A folder of this machine in which a process works on files of a storage, under their names there, with `/`.
 
     Args:
-        location: an absolute path, or an address that `fsspec` knows.
+        location: the storage: an absolute path, or an address that `fsspec` knows.
+        folder: the folder.
 
     Raises:
         ValueError: if no package is installed that knows the address.
     """
 
-    def __init__(self, location: str):
-        self.location = location.rstrip("/")
+    def __init__(self, location: str, folder: Path):
+        self.location, self.folder = location.rstrip("/"), folder
         options = {} if is_address(location) and not location.startswith(_WITH_FOLDERS) else {"auto_mkdir": True}
         try:
             # Other machines write there too, and what was listed a moment ago may have changed
             self.system, path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
             raise ValueError(f"{location} cannot be opened: {one_line(error)}; pip install that package") from error
-        self.path = path.rstrip("/")
+        self.path, self._known = path.rstrip("/"), {}
 
-    def files(self, below: str = "") -> list[str]:
-        """The names of all files below a folder."""
-        return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{below}".rstrip("/"))]
+    def files(self, name: str = "") -> list[str]:
+        """The name of a file of the storage, or those of the files below a folder."""
+        return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{name}".rstrip("/"))]
 
-    def fetch(self, names: Iterable[str], folder: Path) -> None:
-        """Copies files into a folder of this machine; raises `ValueError` for a name that leads out of it."""
-        targets = {f"{self.path}/{name}": inside(folder, folder / name) for name in names}
-        for target in targets.values():
+    def pull(self, name: str = "", has_large: bool = True) -> None:
+        """Fetches a file, or the files below a folder; without `has_large` only those that are small.
+
+        Raises:
+            ValueError: for a name that leads out of the folder.
+        """
+        names = [file for file in self.files(name) if has_large or not _LARGE.search(file)]
+        targets = [inside(self.folder, self.folder / file) for file in names]
+        for target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
-        self.system.get(list(targets), [str(target) for target in targets.values()])
+        self.system.get([f"{self.path}/{file}" for file in names], [str(target) for target in targets])
+        self._known.update((file, target.stat().st_mtime_ns) for file, target in zip(names, targets))
 
-    def send(self, folder: Path, names: Iterable[str]) -> None:
-        """Copies files of a folder of this machine, one after another. At an address, each appears whole."""
-        for name in names:
-            self.system.put_file(str(folder / name), f"{self.path}/{name}")
+    def push(self, name: str = "") -> None:
+        """Sends a file, or the files below a folder, that have changed; deletes there what was deleted here.
+
+        At an address, each appears whole. Those whose presence shows that others are complete are sent last.
+        """
+        path = self.folder / name
+        names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
+        names = [file for file in names if Path(file).name not in (LOCK_FILE, HOLDER_FILE)]
+        for file in sorted(names, key=lambda file: Path(file).name in _LAST):
+            changed = (self.folder / file).stat().st_mtime_ns
+            if self._known.get(file) != changed:
+                self.system.put_file(str(self.folder / file), f"{self.path}/{file}")
+                self._known[file] = changed
+        self.delete(file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/")))
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes files; one that is not there is passed over. A folder goes with its last file."""
+        """Deletes files of the storage; one that is not there is passed over. A folder goes with its last file."""
         for name in names:
+            self._known.pop(name, None)
             with suppress(FileNotFoundError):
                 self.system.rm_file(f"{self.path}/{name}")
             if "file" in self.system.protocol:
                 with suppress(OSError):
                     Path(self.path, name).parent.rmdir()
-
-
-class WorkingCopy(Storage):
-    """A folder of this machine in which a process works on files of a storage, under their names.
-
-    Args:
-        location: as for `Storage`.
-        folder: the folder.
-    """
-
-    def __init__(self, location: str, folder: Path):
-        super().__init__(location)
-        self.folder, self._known = folder, {}
-
-    def pull(self, name: str = "", has_large: bool = True) -> None:
-        """Fetches a file, or the files below a folder; without `has_large` only those that are small."""
-        names = [name for name in self.files(name) if has_large or not _LARGE.search(name)]
-        self.fetch(names, self.folder)
-        self._known.update((name, (self.folder / name).stat().st_mtime_ns) for name in names)
-
-    def push(self, name: str = "") -> None:
-        """Sends a file, or the files below a folder, if they have changed; deletes there what was deleted here.
-
-        The files whose presence shows that others are complete are sent last.
-        """
-        path = self.folder / name
-        names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
-        names = [name for name in names if Path(name).name not in (LOCK_FILE, HOLDER_FILE)]
-        for file in sorted(names, key=lambda file: file.endswith((STATE_FILE, METRICS_FILE))):
-            changed = (self.folder / file).stat().st_mtime_ns
-            if self._known.get(file) != changed:
-                self.send(self.folder, [file])
-                self._known[file] = changed
-        gone = [file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/"))]
-        self.delete(gone)
-        for file in gone:
-            del self._known[file]
 
 
 _copies: list[WorkingCopy] = []

@@ -57,20 +57,6 @@ def start_cluster(monkeypatch):
         cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def cluster_of_two_cpus():
-    """A cluster of one node; its tests start nothing there."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    yield cluster
-    cluster.shutdown()
-
-
-@pytest.fixture
-def small_cluster(cluster_of_two_cpus, monkeypatch):
-    """`RAY_ADDRESS` names that cluster."""
-    monkeypatch.setenv("RAY_ADDRESS", cluster_of_two_cpus.address)
-
-
 @pytest.fixture(scope="session")
 def comparison_file(recipe_file, tmp_path_factory):
     """A function from the fields of a comparison to its file."""

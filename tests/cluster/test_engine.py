@@ -20,7 +20,7 @@ from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.storage import Storage, fetch, open_folder
+from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 from nlq import main
 
 
@@ -45,14 +45,14 @@ class TestSameNumbers:
         assert without_times(compare(file, folder, cpus_per_run=1)) == without_times(expected)
         assert kept.items() <= finished_runs(folder).items() and len(finished_runs(folder)) == len(before)
 
-    def test_object_storage(self, made_locally, start_cluster, s3, capsys):
+    def test_object_storage(self, made_locally, start_cluster, s3, tmp_path, capsys):
         file, expected, _ = made_locally
         start_cluster(1, 1)
         address = "s3://bucket/study"
         options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
         assert main(["compare", file, *options]) == 0
         assert without_times(read_json(open_folder(address) / "results.json")) == without_times(expected)
-        files = Storage(address).files()
+        files = WorkingCopy(address, tmp_path).files()
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
         assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
         runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
@@ -106,24 +106,6 @@ class TestSameNumbers:
         shutil.rmtree(tmp_path / "ray" / "runs" / "gate" / "rate-0.01-seed-1")
         again = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
         assert without_times(again) == without_times(expected)
-
-    def test_ladder(self, comparison_file, start_cluster, tmp_path):
-        """Two scales, in which each seed chooses its rate."""
-        training = {"max_steps": 12, "logging_steps": 3, "report_to": "none", "save_strategy": "no", "eval_strategy": "no"}
-        file = comparison_file(
-            scales={"small": {"switches": {"hidden_size": 16}}, "large": {}},
-            training=training,
-            learning_rates=[5e-3, 1e-2],
-            seeds=[0],
-        )
-        comparison = load_comparison(file)
-        expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
-        start_cluster(1, 1)
-        results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
-        assert list(results["scales"]) == ["small", "large"]
-        for name, found in results["scales"].items():
-            assert without_times(found) == without_times(expected["scales"][name])
-        assert results["trend"] == expected["trend"]
 
     def test_no_cluster_is_running(self, made_locally, tmp_path):
         """Then one is started, and stopped at the end."""

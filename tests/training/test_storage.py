@@ -6,14 +6,15 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from modeling_nlq.training.storage import Storage, fetch, is_address, normalized, open_folder, origin, publish
+from modeling_nlq.training.storage import WorkingCopy, fetch, is_address, normalized, open_folder, origin, publish
 
 
 @pytest.fixture(params=["memory", "local"])
 def address(request, tmp_path):
     place = f"memory://{request.node.name}/results" if request.param == "memory" else f"local://{tmp_path}/there/results"
     yield place
-    Storage(place).delete(Storage(place).files())
+    copy = WorkingCopy(place, tmp_path)
+    copy.delete(copy.files())
 
 
 def test_what_is_an_address():
@@ -30,12 +31,12 @@ def test_folder_that_stands_for_an_address(address, tmp_path):
     """What is large is fetched when it is asked for; what was changed or deleted is so at the address, and nothing else."""
     folder = open_folder(address)
     assert list(folder.iterdir()) == [] and folder.parts[-1] == "results" and address.partition(":")[0] in folder.parts
-    there = Storage(address)
+    there = WorkingCopy(address, tmp_path / "files")
     names = ["a/recipe.yaml", "a/model.safetensors", "a/checkpoint-8/trainer_state.json", "runs.log", ".data/x/blocks.json"]
     for name in [*names, "b/old.json"]:
         (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "files" / name).write_text(name)
-        there.send(tmp_path / "files", [name])
+    there.push()
     folder = open_folder(address)
     assert sorted(there.files()) == sorted([*names, "b/old.json"]) and there.files("a/checkpoint-8") == [names[2]]
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {names[0], "b/old.json"}
@@ -50,11 +51,26 @@ def test_folder_that_stands_for_an_address(address, tmp_path):
     assert sorted(there.files()) == sorted([*names[1:], "new.json"])
     (folder / "new.json").write_text("newer")
     publish(folder)
-    there.fetch(["new.json"], tmp_path / "copy")
-    assert (tmp_path / "copy" / "new.json").read_text() == "newer"
+    there.pull("new.json")
+    assert (tmp_path / "files" / "new.json").read_text() == "newer"
     there.delete([names[1], names[1], names[2]])
     assert sorted(there.files()) == sorted([*names[3:], "new.json"])
     assert not (tmp_path / "there" / "results" / "a" / "checkpoint-8").exists()
+
+
+def test_order_and_what_has_not_changed(tmp_path, monkeypatch):
+    """The files whose presence shows that all are there are the last ones."""
+    copy, sent = WorkingCopy("memory://order/x", tmp_path), []
+    monkeypatch.setattr(type(copy.system), "put_file", lambda self, path, name: sent.append(Path(name).name))
+    for name in ("metrics.json", "z.txt", "sub/trainer_state.json", "sub/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    copy.push("sub")
+    assert sent == ["a.txt", "trainer_state.json"]
+    copy.push()
+    assert sent[2:] == ["z.txt", "metrics.json"]
+    copy.push("z.txt")
+    assert len(sent) == 4
 
 
 def test_folder_that_stands_for_itself(tmp_path):
@@ -64,7 +80,7 @@ def test_folder_that_stands_for_itself(tmp_path):
 
 
 def test_names_at_an_address_that_lead_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(Storage, "files", lambda *_: ["below/../../../escaped.json"])
+    monkeypatch.setattr(WorkingCopy, "files", lambda *_: ["below/../../../escaped.json"])
     with pytest.raises(ValueError, match="leads out of"):
         open_folder("memory://bucket/x")
     with pytest.raises(ValueError, match="leads out of"):

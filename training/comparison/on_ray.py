@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from ..run.ray_jobs import Resources, connected_to_ray, make_runs, share_batch, share_data
 from ..run.run_folder import RunFolder
 from ..run.unattended import RunSpec
-from ..storage import Storage, fetch, origin, publish
+from ..storage import fetch, origin, publish
 from ..text import bar_options
 from .plan import Run, Scale
 from .results import RunStore, next_runs, run_folder
@@ -52,7 +52,7 @@ class RayEngine(Resources):
         """Saves tokenizer and tokenised data in the folder."""
         recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
         models = {variant.content["model"] for variant in comparison.variants.values()}
-        name, fingerprint = share_data(recipe, models, Storage(origin(folder)), _DATA)
+        name, fingerprint = share_data(recipe, models, origin(folder), _DATA)
         return folder / name, fingerprint
 
     def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
@@ -81,6 +81,6 @@ class RayEngine(Resources):
 
         done = next_runs(comparison, finished)[1] * steps
         with tqdm(desc=comparison.name, initial=done, unit="step", **bar_options()) as progress:
-            for spec, metrics in make_runs(Storage(origin(place)), self, ready, progress, steps):
+            for spec, metrics in make_runs(origin(place), self, ready, progress, steps):
                 finished.add(runs[spec.name], metrics)
                 fetch(place / spec.folder, has_large=False)

@@ -28,12 +28,11 @@ from ..files import (
     LOG,
     METRICS_FILE,
     PROGRESS,
-    files_below,
     read_json,
     read_section,
 )
 from ..models import weights_fingerprint
-from ..storage import Storage, WorkingCopy, is_address
+from ..storage import WorkingCopy, is_address
 from ..text import first_line, one_line
 from .data import prepare_data, save_blocks
 from .documents import load_documents
@@ -144,6 +143,7 @@ def connected_to_ray() -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS", "")
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_task_oom_retries", "0")  # a run that ran out of memory is retried like others, not for ever
     try:
         if separator:  # no name such as `auto`. Ray itself would wait for two minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
@@ -160,7 +160,7 @@ def connected_to_ray() -> Iterator[None]:
 # What the driver prepares
 
 
-def share_data(recipe: Recipe, models: set[str], place: Storage, below: str) -> tuple[str, str | None]:
+def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> tuple[str, str | None]:
     """Saves what all nodes read, once: tokenizer, tokenised data, and at an address also models that are files of this machine.
 
     The data of a stream are read by each node.
@@ -168,20 +168,20 @@ def share_data(recipe: Recipe, models: set[str], place: Storage, below: str) -> 
     Args:
         recipe: names the data.
         models: the models of the runs.
-        place: the folder of results.
+        location: the folder of results, or its address.
         below: the folder in it for what nodes read.
 
     Returns:
         The name of the folder with all that, and the fingerprint of the documents.
     """
     fingerprint = load_documents(recipe).fingerprint
-    sources = [Path(model) for model in sorted(models) if is_address(place.location) and Path(model).exists()]
+    sources = [Path(model) for model in sorted(models) if is_address(location) and Path(model).exists()]
     parts = [fingerprint, *(getattr(recipe, name) for name in _DATA_FIELDS)]
     parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]
     name = f"{below}/{Hasher.hash(parts)}"
-    if f"{name}/{_TOKENIZER}" not in place.files(name):
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch, name)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy, folder = WorkingCopy(location, Path(scratch)), Path(scratch, name)
+        if not copy.files(f"{name}/{_TOKENIZER}"):
             _, blocks, _ = prepare_data(recipe, folder)
             if not recipe.streaming:
                 save_blocks(blocks, fingerprint, folder)
@@ -189,7 +189,7 @@ def share_data(recipe: Recipe, models: set[str], place: Storage, below: str) -> 
                 target = folder / _MODELS / Hasher.hash(str(source))
                 target.parent.mkdir(exist_ok=True)
                 (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-            place.send(Path(scratch), sorted(files_below(Path(scratch)), key=lambda file: file == f"{name}/{_TOKENIZER}"))
+            copy.push()
     return name, fingerprint
 
 
@@ -291,22 +291,22 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    place = Storage(job["place"])
-    parent, _, name = f"{place.path}/{job['spec'].data}".rpartition("/")
-    workers, has_gpus = resources.workers_per_run, resources.gpus_per_run > 0
-    TorchTrainer(
-        _make_run,
-        train_loop_config=job,
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()),
-        run_config=RunConfig(
-            name=name,
-            storage_path=parent,
-            storage_filesystem=PyFileSystem(FSSpecHandler(place.system)),
-            failure_config=FailureConfig(max_failures=resources.max_retries),
-        ),
-    ).fit()
     with tempfile.TemporaryDirectory() as scratch:
-        place.fetch([metrics := f"{job['spec'].folder}/{METRICS_FILE}"], Path(scratch))
+        copy = WorkingCopy(job["place"], Path(scratch))
+        parent, _, name = f"{copy.path}/{job['spec'].data}".rpartition("/")
+        workers, has_gpus = resources.workers_per_run, resources.gpus_per_run > 0
+        TorchTrainer(
+            _make_run,
+            train_loop_config=job,
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()),
+            run_config=RunConfig(
+                name=name,
+                storage_path=parent,
+                storage_filesystem=PyFileSystem(FSSpecHandler(copy.system)),
+                failure_config=FailureConfig(max_failures=resources.max_retries),
+            ),
+        ).fit()
+        copy.pull(metrics := f"{job['spec'].folder}/{METRICS_FILE}")
         return read_json(Path(scratch, metrics))
 
 
@@ -327,14 +327,14 @@ class _Board:
 
 
 def make_runs(
-    place: Storage, resources: Resources, ready: Callable[[], list[RunSpec]], progress: tqdm, steps: int
+    location: str, resources: Resources, ready: Callable[[], list[RunSpec]], progress: tqdm, steps: int
 ) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
     """Makes runs, as many at once as the cluster has room for, and yields each with its metrics as it is finished.
 
     Args:
-        place: the folder of results.
+        location: the folder of results, or its address.
         resources: what each run takes.
-        ready: tells which runs can begin; those that began are passed over. Folders and data are names below `place`.
+        ready: tells which runs can begin; those that began are passed over. Folders and data are names in that of the results.
         progress: a bar over the steps of all runs.
         steps: the number of steps of each run.
 
@@ -351,19 +351,19 @@ def make_runs(
         options = {"num_cpus": resources.cpus_per_run, "num_gpus": resources.gpus_per_run, "max_retries": resources.max_retries}
         task = ray.remote(max_calls=1, **options)(_make_run)
     try:
-        options = {"name": place.location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
+        options = {"name": location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
         board = ray.remote(_Board).options(**options).remote()
     except ValueError:
-        raise FolderIsLocked(f"{place.location} is in use by another driver of this cluster; wait for its end") from None
-    common = {"place": place.location, "board": board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
+        raise FolderIsLocked(f"{location} is in use by another driver of this cluster; wait for its end") from None
+    common = {"place": location, "board": board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
     common["version"] = modeling_nlq.__version__
-    waiting, running, names, failures, done = [], {}, set(), [], progress.n
+    waiting, running, names, reports, failures, done = [], {}, set(), {}, [], progress.n
 
     def begin() -> None:
         for spec in ready():
             if spec.name not in names:
                 names.add(spec.name)
-                pace = _PACE_AT_ADDRESS if is_address(place.location) else _PACE
+                pace = _PACE_AT_ADDRESS if is_address(location) else _PACE
                 content, threads = share_batch(spec.content, workers), resources.cpus_per_run // workers
                 waiting.append(replace(spec, content=content, threads=threads, pace=pace))
         # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
@@ -382,13 +382,15 @@ def make_runs(
                 try:
                     metrics = ray.get(reference)
                 except RayError as error:
-                    failures.append(f"run {spec.name} {_reason(error)}; see {place.location}/{spec.folder}{LOG}")
+                    failures.append(f"run {spec.name} {_reason(error)}; see {location}/{spec.folder}{LOG}")
                     progress.write(failures[-1], file=sys.stderr)
                 else:
                     done += steps
                     yield spec, metrics
                 begin()
-            reports = _reports(board, {spec.name for spec in running.values()})
+            with suppress(RayError):  # there is no bar without it, and all the same there are runs
+                reports = ray.get(board.read.remote())
+            reports = {spec.name: reports[spec.name] for spec in running.values() if spec.name in reports}
             progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
             progress.update(done + sum(report["step"] for report in reports.values()) - progress.n)
             if ended:  # also into a log file, which the bar itself spares
@@ -397,20 +399,12 @@ def make_runs(
         for reference, spec in running.items():
             with suppress(Exception):
                 ray.cancel(reference, force=True)
-                place.delete([f"{spec.folder}{PROGRESS}"])  # it does not run any more
+                WorkingCopy(location, Path()).delete([f"{spec.folder}{PROGRESS}"])  # it does not run any more
         with suppress(RayError):
             ray.kill(board)
     if failures:
         count = f"{len(failures)} runs failed: " if len(failures) > 1 else ""
         raise ChildProcessError(f"{count}{'; '.join(failures)}")
-
-
-def _reports(board, names: set[str]) -> dict[str, dict[str, Any]]:
-    """The last reports of runs at work; none if Ray does not answer, and all the same there are runs."""
-    try:
-        return {name: report for name, report in ray.get(board.read.remote()).items() if name in names}
-    except RayError:
-        return {}
 
 
 def _reason(error: Exception) -> str:

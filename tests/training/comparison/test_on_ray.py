@@ -13,10 +13,10 @@ from modeling_nlq.training import compare, train
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.files import files_below, read_json
+from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run import ray_jobs, unattended
 from modeling_nlq.training.run.ray_jobs import share_batch
-from modeling_nlq.training.storage import Storage, fetch, open_folder
+from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 
 
 RUN = "runs/twin/rate-0.01-seed-2"
@@ -52,9 +52,9 @@ class TestComparison:
     def test_last_run(self, cluster, without_one, request, at_address):
         """What either engine has finished is kept, and the numbers are the same, in a folder and at an address."""
         folder, expected, comparison = without_one
-        there = Storage(f"memory://{request.node.name}" if at_address else str(folder))
+        there = WorkingCopy(f"memory://{request.node.name}" if at_address else str(folder), folder)
         if at_address:
-            there.send(folder, files_below(folder))
+            there.push()
             folder = open_folder(there.location)
         assert without_times(run_comparison(comparison, folder, RayEngine(cpus_per_run=1))) == without_times(expected)
         assert len(cluster.tasks) == 1 and cluster.tasks[0]["max_retries"] == 3 and cluster.tasks[0]["num_cpus"] == 1
@@ -111,6 +111,13 @@ class TestComparison:
         with pytest.raises(ValueError, match=message):
             compare(make_file(), tmp_path / "results", engine="ray", **options)
         assert not (tmp_path / "results").exists()
+
+    def test_cluster_that_cannot_be_reached(self, cluster, make_file, tmp_path, monkeypatch):
+        monkeypatch.setattr(cluster, "is_initialized", lambda: False)
+        for address in ("127.0.0.1:1", "127.0.0.1:x"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer: "):
+                compare(make_file(), tmp_path / "results", engine="ray")
 
     def test_batches_of_workers(self):
         for training, workers, expected in (
