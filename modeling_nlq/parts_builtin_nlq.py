@@ -245,7 +245,7 @@ class LengthScaling(AttentionPart):
 
     name = "attention_length_scaling"
     formula = "s_h log(n_i) s_ij"
-    source = "Scalable-Softmax: Nakanishi 2025, arXiv 2501.19399"
+    source = "Nakanishi 2025, arXiv 2501.19399"
     needs_token_context = True
     start = "its factor depends on the number of keys"
 
@@ -331,7 +331,7 @@ class ValueResidual(AttentionPart):
 
     name = "value_residual"
     formula = "a_l V_1 + b_l V_l"
-    source = "ResFormer: Zhou et al. 2024, arXiv 2410.17897"
+    source = "Zhou et al. 2024, arXiv 2410.17897"
     needs_first_values = True
 
     def __init__(self, config, layer_idx: int):
@@ -436,7 +436,7 @@ class ForgetGate(AttentionPart):
 
     name = "forget_gate"
     formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
-    source = "Forgetting Transformer: Lin et al. 2025, arXiv 2503.02130"
+    source = "Lin et al. 2025, arXiv 2503.02130"
     needs_token_context = True
     # Their weights fall to 0 as a score falls, so a key with a low score is forgotten
     activations = ("softmax", "sigmoid", "softplus", "relu", "relu_squared", "sparsemax", "entmax15")
