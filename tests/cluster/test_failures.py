@@ -98,7 +98,7 @@ class TestFault:
             "import os\n"
             "from modeling_nlq import register_attention_activation\n"
             "def faulty(scores):  # on a node, which sees no GPU\n"
-            "    return scores.relu() / len(os.environ.get('CUDA_VISIBLE_DEVICES', 'x'))\n"
+            "    return scores.relu() / (len(os.environ.get('CUDA_VISIBLE_DEVICES', 'x')) if scores.dim() == 4 else 1)\n"
             "register_attention_activation('faulty', faulty, non_negative=True, exist_ok=True)\n"
         )
         assert main(["compare", str(file), "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
