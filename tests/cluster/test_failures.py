@@ -95,8 +95,11 @@ class TestFault:
         models = {"base": None, "faulty": {"switches": {"attention_activation": "faulty"}}}
         file, folder = Path(comparison_file(recipe=recipe, models=models, seeds=[0])), tmp_path / "results"
         file.with_name("faulty.py").write_text(
+            "import os\n"
             "from modeling_nlq import register_attention_activation\n"
-            "register_attention_activation('faulty', lambda scores: 1 / 0, non_negative=True, exist_ok=True)\n"
+            "def faulty(scores):  # on a node, which sees no GPU\n"
+            "    return scores.relu() / (len(os.environ.get('CUDA_VISIBLE_DEVICES', 'x')) if scores.dim() == 4 else 1)\n"
+            "register_attention_activation('faulty', faulty, non_negative=True, exist_ok=True)\n"
         )
         assert main(["compare", str(file), "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1
         last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -121,7 +124,11 @@ class TestFault:
             assert not (tmp_path / "results").exists()
 
     def test_without_permission(self, comparison_file, s3, monkeypatch, tmp_path, capsys):
+        import s3fs
+
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        s3fs.S3FileSystem.clear_instance_cache()
         assert main(["compare", comparison_file(), "--engine", "ray", "--output_dir", "s3://bucket/forbidden"]) == 1
+        s3fs.S3FileSystem.clear_instance_cache()
         lines = capsys.readouterr().err.strip().splitlines()
         assert len(lines) == 1 and "s3://bucket/forbidden cannot be " in lines[0]
