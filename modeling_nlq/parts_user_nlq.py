@@ -38,6 +38,7 @@ _RENAMED_HOOKS = {
     "reweigh": "change_weights",
     "can_go_back": "supports_crop",
     "needs_places": "needs_token_context",
+    "kind_of": "shard_dim",
 }
 
 
