@@ -249,7 +249,8 @@ class HubServer:
     def _repo_info(self, request: Request, repo: Repo, rev: str) -> dict:
         commit = repo.revision(rev or "main")
         siblings = [blob.described(path) for path, blob in sorted(commit.files.items())]
-        return {"id": repo.place.removeprefix("spaces/"), "private": repo.private, "sha": commit.oid, "siblings": siblings}
+        name = repo.place.removeprefix("spaces/")
+        return {"id": name, "private": repo.private, "sha": commit.oid, "siblings": siblings, "tags": []}
 
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
