@@ -112,9 +112,12 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
-    if not path.is_dir():
-        return path.exists()
-    return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
+    try:
+        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def has_little_space(folder: Path) -> bool:

@@ -98,7 +98,9 @@ class TestFault:
             "import os\n"
             "from modeling_nlq import register_attention_activation\n"
             "def faulty(scores):  # on a node, which sees no GPU\n"
-            "    return scores.relu() / (len(os.environ.get('CUDA_VISIBLE_DEVICES', 'x')) if scores.dim() == 4 else 1)\n"
+            "    if scores.dim() == 4 and os.environ.get('CUDA_VISIBLE_DEVICES') == '':\n"
+            "        raise ValueError('no GPU')\n"
+            "    return scores.relu()\n"
             "register_attention_activation('faulty', faulty, non_negative=True, exist_ok=True)\n"
         )
         assert main(["compare", str(file), "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]) == 1

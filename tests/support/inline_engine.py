@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Comparison
+from modeling_nlq.training.comparison.plan import Scale
 from modeling_nlq.training.comparison.results import RunStore, next_runs, run_folder
 from modeling_nlq.training.run.trainer import train_recipe
 
@@ -11,7 +11,7 @@ from modeling_nlq.training.run.trainer import train_recipe
 class InlineEngine(LocalEngine):
     """Makes the same runs as `LocalEngine`, without logs and progress."""
 
-    def make_runs(self, comparison: Comparison, folder: Path, data: Path, finished: RunStore) -> None:
-        while ready := next_runs(comparison, finished)[0]:
+    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
+        while ready := next_runs(scale, finished)[0]:
             for run in ready:
-                train_recipe(comparison.resolve(run, run_folder(folder, run)), data)
+                train_recipe(scale.resolve(run, run_folder(folder, run)), data)

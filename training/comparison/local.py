@@ -59,7 +59,7 @@ class LocalEngine:
         if self.cpus_per_run is not None and self.cpus_per_run < 1:
             raise ValueError(f"cpus_per_run={self.cpus_per_run} must be at least 1")
 
-    def connected(self, comparisons: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
+    def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
         if is_address(origin(folder)):
             raise ValueError(f"{origin(folder)} is no folder: results at an address need --engine ray")
@@ -69,42 +69,42 @@ class LocalEngine:
         """Others may work in the folder, too: each run has a lock."""
         return nullcontext()
 
-    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
-            first = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder)
+            first = scale.resolve(Run(scale.baseline, 1.0, 0), folder)
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
-    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished, seed by seed."""
         context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
         context.set_forkserver_preload([__name__])
-        steps = comparison.steps_per_run
-        with environment_of_one_run(), tqdm(desc=comparison.name, unit="step", **bar_options()) as progress:
+        steps = scale.steps_per_run
+        with environment_of_one_run(), tqdm(desc=scale.name, unit="step", **bar_options()) as progress:
             try:
                 _start_server()
                 while True:
-                    ready, done = next_runs(comparison, finished)
+                    ready, done = next_runs(scale, finished)
                     progress.n, progress.total = done * steps, (done + len(ready)) * steps
                     progress.set_postfix_str("")
                     if not ready:
                         return
-                    if not any(self._make_run(context, comparison, run, folder, data, progress) for run in ready):
+                    if not any(self._make_run(context, scale, run, folder, data, progress) for run in ready):
                         time.sleep(1.0)  # other processes make all runs that are left
             except KeyboardInterrupt:
                 _stop_server()
                 raise
 
-    def _make_run(self, context, comparison: Scale, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
+    def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
         path = run_folder(folder, run)
         if RunFolder(path).is_held():
             return False
         order = RunSpec(
             name=run.name,
-            content=comparison.resolve(run, path).given,
+            content=scale.resolve(run, path).given,
             folder=str(path),
             data=str(data),
             threads=self.cpus_per_run or torch.get_num_threads(),

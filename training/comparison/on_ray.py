@@ -25,14 +25,14 @@ class RayEngine(Resources):
     """Makes runs on the cluster that Ray finds: that of `RAY_ADDRESS`, else one of this machine."""
 
     @contextmanager
-    def connected(self, comparisons: Sequence[Scale], folder: Path) -> Iterator[None]:
+    def connected(self, scales: Sequence[Scale], folder: Path) -> Iterator[None]:
         """Connects to the cluster.
 
         Raises:
             ValueError: if the workers cannot share the batches, or the cluster does not answer or has no room for a run.
         """
-        for comparison in comparisons:
-            for variant in comparison.variants.values():
+        for scale in scales:
+            for variant in scale.variants.values():
                 share_batch(variant.content, self.workers_per_run)
         with connected_to_ray():
             self.check_room()
@@ -48,39 +48,39 @@ class RayEngine(Resources):
             finally:
                 publish(folder)
 
-    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
-        recipe = comparison.resolve(Run(comparison.baseline, 1.0, 0), folder).recipe
-        models = {variant.content["model"] for variant in comparison.variants.values()}
+        recipe = scale.resolve(Run(scale.baseline, 1.0, 0), folder).recipe
+        models = {variant.content["model"] for variant in scale.variants.values()}
         name, fingerprint = share_data(recipe, models, origin(folder), _DATA)
         return folder / name, fingerprint
 
-    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes the runs that are not finished. A search goes on as soon as its own runs are finished.
 
         Raises:
             ChildProcessError: naming the runs that failed; all others are finished.
         """
-        place, steps = data.parents[1], comparison.steps_per_run
+        place, steps = data.parents[1], scale.steps_per_run
         runs: dict[str, Run] = {}
 
         def ready() -> list[RunSpec]:
             # Of each model the next rates of its search; of all open models the next seed, after a look of `stop: early`
-            found, count = next_runs(comparison, finished)
+            found, count = next_runs(scale, finished)
             progress.total = (count + len(found)) * steps
             runs.update((run.name, run) for run in found)
             return [
                 RunSpec(
                     run.name,
-                    comparison.resolve(run, run_folder(folder, run)).given,
+                    scale.resolve(run, run_folder(folder, run)).given,
                     run_folder(folder, run).relative_to(place).as_posix(),
                     data.relative_to(place).as_posix(),
                 )
                 for run in found
             ]
 
-        done = next_runs(comparison, finished)[1] * steps
-        with tqdm(desc=comparison.name, initial=done, unit="step", **bar_options()) as progress:
+        done = next_runs(scale, finished)[1] * steps
+        with tqdm(desc=scale.name, initial=done, unit="step", **bar_options()) as progress:
             for spec, metrics in make_runs(origin(place), self, ready, progress, steps):
                 finished.add(runs[spec.name], metrics)
                 fetch(place / spec.folder, has_large=False)

@@ -33,19 +33,19 @@ MODELS_FILE = "models.json"
 class Engine(Protocol):
     """Where and how the runs of a comparison are made."""
 
-    def connected(self, comparisons: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
+    def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
         """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more then."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows it."""
 
-    def prepare_data(self, comparison: Scale, folder: Path) -> tuple[Path, str | None]:
+    def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
 
         All scales share `folder`, and so their tokenizer.
         """
 
-    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
+    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
         """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
 
 

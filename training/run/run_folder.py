@@ -110,9 +110,10 @@ class RunFolder:
 
     def made_from(self) -> dict[str, Any] | None:
         """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
+        is_taken = is_nonempty(self.path)  # asked first, because another process may write the plan meanwhile
         if (self.path / self.plan).is_file():
             return read_yaml(self.path / self.plan)
-        if is_nonempty(self.path):
+        if is_taken:
             raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
         return None
 
