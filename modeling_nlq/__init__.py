@@ -1,24 +1,19 @@
 """NLQ: what attention could be, as switches of one Transformers model. Importing it registers the Auto classes."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoConfig
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
 from .configuration_nlq import NLQConfig, __version__
 from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,
+    NLQForMaskedLM,
     NLQForQuestionAnswering,
     NLQForSequenceClassification,
     NLQForTokenClassification,
     NLQModel,
     NLQPreTrainedModel,
+    register_models,
 )
 from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
@@ -27,11 +22,7 @@ from .projections_nlq import PROJECTIONS
 
 
 AutoConfig.register(NLQConfig.model_type, NLQConfig, exist_ok=True)
-AutoModel.register(NLQConfig, NLQModel, exist_ok=True)
-AutoModelForCausalLM.register(NLQConfig, NLQForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(NLQConfig, NLQForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(NLQConfig, NLQForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(NLQConfig, NLQForQuestionAnswering, exist_ok=True)
+register_models(NLQConfig)
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",
@@ -41,6 +32,7 @@ __all__ = [
     "AttentionPart",
     "NLQConfig",
     "NLQForCausalLM",
+    "NLQForMaskedLM",
     "NLQForQuestionAnswering",
     "NLQForSequenceClassification",
     "NLQForTokenClassification",

@@ -151,7 +151,7 @@ def one_query_by_pytorch(
     (batch, heads, _, head_dim), dtype = query.shape, query.dtype
     if dtype == torch.float16:  # too small for scores
         query, key, value = query.float(), key.float(), value.float()
-    visible, visible_count = read_visible(attention_mask, query, key)
+    visible, visible_count = read_visible(attention_mask, query, key, module.is_causal)
     by_group = (batch, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(query.reshape(by_group), key.transpose(2, 3)).view(batch, heads, 1, key.shape[2])
     scores = scores.to(_at_least_float32(scores)) * scaling
@@ -225,7 +225,7 @@ def eager_attention_forward(
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
-    visible, visible_count = read_visible(attention_mask, query, key)
+    visible, visible_count = read_visible(attention_mask, query, key, module.is_causal)
     columns = query[..., key.shape[-1] :]  # of parts that change weights; usually there are none
     query = query[..., : key.shape[-1]]
     if score_bias is None and (call is None or not call.layer.parts_with("change_scores")):
@@ -243,8 +243,8 @@ def chunked_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no weights.
 
-    The weights of a block of queries are computed, used and forgotten, and backward computes them again. The keys after the
-    last query of a block are left out. The arguments are those of `eager_attention_forward`.
+    The weights of a block of queries are computed, used and forgotten, and backward computes them again. In causal order the
+    keys after the last query of a block are left out. The arguments are those of `eager_attention_forward`.
     """
 
     def attend(*inputs):
@@ -253,12 +253,12 @@ def chunked_attention_forward(
     queries, keys = query.shape[2], key.shape[2]
     if queries <= ROWS:
         return attend(query, key, value, attention_mask, scaling, dropout, score_bias, call), None
-    mask, _ = read_mask(attention_mask, query, key)
+    mask, _ = read_mask(attention_mask, query, key, module.is_causal)
     outputs, bias = [], None
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
         # At most that many keys come before the first query, so no query of the block sees more
-        last = end + keys - queries if isinstance(mask, Visibility) else keys
+        last = end + keys - queries if isinstance(mask, Visibility) and module.is_causal else keys
         rows = mask.rows(start, end, last) if isinstance(mask, Visibility) else mask[:, :, start:end]
         if score_bias is not None:
             bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])

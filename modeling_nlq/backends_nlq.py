@@ -23,6 +23,7 @@ from transformers.masking_utils import (
     BlockMask,
     create_causal_mask,
     create_sliding_window_causal_mask,
+    packed_sequence_mask_function,
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,7 +65,7 @@ def sdpa_with_sink_forward(
         inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
         return eager_attention_forward(*inputs)[0], None
     if score_bias is not None:
-        visible, _ = read_visible(attention_mask, query, key)
+        visible, _ = read_visible(attention_mask, query, key, module.is_causal)
         bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))  # half precision would round it too much
         attention_mask = bias if visible is None else bias.masked_fill(~visible, -torch.inf)
     if scaling <= 0.0:
@@ -81,7 +82,7 @@ def sdpa_with_sink_forward(
         logit = module.sink.to(query.dtype)[None, :, None, None].expand(*query.shape[:-1], 1)
         query, scaling = pad(torch.cat([query * scaling, logit], dim=-1), (0, columns - 1)), 1.0
         key[:, :, 0, head_dim] = 1.0
-    is_aligned = attention_mask is None and query.shape[2] > 1
+    is_aligned = attention_mask is None and query.shape[2] > 1 and module.is_causal
     if is_aligned:
         query = pad(query, (0, 0, 1, 0))  # a query at the index of the sink: each query still sees the keys up to its own
     elif attention_mask is not None:
@@ -390,7 +391,8 @@ def own_masks(
     """Returns the masks that the model made, or makes those of a layer that is called alone, with any mask of a caller."""
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
-    sequences = read_sequences(hidden_states, attention_mask, cache=cache, layer_idx=layer.layer_idx, **kwargs)
+    options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal}
+    sequences = read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs)
     return make_layer_masks([layer], hidden_states, sequences, cache, **kwargs)
 
 
@@ -450,8 +452,9 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     if isinstance(mask, BlockMask) and (kind != "block" or sliding_window is not None):
         choice = "use 'flex_attention'" if sliding_window is None else "the window would be lost"
         raise ValueError(f"attn_implementation={backend!r} (layer {layer_idx}) takes no BlockMask; {choice}")
-    if kind == "visibility":
-        return make_visibility()
+    if kind == "visibility" or (kind == "dense" and not layer.is_causal and sequences.segments is not None):
+        # Transformers packs documents in causal order only
+        return make_visibility() if kind == "visibility" else make_visibility().dense()
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
         raise ValueError(
@@ -461,11 +464,15 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     _check_cache(backend, cache)
     if sliding_window is not None:
         config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
+    # For an encoder they make a mask without order
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
-    causal_mask = make(config, inputs_embeds, mask, **{CACHE_NAME: cache}, position_ids=positions, layer_idx=layer_idx)
+    options = {CACHE_NAME: cache, "position_ids": positions, "layer_idx": layer_idx}
+    if kind == "block" and not layer.is_causal and sequences.segments is not None:
+        options["and_mask_function"] = packed_sequence_mask_function(sequences.segments)
+    made = make(config, inputs_embeds, mask, **options)
     if kind == "block":
-        return FlexMask(causal_mask, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
-    return causal_mask
+        return FlexMask(made, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
+    return made
 
 
 def create_masks_for_generate(

@@ -50,6 +50,7 @@ AUTO_MAP = {
     "AutoConfig": "configuration_nlq.NLQConfig",
     "AutoModel": "modeling_nlq.NLQModel",
     "AutoModelForCausalLM": "modeling_nlq.NLQForCausalLM",
+    "AutoModelForMaskedLM": "modeling_nlq.NLQForMaskedLM",
     "AutoModelForSequenceClassification": "modeling_nlq.NLQForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_nlq.NLQForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
@@ -98,7 +99,6 @@ LIBRARY_KEYS = {
     "custom_pipelines",
     "experts_implementation",
     "gradient_checkpointing",
-    "is_causal",
     "is_decoder",
     "partial_rotary_factor",
     "quantization_config",
@@ -200,9 +200,13 @@ class NLQConfig(PreTrainedConfig):
             ([2605.29157](https://huggingface.co/papers/2605.29157)).
         attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
         attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the latest.
+        is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an encoder,
+            for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens on each side.
+        classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or
+            the `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
         use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
-        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids.
+        bos_token_id, eos_token_id, pad_token_id, mask_token_id (`int`, *optional*): token ids.
     """
 
     model_type = "nlq"
@@ -267,11 +271,14 @@ class NLQConfig(PreTrainedConfig):
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
+    is_causal: bool = True
+    classifier_pooling: Literal["last", "first", "mean"] | None = None
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
         saved_version = kwargs.pop("nlq_version", None)
@@ -493,8 +500,6 @@ class NLQConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if not getattr(self, "is_causal", True):
-            raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
         if len({layer.position_embedding == "learned" for layer in self.distinct_layers}) > 1:
             raise ValueError("per_layer_config: position_embedding='learned' is of all layers or of none")
         if self.has_rotary_positions:
@@ -627,6 +632,11 @@ def _check_layer(layer: NLQConfig) -> None:
             "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
         )
     parts = parts_of(layer)
+    needs_order = {"attention_activation": not activation.sees_own_key, "linear_attention_decay": layer.linear_attention_decay}
+    needs_order |= {part.name: part.causal_only for part in parts}
+    if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):
+        values = (f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
+        raise ValueError(f"{', '.join(values)} needs an order of the tokens, and is_causal=False has none; use is_causal=True")
     for part in parts:
         if part.activations and activation.name not in part.activations:
             allowed = " or ".join(map(repr, part.activations))

@@ -8,7 +8,7 @@ over the keys that query `i` sees. `t` counts the tokens that are not padding. `
 (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later
 tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers: `parallel_form`, quadratic in
 the length, is the readable reference; `chunked_form`, linear, is for training and prompts; `recurrent_form` goes token by
-token.
+token. In an encoder, where every query sees its whole document, `bidirectional_form` needs the two sums over the document.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
@@ -96,9 +96,9 @@ def feature_map(states: torch.Tensor) -> torch.Tensor:
     return _FeatureMap.apply(states) if has_gradient else _FeatureMap.forward(states)
 
 
-def parallel_form(inputs: LinearInputs) -> torch.Tensor:
+def parallel_form(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
     """Returns `(b, g, r, n, d)`, computed from a weight for each pair of tokens."""
-    pairs = _pairs(inputs)
+    pairs = _pairs(inputs, is_causal)
     weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
     rotated = (inputs.rotated_query @ inputs.rotated_key[:, :, None].mT) * pairs
     return divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
@@ -116,6 +116,34 @@ def chunked_form(
         state: the state of all tokens before them.
         chunk_size: c, in tokens. `None` makes one chunk of all tokens, whose number an exported program leaves open.
     """
+    numerator, denominator, state = _chunked_sums(inputs, state, chunk_size)
+    return divide(numerator, denominator), state
+
+
+def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) -> torch.Tensor:
+    """Returns `(b, g, r, n, d)` where each query sees all keys of its packed document; without decay.
+
+    Args:
+        inputs: the inputs of n tokens.
+        document_end: `(b, n)`, the last token of each token's packed document, or `None`.
+    """
+    if document_end is None:
+        numerator = inputs.rotated_query @ (inputs.rotated_key.mT @ inputs.value)[:, :, None]
+        return divide(numerator, (inputs.query @ inputs.key.sum(dim=-2)[:, :, None, :, None]).squeeze(-1))
+    # The sums up to each token, and from it on, have its own term twice
+    states, last = (states.flip(-2) for states in inputs[:5]), document_end.shape[-1] - 1
+    mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), last - document_end.flip(-1), None)
+    before, after = (_chunked_sums(each, None, CHUNK_SIZE)[:2] for each in (inputs, mirrored))
+    own = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
+    rotated = (inputs.rotated_query * inputs.rotated_key[:, :, None]).sum(dim=-1, keepdim=True)
+    numerator = before[0] + after[0].flip(-2) - rotated * inputs.value[:, :, None]
+    return divide(numerator, before[1] + after[1].flip(-1) - own)
+
+
+def _chunked_sums(
+    inputs: LinearInputs, state: LinearState | None, chunk_size: int | None
+) -> tuple[torch.Tensor, torch.Tensor, LinearState]:
+    """Returns numerator `(b, g, r, n, d)` and denominator `(b, g, r, n)` of `chunked_form`, and the state."""
     length = inputs.query.shape[-2]
     inputs = _chunked(inputs, chunk_size)
     chunk_size = inputs.query.shape[-2]
@@ -156,7 +184,7 @@ def chunked_form(
     numerator = numerator + (inputs.rotated_query @ numerators[:, :, None]) * seen[:, :, None, ..., None]
     denominator = (inputs.query @ denominators[:, :, None, ..., None]).squeeze(-1)
     denominator = weights.sum(dim=-1) + denominator * seen[:, :, None]
-    return divide(numerator, denominator).flatten(3, 4)[..., :length, :], state
+    return numerator.flatten(3, 4)[..., :length, :], denominator.flatten(3, 4)[..., :length], state
 
 
 # Its kernels tell from the query `(batch, heads, query, head_dim)` and the documents' first tokens whether they compute a call
@@ -205,10 +233,11 @@ def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor
     return torch.exp(rate * tokens.clamp(min=0)[:, None].to(log_decay.dtype))
 
 
-def _pairs(inputs: LinearInputs) -> torch.Tensor:
+def _pairs(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
     """Returns the factor of each pair's weight, `(b, g or 1, 1, ..., c, c)`: the decay, and 0 where the key is hidden."""
     length = inputs.query.shape[-2]
-    visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device).tril()
+    visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device)
+    visible = visible.tril() if is_causal else visible
     visible = visible & inputs.is_valid[..., None, :]
     if inputs.document_start is not None:
         start = inputs.document_start
@@ -251,6 +280,7 @@ def linear_attention(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     state: LinearState | None = None,
     form: str = "chunked",
+    is_causal: bool = True,
 ) -> tuple[torch.Tensor, LinearState | None]:
     """Computes linear attention of the tokens of one call.
 
@@ -264,26 +294,33 @@ def linear_attention(
         state: the state of the tokens before these.
         form: `"chunked"`, which uses `recurrent_form` for a single token, or `"parallel"`, which neither takes nor returns a
             state.
+        is_causal: whether no token sees a later one. Otherwise there is neither a state nor a decay.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
     """
     batch, _, length, head_dim = query.shape
     dtype, query_scaling = value.dtype, scaling * math.sqrt(head_dim)
-    if visibility is None and length == 1 and form != "parallel":
+    if visibility is None and length == 1 and form != "parallel" and is_causal:
         with maybe_autocast(query.device.type, enabled=False):
             inputs = _make_inputs(query, key, value, None, None, query_scaling, None, log_decay, position_embeddings)
             output, state = _step(inputs, 0, state)
         return output.flatten(1, 2).unsqueeze(1).to(dtype), state
     if visibility is None:
-        visibility = make_visibility(length, length, 0, query.device)
+        visibility = make_visibility(length, length, 0, query.device, is_causal=is_causal)
     if visibility.key_is_valid is None:
         is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
     else:
-        is_valid = visibility.key_is_valid[:, visibility.last_key].expand(batch, -1)
-    count, start = visibility.visible_count.expand(batch, -1), visibility.first_key
+        is_valid = visibility.key_is_valid[:, visibility.last_key[0] if is_causal else slice(None)].expand(batch, -1)
+    count, start, end = visibility.visible_count.expand(batch, -1), visibility.first_key, visibility.last_key
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
-        start, count = start.expand(batch, -1), (visibility.last_key[None] + 1).expand(batch, -1)
+        start, count = start.expand(batch, -1), (end + 1).expand(batch, -1)
+    if not is_causal:
+        with maybe_autocast(query.device.type, enabled=False):
+            inputs = _make_inputs(query, key, value, count, is_valid, query_scaling, start, None, position_embeddings)
+            end = None if end is None else end.expand(batch, -1)
+            output = parallel_form(inputs, is_causal) if form == "parallel" else bidirectional_form(inputs, end)
+        return output.flatten(1, 2).transpose(1, 2).to(dtype), None
     is_exporting = torch.compiler.is_exporting()
     kernel = LINEAR_ATTENTION.choose(query, start)
     is_own = kernel.name == "pytorch"

@@ -1,4 +1,4 @@
-"""The keys that each query sees: causal order, windows, padding, packed documents, cached tokens and a caller's own 4-D mask.
+"""The keys that each query sees: causal order or none, windows, padding, packed documents, cached tokens, a caller's 4-D mask.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
 
@@ -22,7 +22,8 @@ class Visibility(NamedTuple):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
-        last_key: `(query,)`, the last key that each query may see, rising by one: in causal order its own token.
+        last_key: `(batch or 1, query)`, the last key that each query may see: in causal order its own token, else the last one
+            of its packed document or its window. It never falls from query to query. `None` if no key is too late.
         key_length: number of keys, including those of a static cache that are still empty.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
@@ -30,7 +31,7 @@ class Visibility(NamedTuple):
             begins there. It never falls from query to query. `None` if no key is too early.
     """
 
-    last_key: torch.Tensor
+    last_key: torch.Tensor | None
     key_length: int
     visible_count: torch.Tensor
     key_is_valid: torch.Tensor | None = None
@@ -38,24 +39,27 @@ class Visibility(NamedTuple):
 
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
-        if (made_for := (self.last_key.shape[0], self.key_length)) != (query_length, key_length):
+        if (made_for := (self.visible_count.shape[-1], self.key_length)) != (query_length, key_length):
             raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
 
     def excluding_self(self) -> "Visibility":
-        """Returns the visibility without the last key of each query, its own token."""
-        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key].long()
+        """Returns the visibility, in causal order, without the last key of each query, its own token."""
+        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
         return self._replace(last_key=self.last_key - 1, visible_count=self.visible_count - own)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
         """Returns the visibility of some queries, of which none sees a key after the first `key_length`."""
         key_is_valid = None if self.key_is_valid is None else self.key_is_valid[:, :key_length]
-        first_key = None if self.first_key is None else self.first_key[:, start:end]
-        return Visibility(self.last_key[start:end], key_length, self.visible_count[:, start:end], key_is_valid, first_key)
+        first_key, last_key = (None if key is None else key[:, start:end] for key in (self.first_key, self.last_key))
+        return Visibility(last_key, key_length, self.visible_count[:, start:end], key_is_valid, first_key)
 
     def dense(self) -> torch.Tensor:
         """Returns the boolean mask `(batch or 1, 1, query, key)`, true where the query sees the key."""
-        key_index = torch.arange(self.key_length, device=self.last_key.device)
-        visible = (key_index <= self.last_key[:, None])[None, None]
+        key_index = torch.arange(self.key_length, device=self.visible_count.device)
+        if self.last_key is None:
+            visible = torch.ones_like(self.visible_count[:1, None, :, None].bool()).expand(-1, -1, -1, self.key_length)
+        else:
+            visible = key_index <= self.last_key[:, None, :, None]
         if self.key_is_valid is not None:
             visible = visible & self.key_is_valid[:, None, None, :]
         if self.first_key is not None:
@@ -117,8 +121,9 @@ def make_visibility(
     segments: torch.Tensor | None = None,
     sliding_window: int | None = None,
     key_offset: int = 0,
+    is_causal: bool = True,
 ) -> Visibility:
-    """Makes the visibility of the last `query_length` positions, in causal order, with padding, packing or a window.
+    """Makes the visibility of the last `query_length` positions, with padding, packing or a window.
 
     Args:
         query_length: number of queries in this call.
@@ -127,34 +132,40 @@ def make_visibility(
         attention_mask: `(batch, tokens)` booleans, false for padding; tokens beyond it are padding.
         segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask` or a
             cache.
-        sliding_window: how many tokens a query sees at most, itself and those before it; `None` for all.
+        sliding_window: how many tokens a query sees at most, itself and those before it; without causal order that many on each
+            side of itself; `None` for all.
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
+        is_causal: whether no query sees a later token.
     """
     query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
-    last_key = query_index  # causal order. The count of visible keys follows from the first and the last one
-    first_key = None
+    first_key, last_key = None, query_index[None] if is_causal else None
     if sliding_window is not None:
-        first_key = (query_index - (sliding_window - 1)).clamp(min=0)[None]
+        first_key = (query_index - (sliding_window - is_causal)).clamp(min=0)[None]
+        last_key = last_key if is_causal else (query_index + sliding_window).clamp(max=key_length - 1)[None]
     if segments is not None:
         document_start = _document_starts(segments, query_index)
         first_key = document_start if first_key is None else torch.maximum(document_start, first_key)
+        if not is_causal:
+            document_end = key_length - 1 - _document_starts(segments.flip(-1), query_index).flip(-1)
+            last_key = document_end if last_key is None else torch.minimum(document_end, last_key)
     if attention_mask is not None:
         key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_offset + key_length - attention_mask.shape[-1], 0)))
         key_is_valid = key_is_valid[:, key_offset : key_offset + key_length]
         seen = key_is_valid.cumsum(dim=-1)
-        count = seen[:, last_key]
+        count = seen[:, -1:].expand(-1, query_length) if last_key is None else seen[:, last_key[0]]
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
         return Visibility(last_key, key_length, count, key_is_valid, first_key)
-    count = last_key[None].clamp(max=key_length - 1) + 1 if first_key is None else last_key - first_key + 1
-    return Visibility(last_key, key_length, count, first_key=first_key)
+    end = torch.full_like(query_index, key_length)[None] if last_key is None else last_key.clamp(max=key_length - 1) + 1
+    return Visibility(last_key, key_length, end if first_key is None else end - first_key, first_key=first_key)
 
 
 def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch.Tensor:
     """Returns `(batch or 1, query)`, the first token of each token's packed document."""
     if torch.compiler.is_exporting():
-        # Counts the tokens of earlier documents, because ONNX has no cumulative maximum
-        return (segments[:, None, :] < segments[:, :, None]).sum(dim=-1)
+        # Counts the tokens before the document, because ONNX has no cumulative maximum
+        is_other = segments[:, None, :] != segments[:, :, None]
+        return (is_other & (query_index < query_index[:, None])).sum(dim=-1)
     starts_here = torch.ones_like(segments, dtype=torch.bool)
     starts_here[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return torch.where(starts_here, query_index, 0).cummax(dim=-1).values
@@ -180,7 +191,7 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def read_mask(
-    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
     """Checks the mask argument of a backend, and makes one if there is none.
 
@@ -189,6 +200,7 @@ def read_mask(
             index, counted from the first key, and a single query sees all keys.
         query: `(batch, heads, query, head_dim)`.
         key: `(batch, key_value_heads, key, head_dim)`.
+        is_causal: false for an encoder, whose queries see all keys without a mask.
 
     Returns:
         A `Visibility` or a boolean mask `(batch or 1, 1 or heads, query, key)`, and how many keys each query sees,
@@ -200,7 +212,7 @@ def read_mask(
     (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
     if attention_mask is None:
         offset = 0 if query_length > 1 else key_length - 1
-        attention_mask = make_visibility(query_length, key_length, offset, query.device)
+        attention_mask = make_visibility(query_length, key_length, offset, query.device, is_causal=is_causal)
     if isinstance(attention_mask, Visibility):
         attention_mask.check(query_length, key_length)
         return attention_mask, attention_mask.visible_count[:, None]
@@ -213,19 +225,19 @@ def read_mask(
 
 
 def read_visible(
-    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+    attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
     """Reads the mask argument of a backend that takes booleans.
 
     The arguments are those of `read_mask`.
 
     Returns:
-        A boolean mask, or `None` if there is a single query that sees all keys; and how many keys each query sees, as in
-        `read_mask` or as one number.
+        A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or as one
+        number.
     """
-    if attention_mask is None and query.shape[2] == 1 and not is_tracing(query):
+    if attention_mask is None and (query.shape[2] == 1 or not is_causal) and not is_tracing(query):
         return None, key.shape[2]
-    visible, visible_count = read_mask(attention_mask, query, key)
+    visible, visible_count = read_mask(attention_mask, query, key, is_causal)
     return visible.dense() if isinstance(visible, Visibility) else visible, visible_count
 
 
@@ -242,6 +254,7 @@ class Sequences(NamedTuple):
         last_position: the largest position where it is known without reading `position_ids`, else `None`.
         is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees, or for
             flash attention the arguments that Transformers passes to it.
+        is_causal: whether no token sees a later one.
     """
 
     position_ids: torch.Tensor
@@ -251,6 +264,7 @@ class Sequences(NamedTuple):
     segments: torch.Tensor | None = None
     last_position: int | None = None
     is_paged: bool = False
+    is_causal: bool = True
 
     @property
     def packed_position_ids(self) -> torch.Tensor | None:
@@ -270,7 +284,7 @@ class Sequences(NamedTuple):
         """
         key_length, key_offset = self.key_range(cache, layer_idx)
         query_length, device = self.position_ids.shape[-1], self.position_ids.device
-        options = (self.padding_mask, self.segments, sliding_window, key_offset)
+        options = (self.padding_mask, self.segments, sliding_window, key_offset, self.is_causal)
         visibility = make_visibility(query_length, key_length, self.query_offset, device, *options)
         return visibility if sees_own_key else visibility.excluding_self()
 
@@ -287,7 +301,9 @@ class Sequences(NamedTuple):
             count = self.position_ids[:, None] + 1
             return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window))
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        query_index, is_valid, position = visibility.last_key, None, None
+        key_offset, is_valid, position = self.key_range(cache, layer_idx)[1], None, None
+        query_index = torch.arange(visibility.visible_count.shape[-1], device=visibility.visible_count.device)
+        query_index = query_index + (self.query_offset - key_offset)
         if visibility.key_is_valid is not None:
             is_valid = visibility.key_is_valid[:, query_index]
         if self.segments is not None:
@@ -310,7 +326,9 @@ class Sequences(NamedTuple):
         return self.attention_mask[kind]
 
     def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
-        """Tells whether there is a single query, and it sees all keys of a layer; the arguments are those of `visibility`."""
+        """Tells whether every query sees all keys of a layer; the arguments are those of `visibility`."""
+        if not self.is_causal:
+            return self.padding_mask is None and self.segments is None and sliding_window is None
         if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
             return False
         if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
@@ -331,6 +349,7 @@ def read_sequences(
     cache: Cache | PagedAttentionCache | None = None,
     use_cache: bool | None = None,
     layer_idx: int = 0,
+    is_causal: bool = True,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -348,6 +367,7 @@ def read_sequences(
             Transformers' own.
         use_cache: whether the caller asked for a cache.
         layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
+        is_causal: whether no token sees a later one.
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
         seq_idx: allowed beside `position_ids` only; it is not read.
@@ -389,7 +409,7 @@ def read_sequences(
         position_ids = query_index[None]
         if padding_mask is not None:
             position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
-    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position)
+    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal)
 
 
 def _without_types(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | dict | None:

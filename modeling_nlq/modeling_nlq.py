@@ -1,4 +1,4 @@
-"""NLQ models: GPT-style decoders whose query projection, attention activation and block are configured."""
+"""NLQ models: GPT-style decoders, and encoders, whose query projection, attention activation and block are configured."""
 
 import itertools
 import math
@@ -20,7 +20,12 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
@@ -149,7 +154,7 @@ class NLQAttention(NLQAttentionLayer):
         super().__init__(config, layer_idx)
         layer = config.per_layer_config[layer_idx]
         self.attention_dropout = config.attention_dropout
-        self.is_causal = True
+        self.is_causal = config.is_causal
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
         # Which keys a query sees: the window, and whether that of its own token is among them
         self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
@@ -245,7 +250,8 @@ class NLQAttention(NLQAttentionLayer):
             mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,  # for flash attention; the other masks have it
+            # For flash attention, which counts an encoder's own token; the other masks have it
+            sliding_window=self.sliding_window if self.is_causal or not self.sliding_window else self.sliding_window + 1,
             **kwargs,
         )
 
@@ -258,6 +264,7 @@ class NLQLinearAttention(NLQAttentionLayer):
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.is_causal = config.is_causal
         self.linear_attention_decay = config.per_layer_config[layer_idx].linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
@@ -306,6 +313,7 @@ class NLQLinearAttention(NLQAttentionLayer):
             position_embeddings=position_embeddings,
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
+            is_causal=self.is_causal,
         )
         if cache_layer is not None:
             cache_layer.set_state(state, length)
@@ -433,7 +441,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all six Auto classes."""
+        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all Auto classes."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
@@ -534,14 +542,17 @@ class NLQModel(NLQPreTrainedModel):
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
-                beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
-                names that are not known (`integrations_nlq.py`).
+                beyond the learned ones, for a cache under gradient checkpointing or in an encoder, for another `is_causal` than
+                that of the configuration, and for tensors under names that are not known (`integrations_nlq.py`).
         """
         cache = choose_cache(cache, past_key_values)
         is_paged = isinstance(cache, PagedAttentionCache)
+        is_causal = self.config.is_causal
         # Continuous batching says so too where it gives a mask, which is causal
-        if not kwargs.pop("is_causal", True) and not is_paged:
-            raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
+        if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
+            raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
+        if not is_causal and (use_cache or cache is not None):
+            raise ValueError("is_causal=False: an encoder has no cache; leave use_cache and past_key_values out")
         if not is_paged:
             check_arguments(kwargs)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
@@ -549,11 +560,10 @@ class NLQModel(NLQPreTrainedModel):
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = own_layers(itertools.islice(self.layers, self.config.num_hidden_layers))
         first_layer_idx = layers[0].self_attn.layer_idx
-        sequences = read_sequences(
-            inputs_embeds, attention_mask, position_ids, cache, use_cache, layer_idx=first_layer_idx, **kwargs
-        )
+        options = {"layer_idx": first_layer_idx, "is_causal": is_causal}
+        sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options, **kwargs)
         # diff with Llama: not while training. Whoever computes a layer again in backward would update the cache again
-        wants_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=self.config)
 
@@ -624,21 +634,74 @@ class NLQModel(NLQPreTrainedModel):
         return sequences.position_ids
 
 
-class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
-    """NLQ with a language-modelling head."""
+class NLQLanguageModel(NLQPreTrainedModel):
+    """A body and an output layer. Its two classes are that of decoders and that of encoders."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    of_decoders: bool
 
     def __init__(self, config: NLQConfig):
+        if config.is_causal != self.of_decoders:
+            other = "NLQForMaskedLM, because without causal order a token sees the one that it is to predict"
+            other = (
+                other if self.of_decoders else "NLQForCausalLM, because a decoder does not see the tokens after a masked one"
+            )
+            raise ValueError(f"is_causal={config.is_causal} needs {other}; or set is_causal={self.of_decoders}")
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss_type = "ForCausalLM"  # Transformers derives it from the name of the class, which a subclass may change
-        self.loss_function = causal_lm_loss
+        # Transformers derives it from the name of the class, which a subclass may change
+        self.loss_type = "ForCausalLM" if self.of_decoders else "ForMaskedLM"
         self.post_init()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden)` -> `(..., vocabulary)`."""
+        logits = self.lm_head(hidden_states)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class NLQForMaskedLM(NLQLanguageModel):
+    """An encoder (`is_causal=False`) with a language-modelling head, which predicts masked tokens."""
+
+    of_decoders = False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, inputs_embeds: as in `NLQModel`.
+            labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored.
+
+        Returns:
+            The loss, if labels are given (mean over masked tokens, in nats), and logits `(batch, query, vocabulary)`.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        logits, loss = self.compute_logits(outputs.last_hidden_state), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+
+
+class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
+    """A decoder with a language-modelling head."""
+
+    of_decoders = True
+
+    def __init__(self, config: NLQConfig):
+        super().__init__(config)
+        self.loss_function = causal_lm_loss
 
     def _get_name(self) -> str:
         # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives. `repr`
@@ -678,9 +741,7 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = torch.tanh(logits / cap) * cap
+        logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -728,8 +789,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
 
         Returns:
-            The loss, if labels are given, and logits `(batch, labels)` of the last token of each row that is not padding: by
-            `attention_mask`, or without a mask of tokens by `config.pad_token_id`.
+            The loss, if labels are given, and logits `(batch, labels)` of the token of each row that `classifier_pooling`
+            names, or the mean over its tokens. What is padding says `attention_mask`, or without a mask of tokens
+            `config.pad_token_id`.
 
         Raises:
             ValueError: for several rows with neither.
@@ -752,8 +814,14 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
         elif pad_token_id is not None and input_ids is not None:
             is_token = (input_ids != pad_token_id).to(logits.device)
-        last_token = (torch.arange(logits.shape[1], device=logits.device) * is_token).argmax(dim=-1)
-        pooled_logits = logits[torch.arange(len(logits), device=logits.device), last_token]
+        pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
+        if pooling == "mean":
+            share = is_token / is_token.sum(dim=-1, keepdim=True).clamp(min=1)
+            pooled_logits = (logits * share[..., None].to(logits.dtype)).sum(dim=1)
+        else:
+            index = torch.arange(logits.shape[1], device=logits.device)
+            token = (index if pooling == "last" else index.flip(0) + 1) * is_token
+            pooled_logits = logits[torch.arange(len(logits), device=logits.device), token.argmax(dim=-1)]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
@@ -787,6 +855,7 @@ def register_models(config_class: type[NLQConfig]) -> None:
 # about models that are not in them.
 for _names, _class in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, NLQForMaskedLM),
     (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, NLQForSequenceClassification),
     (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, NLQForTokenClassification),
     (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, NLQForQuestionAnswering),
@@ -797,6 +866,7 @@ register_default_targets(NLQConfig.model_type)
 
 __all__ = [
     "NLQForCausalLM",
+    "NLQForMaskedLM",
     "NLQForQuestionAnswering",
     "NLQForSequenceClassification",
     "NLQForTokenClassification",

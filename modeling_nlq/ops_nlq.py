@@ -208,7 +208,7 @@ class DifferentiableAttention:
 
     def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
         """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
-        mask, visible_count = read_mask(attention_mask, query, key)
+        mask, visible_count = read_mask(attention_mask, query, key, module.is_causal)
         if isinstance(mask, Visibility):
             masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
         else:

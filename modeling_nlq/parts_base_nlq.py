@@ -152,6 +152,7 @@ class AttentionPart(SplitByHeads):
         needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
             computed in float32, except by flash attention, which cannot.
         activations: the attention activations that it can have; all if empty.
+        causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
         supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
         start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`, all its
@@ -164,6 +165,7 @@ class AttentionPart(SplitByHeads):
     needs_token_context: ClassVar[bool] = False
     needs_first_values: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ()
+    causal_only: ClassVar[bool] = False
     supports_crop: ClassVar[bool] = True
 
     state_size = 0

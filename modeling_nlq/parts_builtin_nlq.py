@@ -88,6 +88,7 @@ class Canon(AttentionPart):
     """
 
     name = "canon"
+    causal_only = True
     formula = "h_t + sum_{k < 4} w_k * h_{t-k}"
     source = "Allen-Zhu 2025, arXiv 2512.17351"
     needs_token_context = True
@@ -362,6 +363,7 @@ class SelectiveAttention(AttentionPart):
     """
 
     name = "selective_attention"
+    causal_only = True
     formula = "s_ij - sum_{j < k < i} relu(s_kj of the first head)"
     source = "Leviathan et al. 2024, arXiv 2410.02703"
     needs_token_context = True
@@ -435,6 +437,7 @@ class ForgetGate(AttentionPart):
     """
 
     name = "forget_gate"
+    causal_only = True
     formula = "s_ij + sum_{j < t <= i} log sigmoid(x_t w_h + b_h)"
     source = "Lin et al. 2025, arXiv 2503.02130"
     needs_token_context = True

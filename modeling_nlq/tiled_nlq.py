@@ -58,7 +58,9 @@ class _Tiles:
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
         if self.last_key is not None:
-            self.first_query = int(self.last_key[0])
+            tiles = [self.last_key[:, start:end] for start, end in self.query_tiles]
+            self.first_end = torch.stack([tile.min() for tile in tiles]).tolist()
+            self.last_end = torch.stack([tile.max() for tile in tiles]).tolist()
         if self.key_is_valid is not None:
             tiles = [self.key_is_valid[:, start:end] for start, end in self.key_tiles]
             self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
@@ -72,7 +74,7 @@ class _Tiles:
         """Returns the tiles of keys that some query of a tile sees, as far as tiles can tell."""
         first, last = 0, len(self.key_tiles)
         if self.last_key is not None:
-            last = bisect.bisect_right(self.key_tiles, self.first_query + self.query_tiles[i][1] - 1, key=_start)
+            last = bisect.bisect_right(self.key_tiles, self.last_end[i], key=_start)
         if self.first_key is not None:
             first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=_end)
         return [j for j in range(first, last) if not self._is_hidden(i, j)]
@@ -81,7 +83,7 @@ class _Tiles:
         """Returns the tiles of queries that see some key of a tile, as far as tiles can tell."""
         first, last = 0, len(self.query_tiles)
         if self.last_key is not None:
-            first = bisect.bisect_right(self.query_tiles, self.key_tiles[j][0] - self.first_query, key=_end)
+            first = bisect.bisect_left(self.last_end, self.key_tiles[j][0])
         if self.first_key is not None:
             last = bisect.bisect_left(self.first_start, self.key_tiles[j][1])
         return [i for i in range(first, last) if not self._is_hidden(i, j)]
@@ -98,8 +100,8 @@ class _Tiles:
         if self.visible is not None:
             return ~self.visible[:, :, start:end, key_start:key_end]
         parts = []
-        if self.last_key is not None and key_end - 1 > self.first_query + start:
-            parts.append((self.key_index[key_start:key_end] > self.last_key[start:end, None])[None])
+        if self.last_key is not None and key_end - 1 > self.first_end[i]:
+            parts.append(self.key_index[key_start:key_end] > self.last_key[:, start:end, None])
         if self.key_is_valid is not None and not self.are_all_valid[j]:
             parts.append(~self.key_is_valid[:, None, key_start:key_end])
         if self.first_key is not None and key_start < self.last_start[i]:

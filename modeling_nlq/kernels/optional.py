@@ -69,6 +69,7 @@ def sparse_attention_forward(
     is_plain = attention_mask is None or (
         isinstance(attention_mask, Visibility) and attention_mask.key_is_valid is None and attention_mask.first_key is None
     )
+    is_plain = is_plain and module.is_causal
     length, head_dim = query.shape[2:]
     fits = length == key.shape[2] >= 64 and length.bit_count() == 1 and head_dim in (16, 32, 64, 128, 256)
     is_entmax15 = module.activation.name == "entmax15" and dropout == 0.0

@@ -423,7 +423,8 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
-                seen = seen[i - seen < layer.sliding_window]
+                near = i - seen < layer.sliding_window if config.is_causal else (i - seen).abs() <= layer.sliding_window
+                seen = seen[near]
             if layer.attention_activation == "stick_breaking":
                 seen = seen[seen != i]
             factor = scaling
@@ -472,9 +473,12 @@ def mlp(config, x, block, texts):
     return linear(FUNCTIONS[config.hidden_act](inner), parameters.below("fc2"))
 
 
-def visible_keys(attention_mask, position_ids):
-    """The keys that each query of one sequence sees: the past of its own document, without padding."""
+def visible_keys(attention_mask, position_ids, is_causal=True):
+    """The keys that each query of one sequence sees: its own document, or in causal order the past of it, without padding."""
     length = len(position_ids)
+    if not is_causal:
+        past = visible_keys(torch.ones_like(attention_mask), position_ids if attention_mask.all() else torch.arange(length))
+        return (past | past.T) & attention_mask.bool()
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         for j in range(i, -1, -1):
@@ -563,7 +567,7 @@ def forward(config, state_dict, input_ids, attention_mask=None, position_ids=Non
         position_ids = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
     rows = []
     for row in range(len(input_ids)):
-        texts = visible_keys(attention_mask[row], position_ids[row])
+        texts = visible_keys(attention_mask[row], position_ids[row], getattr(config, "is_causal", True))
         seen = texts[None] if visible is None else visible[row]
         inputs = (input_ids[row], position_ids[row], seen, attention_mask[row].bool(), texts)
         rows.append(forward_sequence(config, Parameters(state_dict), *inputs))

@@ -45,11 +45,9 @@ struct Phi_softmax {  // its score is the distance to the largest one
 struct Call {
   Index threads, batch, heads, key_value_heads, queries, keys, width, query_tile, key_tile;
   Index activation;   // its row of `ROWS`
-  bool is_causal;
-  Index first_query;  // the index of the first query among the keys, if the mask is causal
   bool is_sum, is_softmax;
   double scaling, largest_sum;
-  States query, key, value, bias, key_is_valid, first_key, visible;
+  States query, key, value, bias, key_is_valid, first_key, last_key, visible;
   // For softmax, `inverse_normalizer` is the logarithm of the sum of exponentials
   States output, remainder, inverse_normalizer;
   States gradient, query_gradient, key_gradient, value_gradient;
@@ -268,22 +266,23 @@ struct Hidden {
 struct Mask {
   const Call& call;
   const uint8_t* key_is_valid = nullptr;
-  const Index* first_key = nullptr;
+  const Index *first_key = nullptr, *last_key = nullptr;
   const uint8_t* visible = nullptr;
   Index row = 0;
 
   Mask(const Call& call, Index batch, Index head) : call(call) {
     if (call.key_is_valid.data) key_is_valid = at<uint8_t>(call.key_is_valid, batch, 0);
     if (call.first_key.data) first_key = at<Index>(call.first_key, batch, 0);
+    if (call.last_key.data) last_key = at<Index>(call.last_key, batch, 0);
     if (call.visible.data) visible = at<uint8_t>(call.visible, batch, head), row = call.visible.strides[2];
   }
 
   Index first_key_of(Index query) const { return first_key ? std::min(first_key[query], call.keys) : 0; }
   Index last_key_of(Index query) const {
-    return call.is_causal ? std::min(call.first_query + query + 1, call.keys) : call.keys;
+    return last_key ? std::min(last_key[query] + 1, call.keys) : call.keys;
   }
   Index first_query_of(Index key) const {
-    return call.is_causal ? std::clamp<Index>(key - call.first_query, 0, call.queries) : 0;
+    return last_key ? std::lower_bound(last_key, last_key + call.queries, key) - last_key : 0;
   }
   Index last_query_of(Index key) const {
     return first_key ? std::upper_bound(first_key, first_key + call.queries, key) - first_key : call.queries;
@@ -545,13 +544,12 @@ struct Arguments {
     call.query_tile = std::min(query_tile, std::max((call.queries + STEP - 1) / STEP * STEP, STEP));
     call.key_tile = std::min(key_tile, std::max((call.keys + STEP - 1) / STEP * STEP, STEP));
     call.activation = find_activation(ROWS<float>, activation);
-    call.is_causal = last_key.has_value();
-    call.first_query = call.is_causal && call.queries ? last_key->data_ptr<Index>()[0] : 0;
     call.is_sum = normalization == "sum", call.is_softmax = activation == "softmax";
     call.scaling = scaling;
     call.query = keep(with_rows(query)), call.key = keep(with_rows(key)), call.value = keep(with_rows(value));
     if (key_is_valid) call.key_is_valid = keep(key_is_valid->contiguous().expand({call.batch, call.keys}));
     if (first_key) call.first_key = keep(first_key->to(at::kLong).contiguous().expand({call.batch, call.queries}));
+    if (last_key) call.last_key = keep(last_key->to(at::kLong).contiguous().expand({call.batch, call.queries}));
     if (visible) call.visible = keep(with_rows(*visible).expand({call.batch, call.heads, call.queries, call.keys}));
   }
 };

@@ -144,7 +144,7 @@ def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor
 def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
     """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the scores."""
     activation, normalization = module.activation, module.normalization
-    visible, count = read_visible(attention_mask, query, key)
+    visible, count = read_visible(attention_mask, query, key, module.is_causal)
     count = count if isinstance(count, torch.Tensor) else None  # a number is that of all keys
     has_bias = activation.subtract_log_count and normalization == "none"
     options = (activation.name, normalization, has_bias, activation.is_homogeneous, scaling)
