@@ -794,7 +794,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             `config.pad_token_id`.
 
         Raises:
-            ValueError: for several rows with neither.
+            ValueError: for the last tokens of several rows with neither.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -806,15 +806,15 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
+        pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
         # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
         is_token, pad_token_id = torch.ones_like(logits[..., 0], dtype=torch.bool), self.config.pad_token_id
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
-        elif pad_token_id is None and len(logits) > 1:
+        elif pad_token_id is None and len(logits) > 1 and pooling == "last":
             raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
         elif pad_token_id is not None and input_ids is not None:
             is_token = (input_ids != pad_token_id).to(logits.device)
-        pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
         if pooling == "mean":
             share = is_token / is_token.sum(dim=-1, keepdim=True).clamp(min=1)
             pooled_logits = (logits * share[..., None].to(logits.dtype)).sum(dim=1)

@@ -64,7 +64,7 @@ def needs_order(switches):
 
 def check(model, input_ids, tolerance=1e-10, **inputs):
     """Logits and weights are those of the formulas, wherever a token is no padding."""
-    has_weights = model.config.attention_activation != "linear_attention"
+    has_weights = all(layer.attention_activation != "linear_attention" for layer in model.config.per_layer_config)
     with torch.no_grad():
         output = model(input_ids, output_attentions=has_weights, **inputs)
     logits, weights = reference.forward(model.config, model.state_dict(), input_ids, **inputs)
