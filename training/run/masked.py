@@ -1,7 +1,7 @@
 """Masked language modelling: which tokens of a batch are hidden from an encoder, which it must predict.
 
-The masks follow from the data's seed, the optimizer step and the tokens of a row alone. So all models of a comparison, a resumed
-run, and any number of processes see the same ones, and an evaluation always the same.
+The masks follow from the data's seed, the optimizer step and the tokens of a row alone. So all models of a comparison, a
+resumed run, and any number of processes see the same ones, and an evaluation always the same.
 """
 
 import hashlib
