@@ -32,7 +32,6 @@ from .backends_nlq import (
     AttentionRequest,
     choose_implementation,
     choose_paged_implementation,
-    create_masks_for_generate,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
@@ -633,10 +632,15 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
     def _choose_paged_implementation(self) -> str:
         return choose_paged_implementation(self.config)
 
-    def create_masks_for_generate(self, *args, **kwargs):
-        # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
-        layers = [layer.self_attn for layer in self.model.layers]
-        return create_masks_for_generate(*args, layers=layers, **kwargs)
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
+    ) -> torch.Tensor | None:
+        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
+        if attention_mask is None:
+            return None
+        cache, layers = choose_cache(cache, past_key_values), range(config.num_hidden_layers)
+        length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
+        return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,
