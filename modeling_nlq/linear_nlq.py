@@ -23,7 +23,6 @@ from transformers.utils.generic import maybe_autocast
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
-from .ops_nlq import Operation
 from .projections_nlq import rotate
 
 
@@ -158,10 +157,6 @@ def chunked_form(
     return divide(numerator, denominator).flatten(3, 4)[..., :length, :], state
 
 
-# Its kernels tell from the query `(batch, heads, query, head_dim)` and the documents' first tokens whether they compute a call
-LINEAR_ATTENTION = Operation("linear_attention", chunked_form)
-
-
 def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
     """Returns the output of one token, `(b, g, r, d)`, and the state after it: `S_i = decay S_(i-1) + k_i v_i^T`."""
     key, rotated_key, value = (states[:, :, index] for states in (inputs.key, inputs.rotated_key, inputs.value))
@@ -274,12 +269,9 @@ def linear_attention(
     count, start = visibility.visible_count.expand(batch, -1), visibility.first_key
     if start is not None:  # pairs across documents are hidden, so only differences within a document matter
         start, count = start.expand(batch, -1), (visibility.last_key[None] + 1).expand(batch, -1)
+    # A loop over segments or chunks would fix the length of an exported program
     is_exporting = torch.compiler.is_exporting()
-    kernel = LINEAR_ATTENTION.choose(query, start)
-    is_own = kernel.name == "pytorch"
-    attend = chunked_form if is_own else kernel.function
-    # Kernels take all tokens at once, and a loop over segments or chunks would fix the length of an exported program
-    size = SEGMENT_SIZE if form != "parallel" and is_own and not is_exporting else None
+    size = None if form == "parallel" or is_exporting else SEGMENT_SIZE
 
     def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
@@ -305,7 +297,7 @@ def linear_attention(
             elif is_exporting:
                 output, state = chunked_form(inputs, state, chunk_size=None)
             else:
-                output, state = attend(inputs, state)
+                output, state = chunked_form(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
 

@@ -324,7 +324,6 @@ def read_sequences(
     layer_idx: int = 0,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
@@ -340,7 +339,6 @@ def read_sequences(
         layer_idx: the layer that is called, if it is called alone.
         cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
         cu_seq_lens_k: must equal `cu_seq_lens_q`.
-        seq_idx: allowed beside `position_ids` only; it is not read.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
@@ -360,8 +358,6 @@ def read_sequences(
         if batch != 1 or attention_mask is not None:
             raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
         position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, query_length, position_ids)
-    elif cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
-        raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
