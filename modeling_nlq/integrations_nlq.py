@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .parts_base_nlq import SplitByHeads
@@ -22,21 +21,6 @@ except ImportError:
 
 # Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
-
-
-def choose_cache(
-    cache: Cache | PagedAttentionCache | None, past_key_values: Cache | PagedAttentionCache | None
-) -> Cache | PagedAttentionCache | None:
-    """Returns the cache, under whichever name it was given.
-
-    Raises:
-        ValueError: if both are given and are not the same object.
-    """
-    if cache is None:
-        return past_key_values
-    if past_key_values is not None and past_key_values is not cache:
-        raise ValueError("cache and past_key_values are two names for one argument; give one of them")
-    return cache
 
 
 # Queries and values, as for Llama. A model has those that its projections need.

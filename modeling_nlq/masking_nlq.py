@@ -346,7 +346,8 @@ def read_sequences(
     if isinstance(cache, PagedAttentionCache):
         return Sequences(position_ids, attention_mask, is_paged=True)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    position_ids = _check_positions(position_ids, batch, query_length)
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, query_length)
     query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
@@ -374,16 +375,6 @@ def read_sequences(
         if padding_mask is not None:
             position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
     return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position)
-
-
-def _check_positions(position_ids: torch.Tensor | None, batch: int, query_length: int) -> torch.Tensor | None:
-    """Returns the positions as `(batch, query)`."""
-    if position_ids is None:
-        return None
-    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != query_length:
-        allowed = " or ".join(str((rows, query_length)) for rows in dict.fromkeys((batch, 1)))
-        raise ValueError(f"position_ids={tuple(position_ids.shape)} must be (batch or 1, query)={allowed}")
-    return position_ids.expand(batch, -1)
 
 
 def _check_mask(

@@ -41,7 +41,6 @@ from .integrations_nlq import (
     CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
-    choose_cache,
     register_default_targets,
 )
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
@@ -490,11 +489,10 @@ class NLQModel(NLQPreTrainedModel):
                 or beside them.
 
         Raises:
-            ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
-                beyond the learned ones, for a cache under gradient checkpointing, for `is_causal=False`, and for tensors under
-                names that are not known (`integrations_nlq.py`).
+            ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
+                for a cache under gradient checkpointing, and for `is_causal=False`.
         """
-        cache = choose_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         # Continuous batching says so too where it gives a mask, which is causal
         if not kwargs.pop("is_causal", True) and not is_paged:
@@ -537,9 +535,6 @@ class NLQModel(NLQPreTrainedModel):
         """Returns the token embeddings `(batch, query, hidden)`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        if inputs.shape[1] == 0:
-            raise ValueError(f"{name}={tuple(inputs.shape)} contains no tokens")
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
@@ -613,7 +608,7 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
         Returns:
             The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
-        cache = choose_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if (cap := self.config.final_logit_softcapping) is not None:
@@ -638,7 +633,7 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
         # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
         if attention_mask is None:
             return None
-        cache, layers = choose_cache(cache, past_key_values), range(config.num_hidden_layers)
+        cache, layers = past_key_values if cache is None else cache, range(config.num_hidden_layers)
         length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
         return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
