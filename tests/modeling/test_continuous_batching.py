@@ -196,8 +196,7 @@ class TestRefused:
     def test_linear_attention(self, layers, start):
         switches = {layer: {"attention_activation": "linear_attention"} for layer in layers}
         model = make_model(attention_activation="sigmoid", per_layer_config=switches)
-        numbers = ", ".join(map(str, layers))
-        message = rf"^attention_activation='linear_attention' \(layer {numbers}\) has no continuous batching: .*; use generate$"
+        message = rf"^attention_activation='linear_attention' \(layer {layers[0]}\) has no continuous batching; use generate$"
         with pytest.raises(ValueError, match=message):
             getattr(model, start)(*([PROMPTS] if start == "generate_batch" else []))
         assert model.config._attn_implementation == "nlq"
@@ -213,15 +212,9 @@ class TestRefused:
             ValueError, match=r"^attn_implementation='nlq_tiled' has no continuous batching; use one of nlq, eager$"
         ):
             run(model)
-        with pytest.raises(
-            ValueError, match=r"^attn_implementation='nlq_tiled' takes no paged cache; start continuous batching"
-        ):
-            model(
-                torch.tensor([[1]]),
-                position_ids=torch.tensor([[0]]),
-                cache=object.__new__(PagedAttentionCache),
-                use_cache=False,
-            )
+        paged = {"position_ids": torch.tensor([[0]]), "cache": object.__new__(PagedAttentionCache), "use_cache": False}
+        with pytest.raises(ValueError, match=r"^attn_implementation='nlq_tiled' takes no paged cache"):
+            model(torch.tensor([[1]]), **paged)
         model = make_model(attn_implementation="flex_attention")
         with pytest.raises(ValueError, match=r"use one of nlq, sdpa, eager$"):
             run(model)
@@ -237,19 +230,8 @@ class TestRefused:
         with pytest.raises(ValueError, match="'sdpa' cannot compute attention_activation='sigmoid'"):
             run(model)
 
-    def test_prompt_without_tokens(self, sigmoid):
-        with pytest.raises(ValueError, match="a prompt contains no tokens"):
-            run(sigmoid, [[1], []])
-
-    @pytest.mark.parametrize("prompt", [[99], [-3], [[1]], "one", [1.0]], ids=str)
-    def test_prompt_that_is_no_list_of_token_ids(self, sigmoid, prompt):
-        with pytest.raises(ValueError, match=r"token id -?[0-9]+ is not in the vocabulary|must be a list of token ids"):
-            run(sigmoid, [[1], prompt])
-
     def test_failure_before_the_start_leaves_the_model_as_it_was(self, sigmoid):
         implementation = sigmoid.config._attn_implementation
-        with pytest.raises(RuntimeError, match=r"device.type = 'cpu'"):
-            run(sigmoid, batching={"use_async_batching": True})
         with pytest.raises(ValueError, match="page_size must be at least"):
             run(sigmoid, batching={"page_size": 1})
         assert sigmoid.config._attn_implementation == implementation

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from support.grids import slow_except
-from support.other_user import run_as_nobody
 from support.remote_code import tiny_config
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
@@ -250,45 +248,7 @@ class TestBuild:
         assert build.load("seven", "nlq_test")
         assert list(folder.iterdir()) == [library]
 
-    @needs_compiler
-    @pytest.mark.parametrize("case", ["file", "link", "folder"])
-    def test_what_another_user_put_there_is_not_loaded(self, case, folder, open_folder, tmp_path, monkeypatch):
-        """A library is code: that of a stranger in a folder that all can write, or below one of his own, does not run."""
-        compiler = tmp_path / "compiler"  # a real one takes seconds
-        compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; printf '\\177ELF' > $2\n")
-        compiler.chmod(0o755)
-        monkeypatch.setenv("CXX", str(compiler))
-        loaded = []
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
-        monkeypatch.setattr(build.Path, "home", lambda: tmp_path)
-        build.load("seven", "nlq_test")
-        name = loaded.pop().name
-        shared = open_folder / "libraries"
-        if case != "folder":
-            shared.mkdir()
-            shared.chmod(0o777)
-        command = f"ln -s /dev/null {shared / name}" if case == "link" else f"echo planted > {shared / name}"
-        run_as_nobody(f"mkdir -p {shared}; {command}")
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
-        build.load.cache_clear()
-        assert build.load("seven", "nlq_test")
-        assert loaded == [tmp_path / ".cache" / "modeling-nlq" / name] and loaded[0].read_bytes()[:4] == b"\x7fELF"
-        if case == "folder":  # nowhere is safe
-            build.load.cache_clear()
-            loaded[0].parent.chmod(0o777)
-            assert not build.load("seven", "nlq_test") and len(loaded) == 1
-
-    def test_no_home(self, monkeypatch):
-        def no_home():
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        monkeypatch.setattr(build.Path, "home", no_home)
-        assert not build.load("seven", "nlq_test")
-
-    @pytest.mark.parametrize(
-        "compiler, name", [("no-such-compiler", "seven"), ("false '", "seven"), ("false", "seven"), ("c++", "nonsense")]
-    )
+    @pytest.mark.parametrize("compiler, name", [("no-such-compiler", "seven"), ("false", "seven"), ("c++", "nonsense")])
     def test_cannot_be_built(self, monkeypatch, folder, compiler, name):
         """One warning says what to do, and nothing half-built stays."""
         messages = []
@@ -296,7 +256,7 @@ class TestBuild:
         monkeypatch.setenv("CXX", compiler)
         assert [build.load(name, namespace) for namespace in ("one", "two")] == [False, False]
         (message,) = [message for message in messages if "could not be compiled" in message]
-        assert "Install a C++ compiler" in message and "NLQ_CPP=0" in message
+        assert "g++ 11" in message and "NLQ_CPP=0" in message
         assert not folder.exists() or list(folder.iterdir()) == []
 
     @needs_compiler

@@ -164,7 +164,7 @@ def test_gradient_checkpointing_refuses_a_cache(tokens):
     cache = model(tokens, use_cache=True).past_key_values
     model.gradient_checkpointing_enable()
     model.train()
-    with pytest.raises(ValueError, match="a cache cannot be used with gradient checkpointing"):
+    with pytest.raises(ValueError, match="no cache with gradient checkpointing"):
         model(tokens, past_key_values=cache)
     assert model(tokens, use_cache=True).past_key_values is None
     with torch.no_grad():
@@ -174,16 +174,6 @@ def test_gradient_checkpointing_refuses_a_cache(tokens):
     assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
 
 
-@pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
-def test_positions_of_another_shape(position_embedding, tokens):
-    model = make("sigmoid", position_embedding=position_embedding)
-    for shape in ((2, 12), (3, 11), (11,), (2, 11, 1)):
-        with pytest.raises(ValueError, match=r"position_ids=.* must be \(batch or 1, query\)=\(2, 11\) or \(1, 11\)"):
-            model(tokens, position_ids=torch.zeros(shape, dtype=torch.long))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
-    assert torch.equal(model(tokens, position_ids=positions).logits, model(tokens, position_ids=positions.repeat(2, 1)).logits)
-
-
 @pytest.mark.parametrize("activation", RICH)
 def test_empty_batch(activation, tokens):
     model = make(activation, **RICH[activation])
@@ -191,8 +181,6 @@ def test_empty_batch(activation, tokens):
     assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
     model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
-    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) contains no tokens"):
-        model(tokens[:, :0])
 
 
 @pytest.mark.parametrize("activation", ["softmax", "squared", "linear_attention"])
@@ -265,15 +253,8 @@ BAD_PACKING = [
     ({"cu_seq_lens_q": torch.tensor([0, 5])}, "must rise from 0 to the number of tokens, 11"),
     ({"cu_seq_lens_q": torch.tensor([1, 11])}, "must rise from 0 to the number of tokens, 11"),
     ({"cu_seq_lens_q": torch.tensor([0, 7, 5, 11])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": [0, 5, 11]}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"cu_seq_lens_q": BOUNDARIES[None]}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"cu_seq_lens_q": BOUNDARIES.float()}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"position_ids": torch.arange(11)[None]}, "does not agree with position_ids"),
     ({"use_cache": True}, "use_cache"),
     ({"past_key_values": DynamicCache()}, "cu_seq_lens_q: packed documents cannot be cached"),
-    # What the collator can say besides is not enough, or must agree
-    ({"cu_seq_lens_k": BOUNDARIES, "cu_seq_lens_q": None}, "packed documents need position_ids or cu_seq_lens_q"),
-    ({"seq_idx": torch.zeros(1, 11).long(), "cu_seq_lens_q": None}, "packed documents need position_ids or cu_seq_lens_q"),
     ({"cu_seq_lens_k": torch.tensor([0, 4, 11])}, "cu_seq_lens_k must equal cu_seq_lens_q"),
 ]
 
@@ -289,14 +270,7 @@ BLOCK_MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11, de
 BAD_MASKS = [
     (torch.zeros(11), r"must be \(batch, key\) or"),
     (torch.zeros(2, 11, 11), r"must be \(batch, key\) or"),
-    (PADDED.tolist(), "must be a tensor, not list"),
-    # Those of generation, by type of layer, are checked alike
-    ({"full_attention": torch.zeros(11)}, r"attention_mask=\(.*must be \(batch, key\)"),
-    ({"full_attention": PADDED[:, :9]}, r"attention_mask=\(.*must be \(batch, key\)"),
-    (
-        create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11, device="cpu"),
-        "takes no BlockMask; use 'flex_attention'",
-    ),
+    (BLOCK_MASK, "takes no BlockMask"),
     (PADDED[:, :9], r"must be \(batch, key\)=\(2, 11\)"),
     (PADDED[:1], r"must be \(batch, key\)=\(2, 11\)"),
 ]
@@ -429,21 +403,6 @@ def test_unit_heads_in_half_precision():
     assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("activation", ["softmax", "relu"])
-def test_weights_by_configuration(activation, tokens, tmp_path):
-    model = make(activation, output_attentions=True)
-    assert model.config._attn_implementation == "nlq"
-    assert [tuple(weights.shape) for weights in model(tokens).attentions] == [(2, 4, 11, 11)] * 2
-    model.save_pretrained(tmp_path)
-    assert len(NLQForCausalLM.from_pretrained(tmp_path)(tokens).attentions) == 2
-    model.config.output_attentions = False
-    assert model(tokens).attentions is None
-    model.config.output_attentions = True
-    assert len(model(tokens).attentions) == 2
-    with pytest.raises(ValueError, match="output_attentions"):
-        make("relu", attn_implementation="nlq_tiled").config.output_attentions = True
-
-
 SOFTMAX, LINEAR, SIGMOID = ({"attention_activation": name} for name in ("softmax", "linear_attention", "sigmoid"))
 # Layers that differ from the first in what they get beside their input
 HYBRIDS = {
@@ -487,14 +446,6 @@ class TestLayersOneByOne:
         found, expected = self.replay(model, tokens, mask, kept)
         rows = slice(None) if mask is None else mask.bool()
         assert torch.equal(found[rows], expected[rows])
-
-    def test_what_is_missing_is_named(self, make_model):
-        for switches, message in (
-            ({"value_residual": "fixed"}, r"value_residual \(layer 1\) needs first_values"),
-            ({"position_embedding": "rope"}, "position_embeddings: layer 0 has rotary positions"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                self.replay(make_model(**switches), torch.randint(13, (2, 9)), None, ())
 
 
 @pytest.mark.parametrize("name", ["canon", "canon_of_linear_attention", "forget_gate_learned", "value_residual_learned"])

@@ -18,7 +18,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForSequenceClassification, activations_nlq
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS
-from modeling_nlq.training import publish
 
 
 PACKAGE = Path(modeling_nlq.__file__).parent
@@ -113,86 +112,6 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         torch.testing.assert_close(results[auto_class], expected, rtol=1e-5, atol=1e-6)
         assert results["generated"].shape == (2, 11)
         assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
-
-
-DERIVED = """
-import torch
-from modeling_nlq import NLQConfig, NLQForCausalLM
-
-
-class MineConfig(NLQConfig):
-    factor: int = 1
-
-
-class Mine(NLQForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.own = torch.nn.Parameter(torch.ones(50))
-        self.post_init()
-
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        outputs.logits = outputs.logits * self.own * getattr(self.config, "factor", 1)
-        return outputs
-
-
-class Both(Mine):
-    config_class = MineConfig
-"""
-LOAD_DERIVED = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-
-for folder in sys.argv[1:]:
-    for again in range(2):  # the first of them imports the package
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        names = type(model).__name__, type(model.config).__name__, getattr(model.config, "factor", None)
-        print(*names, float(model(torch.arange(6)[None]).logits.double().sum()))
-        model.save_pretrained(folder)
-"""
-
-
-@pytest.fixture
-def derived(tmp_path, monkeypatch):
-    """A module of a user's own, with classes that derive from ours and are registered."""
-    (tmp_path / "derived_models.py").write_text(DERIVED)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "derived_models", raising=False)
-    module = importlib.import_module("derived_models")
-    for name in ("Mine", "Both"):
-        getattr(module, name).register_for_auto_class("AutoModelForCausalLM")
-    module.MineConfig.register_for_auto_class()
-    return module
-
-
-def test_derived_classes(derived, tmp_path):
-    """A model, a configuration, and both. Transformers itself prefers the installed class to the one in the folder."""
-    values, expected = tiny_config().to_dict(), []
-    cases = {
-        "model": (derived.Mine, NLQConfig, None),
-        "config": (NLQForCausalLM, derived.MineConfig, 3),
-        "both": (derived.Both, derived.MineConfig, 3),
-    }
-    for name, (model_class, config_class, factor) in cases.items():
-        model = model_class(config_class(**{**values, **({"factor": factor} if factor else {})})).eval()
-        model.save_pretrained(tmp_path / name)
-        auto_map = json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
-        files = {path.name for path in (tmp_path / name).glob("*.py")}
-        assert {f"{path.partition('.')[0]}.py" for path in auto_map.values()} <= files
-        again = model_class.from_pretrained(tmp_path / name).eval()
-        with torch.no_grad():
-            logits = model(torch.arange(6)[None]).logits
-            assert type(again.config) is model_class.config_class and torch.equal(again(torch.arange(6)[None]).logits, logits)
-        expected.append([model_class.__name__, config_class.__name__, str(factor), float(logits.double().sum())])
-        assert "derived_models.py" in publish(tmp_path / name, "you/mine", dry_run=True).files
-    output = run_python(LOAD_DERIVED, *(tmp_path / name for name in cases), cache=tmp_path, is_installed=True)
-    lines = [line.split() for line in output.splitlines()]
-    assert [[*line[:3], pytest.approx(float(line[3]))] for line in lines] == [row for row in expected for _ in range(2)]
-    # Saved by our class, the folder no longer names the derived one
-    ours = NLQForCausalLM.from_pretrained(tmp_path / "both")
-    ours.save_pretrained(tmp_path / "both")
-    assert json.loads((tmp_path / "both" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
 LABEL_SMOOTHING = """
@@ -458,9 +377,7 @@ import modeling_nlq
 folder, store, tests = sys.argv[1:]
 sys.path.insert(0, tests)
 from support.remote_code import tiny_config
-from derived_models import Mine
 
-Mine.register_for_auto_class("AutoModelForCausalLM")
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 torch.manual_seed(0)
 model = modeling_nlq.NLQForCausalLM(tiny_config())
@@ -476,10 +393,6 @@ assert type(model) is not modeling_nlq.NLQForCausalLM
 assert model._get_name() == "NLQForCausalLM"  # by which Trainer knows that labels are to be shifted
 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 model.save_pretrained(folder, state_dict=state)
-derived = Mine(tiny_config())
-fully_shard(derived, mesh=mesh)
-state = get_model_state_dict(derived, options=StateDictOptions(full_state_dict=True))
-derived.save_pretrained(folder + "-derived", state_dict=state)
 dist.destroy_process_group()
 """
 
@@ -487,13 +400,9 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     folder = tmp_path / "saved"
-    (tmp_path / "derived_models.py").write_text(DERIVED)
     run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path, is_installed=True)
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]
-    derived = json.loads((tmp_path / "saved-derived" / "config.json").read_text())
-    assert derived["auto_map"] == {**AUTO_MAP, "AutoModelForCausalLM": "derived_models.Mine"}
-    assert derived["architectures"] == ["Mine"] and (tmp_path / "saved-derived" / "derived_models.py").is_file()
     assert {path.name for path in folder.glob("*.py")} == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     name, out = "AutoModelForCausalLM", tmp_path / "results.pt"
     run_python(LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
