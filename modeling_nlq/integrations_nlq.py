@@ -97,14 +97,15 @@ class NLQGenerationMixin(GenerationMixin):
             ValueError: for linear attention, for windows that differ, and if the model's `attn_implementation` has no
                 continuous batching.
         """
-        original = self.config._attn_implementation
-        self.set_attn_implementation(self._choose_paged_implementation())
+        original, paged = self.config._attn_implementation, self._choose_paged_implementation()
+        if paged != original:
+            self.set_attn_implementation(paged)
         try:
             manager = super().init_continuous_batching(*args, **kwargs)
         except Exception:
             self.set_attn_implementation(original)
             raise
-        if self.config._attn_implementation != original:
+        if paged != original:
             manager._original_attn_impl = original
         if self.config.has_learned_positions and "add_request" not in vars(manager):  # it may be that of an earlier call
             manager.add_request = _keep_within_positions(manager, self.config)

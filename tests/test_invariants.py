@@ -522,7 +522,7 @@ class TestMasks:
     def test_flex_attention_refuses_a_tensor(self, make_model, kind):
         model = make_model(**KINDS[kind])
         model.config._attn_implementation = "flex_attention"
-        with pytest.raises(ValueError, match=r"flex_attention.* takes no 4-D attention_mask"):
+        with pytest.raises(ValueError, match=r"flex_attention.* takes no 4-D mask"):
             model(torch.ones(1, 3).long(), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
 
     @pytest.mark.parametrize("mask_kind", ["boolean", "additive"])
