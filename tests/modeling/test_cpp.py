@@ -8,7 +8,6 @@ import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from support.grids import slow_except
 from support.remote_code import tiny_config
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from modeling_nlq import NLQForCausalLM, kernelize
@@ -111,14 +110,6 @@ class TestOperators:
                 loss_and_gradient(torch.randn(2, 7), torch.tensor([0, label]), None)
 
 
-class Doubled(TorchFunctionMode):
-    """Doubles the product of every linear layer, whoever computes it."""
-
-    def __torch_function__(self, function, types, inputs=(), options=None):
-        result = function(*inputs, **(options or {}))
-        return 2 * result if function is torch.nn.functional.linear or "linear" in str(function) else result
-
-
 @needs_compiler
 class TestKernelize:
     @pytest.fixture(autouse=True)
@@ -150,29 +141,6 @@ class TestKernelize:
         linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5, requires_grad=True)
         linear(states).sum().backward()
         assert torch.equal(states.grad, linear.weight.detach().sum(0).expand(2, 5))
-
-    def test_modes_and_replaced_functions(self, no_grad):
-        linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5)
-        expected = linear(states)
-        with Doubled():
-            assert torch.equal(linear(states), 2 * expected)
-        linear.register_forward_hook(lambda module, inputs, output: 3 * output)
-        assert torch.equal(linear(states), 3 * expected)
-
-    def test_forward_mode(self, no_grad):
-        linear, states = torch.nn.Linear(5, 3), torch.randn(2, 5)
-        expected = torch.func.jvp(linear, (states,), (states,))
-        torch.testing.assert_close(torch.func.jvp(kernelize(linear), (states,), (states,)), expected)
-
-    def test_other_weights(self, no_grad):
-        for case in ("bias of another size", "sparse"):
-            linear, states = torch.nn.Linear(6, 4, bias=case != "sparse"), torch.randn(2, 6)
-            if case != "sparse":
-                linear.bias = torch.nn.Parameter(torch.ones(1))
-            expected = linear(states)
-            if case == "sparse":
-                linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
-            torch.testing.assert_close(kernelize(linear)(states), expected)
 
 
 class Answers(Dataset):

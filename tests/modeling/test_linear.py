@@ -1,6 +1,5 @@
 """Models with linear attention: decay, the state in the cache and what Transformers does to it, training, and refusals."""
 
-import copy
 import math
 
 import pytest
@@ -52,12 +51,6 @@ class TestDecay:
         torch.testing.assert_close(attention.self_attn.decay_bias.double(), expected, rtol=1e-6, atol=1e-6)
         assert (attention.self_attn.log_decay < 0).all()
 
-    def test_missing_from_a_checkpoint(self, make_model, tmp_path, tokens):
-        """A decay switched on while loading starts as in a new model."""
-        make_model(attention_activation="linear_attention").save_pretrained(tmp_path)
-        loaded, fixed = (NLQForCausalLM.from_pretrained(tmp_path, linear_attention_decay=kind) for kind in ("learned", "fixed"))
-        torch.testing.assert_close(loaded(tokens).logits, fixed(tokens).logits)
-
     def test_parameters(self, make_model):
         models = {kind: make_model(implementation=None, **MODELS[kind]) for kind in MODELS}
         assert {model.config._attn_implementation for model in models.values()} == {"nlq"}
@@ -101,18 +94,6 @@ class TestCache:
             cache.batch_select_indices(torch.tensor([False, True]))
             check_continuation(model, cache, tokens[1:], 5, [3, 1])
 
-    @both_caches
-    def test_operations_on_an_empty_cache(self, make_model, make_cache, tokens):
-        """Generation does them before the first pass."""
-        model = make_model(**MODELS["linear"])
-        cache = make_cache(model)
-        cache.reset()
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([0]))
-        cache.reorder_cache(torch.tensor([0]))
-        cache.crop(0)
-        check_continuation(model, cache, tokens, 0, [9])
-
     # Transformers' dynamic keys and values stay where they are after a reset, as zeros
     @pytest.mark.parametrize(
         "kind, cache_name", [*((kind, "static") for kind in MODELS), *((kind, "dynamic") for kind in ("linear", "learned"))]
@@ -124,26 +105,6 @@ class TestCache:
             cache.reset()
             assert [int(cache.get_seq_length(index)) for index in range(2)] == [0, 0]
             check_continuation(model, cache, tokens, 0, [1, 8])
-
-    def test_reset_leaves_the_past_alone(self, make_model, tokens):
-        """Gradients of what was computed before do not pass through what comes after."""
-        model = make_model(**MODELS["learned"]).train()
-        cache = DynamicCache(config=model.config)
-        model(tokens[:, :8], past_key_values=cache)
-        loss = model(tokens[:, 8:], past_key_values=cache).logits.square().sum()
-        cache.reset()
-        model(tokens, past_key_values=cache)
-        assert all(gradient.isfinite().all() for gradient in gradients(model, loss))
-
-    @all_models
-    @both_caches
-    def test_one_beginning_for_many(self, make_model, switches, make_cache, tokens):
-        """A copied cache goes on by itself, and so does the original."""
-        model = make_model(implementation="nlq", **switches)
-        prefix = fill(model, make_cache, tokens[:, :5])
-        for ending in (tokens[:, 5:], tokens[:, 5:].flip(1), tokens[:, 5:6]):
-            check_continuation(model, copy.deepcopy(prefix), torch.cat([tokens[:, :5], ending], dim=1), 5, ending.shape[1])
-            assert int(prefix.get_seq_length()) == 5
 
     @both_caches
     def test_memory(self, make_model, make_cache):
@@ -170,26 +131,6 @@ class TestCache:
         # Absent, not `None`: Transformers asks whether a configuration has it
         assert not hasattr(make_model(attention_activation="sigmoid").config, "layer_types")
         assert "layer_types" not in config.to_dict()
-
-    @all_models
-    def test_conversation(self, make_model, switches):
-        """`generate` goes on with the cache it returned, and takes a prompt in chunks."""
-        model = make_model(implementation="nlq", vocab_size=31, attention_scaling=2.0, tie_word_embeddings=False, **switches)
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4, "return_dict_in_generate": True}
-        first = model.generate(torch.tensor([[3, 1, 4, 1, 5]]), **options)
-        asked = torch.cat([first.sequences, torch.tensor([[9, 2, 6]])], dim=1)
-        expected = model.generate(asked, use_cache=False, **options).sequences
-        for how in ({"past_key_values": first.past_key_values}, {"prefill_chunk_size": 4}):
-            assert torch.equal(model.generate(asked, **how, **options).sequences, expected)
-
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformers offloads from CUDA only")
-    @all_models
-    def test_offloaded(self, make_model, switches, tokens):
-        model = make_model(implementation="nlq", **switches).cuda()
-        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
-        expected = model.generate(tokens.cuda(), **options)
-        assert torch.equal(model.generate(tokens.cuda(), cache_implementation="offloaded", **options), expected)
 
 
 class TestTraining:
@@ -226,12 +167,6 @@ class TestTraining:
         for one, other in zip(gradients(model, outputs.loss), gradients(model, expected.loss)):
             assert one.dtype == torch.float32 and one.isfinite().all()
             assert (one - other).norm() <= 0.1 * other.norm() + 1e-3
-
-    def test_model_in_bfloat16(self, make_model, tokens):
-        model = make_model(implementation="nlq", **MODELS["learned"])
-        expected = model(tokens).logits
-        actual = model.to(torch.bfloat16)(tokens).logits
-        assert actual.dtype == torch.bfloat16 and error(actual, expected) < 0.05
 
 
 class TestMasks:
@@ -279,15 +214,6 @@ class TestRefusals:
         for words in ("attention_activation='linear_attention'", "cannot go back", advice):
             assert words in str(caught.value)
 
-    @both_caches
-    def test_crop(self, make_model, make_cache, tokens):
-        cache = fill(make_model(**MODELS["linear"]), make_cache, tokens)
-        for count in (-1, 3):
-            with pytest.raises(RuntimeError, match=r"attention_activation='linear_attention': the state .* cannot go back"):
-                cache.crop(count)
-        cache.crop(0)
-        assert int(cache.get_seq_length()) == 9
-
     @pytest.mark.parametrize("kind", MODELS)
     def test_caches_of_other_models(self, make_model, kind, tokens):
         model, softmax = make_model(**MODELS[kind]), make_model()
@@ -300,32 +226,3 @@ class TestRefusals:
         message = "attention_activation='linear_attention' keeps a state, and neither keys nor values"
         with pytest.raises(RuntimeError, match=message):
             softmax(tokens, past_key_values=DynamicCache(config=model.config))
-
-    @pytest.mark.parametrize("name", ["sdpa", "nlq_tiled"])
-    @pytest.mark.parametrize("kind", ["learned", "linear_first", "linear_last"])
-    def test_backends_concern_other_layers_only(self, make_model, kind, name, tokens):
-        """A linear layer computes itself, whatever `attn_implementation` says; the other layers may refuse it."""
-        other = {"learned": None, "linear_first": "softmax", "linear_last": "sigmoid"}[kind]
-        if other in (None, {"sdpa": "softmax", "nlq_tiled": "sigmoid"}[name]):
-            logits = [make_model(implementation=each, **MODELS[kind])(tokens).logits for each in (name, "eager", "nlq")]
-            torch.testing.assert_close([logits[0]] * 2, logits[1:])
-            return
-        layer, model = int(kind == "linear_first"), make_model(**MODELS[kind])
-        message = rf"'{name}' cannot compute attention_activation='{other}' \(layer {layer}\); use one of nlq, eager"
-        with pytest.raises(ValueError, match=message):
-            make_model(implementation=name, **MODELS[kind])
-        with pytest.raises(ValueError, match=message):
-            model.set_attn_implementation(name)
-        model.config._attn_implementation = name
-        with pytest.raises(ValueError, match=message):
-            model(tokens)
-
-    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-    def test_beside_flex_attention(self, make_model, uncompiled, tokens):
-        mask, logits = torch.ones_like(tokens), []
-        mask[0, :3] = 0
-        for name in ("flex_attention", "eager"):
-            model = make_model(implementation=name, **MODELS["linear_first"])
-            with torch.no_grad():
-                logits.append(model(tokens, attention_mask=mask).logits[mask.bool()])
-        torch.testing.assert_close(*logits)

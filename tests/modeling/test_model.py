@@ -1,15 +1,12 @@
 """Behaviour that users of Transformers expect of a model: errors, training, caches, heads."""
 
-import shutil
-
 import pytest
 import torch
 from packaging.version import Version
 from support.grids import slow_except
 from support.model_cases import PART_SWITCHES, RICH
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification
 from modeling_nlq.masking_nlq import make_visibility
@@ -55,47 +52,6 @@ class TestSilentSoftmax:
         with pytest.raises(ValueError, match=r"attention_activation='tanh' \(layer 1\)"):
             make(per_layer_config={1: {"attention_activation": "tanh"}}, attn_implementation="sdpa")
 
-    @pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel"])
-    @pytest.mark.parametrize("at_run_time", [False, True], ids=["made-with", "set-at-run-time"])
-    def test_kernel(self, asked, at_run_time, tokens, monkeypatch):
-        """A kernel's name bypasses the model's early check. Flash attention, which Transformers replaces by one, does not."""
-
-        def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
-            sdpa = torch.nn.functional.scaled_dot_product_attention
-            return sdpa(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
-
-        def load(name, **kwargs):
-            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
-
-        monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
-        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", load)
-        name = modeling_utils.FLASH_ATTN_KERNEL_FALLBACK.get(asked, asked)
-
-        def make_with_kernel(**switches):
-            model = make(**switches, **({} if at_run_time else {"attn_implementation": asked}))
-            if at_run_time:
-                model.set_attn_implementation(asked)
-            assert model.config._attn_implementation == name
-            return model
-
-        layers = "0, 1" if asked == "flash_attention_2" else "0"
-        refusal = rf"'{asked}' cannot compute attention_activation='relu' \(layer {layers}\).*nlq_tiled"
-        with pytest.raises(ValueError, match=refusal):
-            make_with_kernel(activation="relu")(tokens)
-        with pytest.raises(ValueError, match=rf"'{asked}' cannot compute .*attention_sink='learned'"):
-            make_with_kernel(attention_sink="learned")(tokens)
-        softmax = make_with_kernel()
-        expected = softmax(tokens).logits
-        softmax.set_attn_implementation("eager")
-        assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
-
-    @pytest.mark.parametrize("activation", ["relu", "softmax"])
-    def test_paged_attention_without_a_paged_cache_is_eager(self, activation, tokens):
-        model = make(activation, attn_implementation="paged|eager")
-        logits = model(tokens).logits
-        model.set_attn_implementation("eager")
-        assert torch.equal(model(tokens).logits, logits)
-
     @pytest.mark.parametrize("activation", ["softmax", "relu"])
     def test_unknown_backends_say_so(self, activation):
         with pytest.raises(ValueError, match='"tiled"` is not supported; use one of nlq, eager, sdpa'):
@@ -126,13 +82,6 @@ def test_compiles_to_one_graph(activation, tokens):
     assert torch.allclose(result.logits, expected.logits, atol=1e-5)
     result.loss.backward()
     assert all(parameter.grad is not None for name, parameter in model.named_parameters())
-
-
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler (torch.compile)")
-@pytest.mark.slow
-def test_compiles_with_inductor(tokens):
-    model = make("sigmoid", **RICH["sigmoid"])
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(tokens).logits, model(tokens).logits)
 
 
 def test_outputs(tokens):
@@ -181,21 +130,6 @@ def test_empty_batch(activation, tokens):
     assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
     model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
-
-
-@pytest.mark.parametrize("activation", ["softmax", "squared", "linear_attention"])
-def test_gradients_of_each_sample(activation, tokens):
-    model = make(activation, attn_implementation="eager")
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss(parameters, row):
-        inputs = {"labels": row[None], "use_cache": False}
-        return torch.func.functional_call(model, parameters, (row[None],), inputs).loss
-
-    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
-    for index, row in enumerate(tokens):
-        for name, gradient in torch.func.grad(loss)(parameters, row).items():
-            assert torch.allclose(together[name][index], gradient, atol=1e-6), name
 
 
 @pytest.mark.parametrize("implementation", ["eager", "nlq_tiled", "flex_attention"])
@@ -303,16 +237,6 @@ def test_positions_beyond_the_learned_ones():
     mask[0, :8] = 0
     model(torch.zeros(1, 40, dtype=torch.long), attention_mask=mask)
     make(position_embedding="rope")(torch.zeros(1, 40, dtype=torch.long))
-
-
-def test_resized_embeddings_stay_tied(tokens):
-    model = make(pad_token_id=0, eos_token_id=0)
-    assert model.get_input_embeddings().weight[0].abs().sum() > 0  # the padding token keeps its own
-    model.resize_token_embeddings(60)
-    assert model.config.vocab_size == 60 and model(tokens, labels=tokens).logits.shape[-1] == 60
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    untied = make(tie_word_embeddings=False)
-    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("activation", RICH)
@@ -446,20 +370,6 @@ class TestLayersOneByOne:
         found, expected = self.replay(model, tokens, mask, kept)
         rows = slice(None) if mask is None else mask.bool()
         assert torch.equal(found[rows], expected[rows])
-
-
-@pytest.mark.parametrize("name", ["canon", "canon_of_linear_attention", "forget_gate_learned", "value_residual_learned"])
-def test_a_deleted_layer(name, make_model):
-    """The usual pruning: the layers after it get new numbers, by which they find their cache."""
-    model = make_model(**PART_SWITCHES[name] | {"num_hidden_layers": 3})
-    del model.model.layers[1]
-    model.config.num_hidden_layers = 2
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = index
-    prompt = torch.randint(1, 13, (1, 5))  # without padding
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    with torch.no_grad():
-        assert torch.equal(model(tokens[:, :-1]).logits[:, 4:].argmax(dim=-1), tokens[:, 5:])
 
 
 @pytest.mark.parametrize("name", PART_SWITCHES)

@@ -13,14 +13,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.integrations_nlq import CACHE_NAME
 from modeling_nlq.masking_nlq import TokenContext
-from modeling_nlq.modeling_nlq import NLQDecoderLayer
 from modeling_nlq.parts_base_nlq import AttentionPart, from_columns, to_columns
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, ShortConvolution
 from modeling_nlq.projections_nlq import NLQAttentionProjections
@@ -34,11 +32,6 @@ def test_table_is_complete():
         assert issubclass(part, AttentionPart)
 
 
-def checkpoint_by_pytorch(model):
-    """What frameworks do that wrap a model's layers themselves."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, NLQDecoderLayer))
-
-
 def checkpoint_attention(model):
     """Reentrant checkpointing differentiates no tensor that is inside of a tuple."""
     wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
@@ -47,26 +40,13 @@ def checkpoint_attention(model):
     model.enable_input_require_grads()
 
 
-def checkpoint_selectively(model):
-    """As TRL 1.16 does for `gradient_checkpointing_kwargs={"selective": True}`: the outputs of SDPA are kept."""
-    kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    def policy(context, operator, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if operator is kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-
-
 def checkpoint_reentrant(model):
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
 
 
 CHECKPOINTINGS = (
-    checkpoint_by_pytorch,
     checkpoint_attention,
-    checkpoint_selectively,
     checkpoint_reentrant,
     lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
 )
@@ -304,21 +284,6 @@ class TestCaches:
             torch.testing.assert_close(back, state, rtol=2.0**-15, atol=1e-6)
             (gradient,) = torch.autograd.grad(back, state, torch.full_like(back, 2.0**15), retain_graph=True)
             assert (gradient == 2.0**15).all()
-
-    @pytest.mark.parametrize("calls", [0, 1, 3], ids=["no_cache", "one_call", "three_calls"])
-    @pytest.mark.parametrize("name", ["forget_gate_learned", "forget_gate_of_sigmoid", "selective", "forget_gate_and_window"])
-    def test_gradients_of_a_scaled_loss_in_float16(self, make_model, name, calls):
-        """The scale is that which torch's `GradScaler` begins with."""
-        models = [make_model(dtype, **PART_SWITCHES[name]).half().to(dtype) for dtype in (torch.float16, torch.float64)]
-        tokens, gradients = random_tokens(2, 12), []
-        for model, scale in zip(models, (2.0**16, 1.0)):
-            cache = DynamicCache(config=model.config) if calls else None
-            chunks = tokens.chunk(max(calls, 1), dim=1)
-            logits = torch.cat([model(chunk, past_key_values=cache, use_cache=calls > 0).logits for chunk in chunks], dim=1)
-            (torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), tokens.flatten()) * scale).backward()
-            gradients.append([parameter.grad.double() / scale for parameter in model.parameters()])
-        for actual, expected in zip(*gradients):
-            assert (actual - expected).norm() < 0.01 * expected.norm() + 1e-6
 
     def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
         with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):

@@ -114,75 +114,6 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         assert set(AUTO_MAP) - {"AutoConfig"} <= set(results)
 
 
-LABEL_SMOOTHING = """
-import sys
-
-del sys.modules["accelerate"]  # which Trainer needs
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokens = torch.arange(12).reshape(2, 6)
-trainer = Trainer(model, TrainingArguments(sys.argv[2], label_smoothing_factor=0.3, use_cpu=True, report_to="none"))
-loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens.clone()})
-logits = model(tokens).logits[:, :-1].flatten(0, 1)
-assert torch.allclose(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), label_smoothing=0.3)), loss
-"""
-
-
-@pytest.mark.slow
-def test_label_smoothing_without_the_package(tmp_path):
-    """A stock Trainer shifts the labels of model classes that it knows by name only."""
-    save(tmp_path / "saved")
-    run_python(LABEL_SMOOTHING, tmp_path / "saved", tmp_path / "run", cache=tmp_path)
-
-
-@pytest.mark.slow
-def test_linear_model_without_the_package(tmp_path):
-    """The cache of linear attention comes from the folder too."""
-    layers = {1: {"attention_activation": "relu", "linear_attention_decay": None}}
-    switches = {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "per_layer_config": layers}
-    model = NLQForCausalLM(tiny_config(**switches)).eval()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.decay_bias.normal_()
-    folder, out, name = tmp_path / "saved", tmp_path / "results.pt", "AutoModelForCausalLM"
-    model.save_pretrained(folder)
-    run_python(LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
-    results = torch.load(out)
-    assert results["config"] == "linear_attention"
-    # The second layer's kernels are the package's
-    torch.testing.assert_close(results[name], logits_of(model), rtol=1e-5, atol=1e-6)
-    assert torch.equal(results["generated"], model.generate(INPUTS, max_new_tokens=5, do_sample=False, use_cache=False))
-
-
-WITHOUT_ENTMAX = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-
-sys.modules["entmax"] = None
-folder, again = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-assert type(model).__module__.startswith("transformers_modules."), type(model)
-model.save_pretrained(again)
-try:
-    model(torch.arange(12).reshape(2, 6))
-except ImportError as error:
-    assert str(error).startswith("attention_activation='entmax15' needs the package entmax: pip install "), error
-else:
-    raise AssertionError("it ran without the package")
-"""
-
-
-@pytest.mark.slow
-def test_sparse_model_where_its_package_is_missing(tmp_path):
-    """The model loads and is saved again without entmax. Running it raises an error that names the package."""
-    model = save(tmp_path / "saved", attention_activation="entmax15")
-    run_python(WITHOUT_ENTMAX, tmp_path / "saved", tmp_path / "again", cache=tmp_path)
-    again = NLQForCausalLM.from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(logits_of(again), logits_of(model))
-
-
 def test_published_folder_is_plain_pytorch(tmp_path):
     save(tmp_path, attention_activation="squared")
     files = {path.name: path.read_text() for path in tmp_path.glob("**/*.py")}
@@ -232,39 +163,6 @@ def test_kernels_stay_in_the_package(order, tmp_path):
     """Beside the package, and in both orders of import, a model of the folder computes by PyTorch."""
     save(tmp_path / "saved", attention_activation="squared")
     assert "loss" in run_python(BOTH, tmp_path / "saved", order, cache=tmp_path, is_installed=True)
-
-
-REVISIONS = """
-import sys
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoProcessor
-
-assert sys.modules["transformers"] is not transformers, "AutoProcessor makes another module object"
-
-new, old = sys.argv[1:]
-inputs = torch.arange(12).reshape(2, 6) % 50
-models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval() for folder in (new, old, new)]
-with torch.no_grad():
-    first, second, third = (model(inputs).logits for model in models)
-assert torch.equal(first, third)
-assert torch.allclose(second, 2 * first), "the old revision doubles its logits"
-for folder in (old, new):  # the body of a generic head comes from the head's own revision
-    head = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
-    assert type(head.model).__module__ == type(head).__module__, (type(head), type(head.model))
-# The server finds a model by the name of its class, in the first of the module objects
-for model, folder in zip(models, (new, old)):
-    assert type(transformers.NLQForCausalLM.from_pretrained(folder, trust_remote_code=True)) is type(model)
-"""
-
-
-@pytest.mark.slow
-def test_two_revisions_live_in_one_process(tmp_path):
-    new, old = tmp_path / "new", tmp_path / "old"
-    for folder in (new, old):
-        save(folder, attention_activation="relu")
-    edit(old / "modeling_nlq.py", "logits = self.lm_head(", "logits = 2 * self.lm_head(")
-    run_python(REVISIONS, new, old, cache=tmp_path)
 
 
 def test_old_revision_lives_beside_the_installed_package(tmp_path):

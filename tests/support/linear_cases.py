@@ -27,7 +27,6 @@ DECAYS = {
 all_decays = pytest.mark.parametrize("decay", DECAYS)
 # A form by name, or the chunked one by the number of tokens in a chunk.
 FORMS = ("parallel", "recurrent", 1, 2, 3, 5, 64)
-all_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def recurrent_form(inputs, state=None):
