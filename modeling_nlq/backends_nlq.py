@@ -405,6 +405,10 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
             raise ValueError(f"attn_implementation={config._attn_implementation!r} takes no paged cache")
         # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
         return None if mask is None else mask == 0
+    is_exported = torch.compiler.is_exporting() and cache is not None and layer_idx < len(cache.layers)
+    if is_exported and cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
+        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
+        raise ValueError(f"sliding_window (layer {layer_idx}): export without cache, or with a DynamicCache() without a config")
     kind = "visibility" if is_linear else row.mask
     sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
     if kind in ("visibility", "dense") and sees_all_keys:

@@ -162,3 +162,14 @@ def test_cached_tokens(layers, padding, make_model):
             outputs = program.module()(**inputs)
         torch.testing.assert_close(outputs.logits, expected, **TOLERANCE)
         assert outputs.past_key_values.get_seq_length() == cached + new
+
+
+def test_cache_of_a_window(make_model):
+    """Its layers count by a plain number, which a program would keep."""
+    model, text = make_model(use_cache=True, sliding_window=4), batch_of(2, 7)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text["input_ids"][:, :5], past_key_values=cache)
+        register_cache_pytrees_for_model(model)
+        with pytest.raises(ValueError, match=r"layer 0.*without a config"):
+            torch.export.export(model, (text["input_ids"][:, 5:],), {"past_key_values": cache}, strict=False)
