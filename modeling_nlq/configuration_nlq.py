@@ -554,5 +554,3 @@ NLQConfig.register_for_auto_class()
 # makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
 if type(transformers) is not ModuleType:
     type(transformers).NLQForCausalLM = AutoModelForCausalLM
-
-__all__ = ["NLQConfig"]

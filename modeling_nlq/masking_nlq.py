@@ -323,7 +323,6 @@ def read_sequences(
     use_cache: bool | None = None,
     layer_idx: int = 0,
     cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
@@ -337,8 +336,7 @@ def read_sequences(
             Transformers' own.
         use_cache: whether the caller asked for a cache.
         layer_idx: the layer that is called, if it is called alone.
-        cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
-        cu_seq_lens_k: must equal `cu_seq_lens_q`.
+        cu_seq_lens_q: allowed beside `position_ids` only; it is not read.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
@@ -353,12 +351,8 @@ def read_sequences(
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
-    if cu_seq_lens_q is not None:
-        if cache is not None:
-            raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
-        if batch != 1 or attention_mask is not None:
-            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
-        position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, query_length, position_ids)
+    if cu_seq_lens_q is not None and position_ids is None:
+        raise ValueError("cu_seq_lens_q: packed documents are found by their position_ids; give these too")
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
@@ -392,20 +386,6 @@ def _check_mask(
     if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen):
         raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
-
-
-def _positions_from_boundaries(
-    boundaries: torch.Tensor, of_keys: torch.Tensor | None, query_length: int, position_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the positions `(1, query)`, which restart at each boundary, as padding-free collators mean `cu_seq_lens_q`."""
-    if of_keys is not None and not is_tracing(boundaries) and not torch.equal(of_keys, boundaries):
-        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
-    index = torch.arange(query_length, device=boundaries.device)
-    document = torch.bucketize(index, boundaries, right=True) - 1
-    positions = (index - boundaries[document])[None]
-    if not is_tracing(boundaries) and (boundaries[0] != 0 or boundaries[-1] != query_length or (boundaries.diff() < 0).any()):
-        raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} must rise from 0 to the number of tokens, {query_length}")
-    return positions if position_ids is None else position_ids
 
 
 def _find_packed_documents(position_ids: torch.Tensor | None, use_cache: bool | None) -> torch.Tensor | None:

@@ -308,10 +308,6 @@ class NLQLinearAttention(NLQAttentionLayer):
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
 
-# The two kinds of attention, by the `kind` of the activation
-ATTENTIONS = {"linear": NLQLinearAttention}
-
-
 class NLQDecoderLayer(GradientCheckpointingLayer):
     """Attention, then MLP, each with a residual connection.
 
@@ -329,7 +325,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
-        self.self_attn = ATTENTIONS.get(config.per_layer_config[layer_idx].activation.kind, NLQAttention)(config, layer_idx)
+        is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
+        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -485,8 +482,6 @@ class NLQModel(NLQPreTrainedModel):
                 batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training mode.
-            cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
-                or beside them.
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
@@ -497,7 +492,9 @@ class NLQModel(NLQPreTrainedModel):
         # Continuous batching says so too where it gives a mask, which is causal
         if not kwargs.pop("is_causal", True) and not is_paged:
             raise ValueError("is_causal=False is not supported: the attention of NLQ models is causal")
-        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self._check_use_cache(use_cache, cache)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = list(self.layers)[: self.config.num_hidden_layers]
@@ -530,12 +527,6 @@ class NLQModel(NLQPreTrainedModel):
             )
             hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
-
-    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Returns the token embeddings `(batch, query, hidden)`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
@@ -711,12 +702,3 @@ for _names, _class in (
     _names.setdefault(NLQConfig.model_type, _class.__name__)
 
 register_default_targets(NLQConfig.model_type)
-
-__all__ = [
-    "NLQForCausalLM",
-    "NLQForQuestionAnswering",
-    "NLQForSequenceClassification",
-    "NLQForTokenClassification",
-    "NLQModel",
-    "NLQPreTrainedModel",
-]

@@ -6,7 +6,7 @@ from packaging.version import Version
 from support.grids import slow_except
 from support.model_cases import PART_SWITCHES, RICH
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification
 from modeling_nlq.masking_nlq import make_visibility
@@ -168,12 +168,11 @@ def test_label_smoothing_of_a_stock_trainer(model_class, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("activation", RICH)
-@pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
-def test_padding_free_batches(activation, return_position_ids):
+def test_padding_free_batches(activation):
     """A batch of `DataCollatorWithFlattening` equals its documents one by one."""
     model = make(activation, **RICH[activation])
     documents = [torch.randint(50, (length,)) for length in (5, 1, 9)]
-    collator = DataCollatorWithFlattening(return_position_ids=return_position_ids, return_flash_attn_kwargs=True)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([{"input_ids": document} for document in documents])
     outputs = model(**batch)
     assert outputs.past_key_values is None
@@ -181,22 +180,9 @@ def test_padding_free_batches(activation, return_position_ids):
     assert torch.allclose(outputs.logits[0], separate, atol=1e-5)
 
 
-BOUNDARIES = torch.tensor([0, 5, 11])
-BAD_PACKING = [
-    ({"input_ids": torch.ones(2, 11).long()}, "cu_seq_lens_q: packed documents come in a batch of 1"),
-    ({"cu_seq_lens_q": torch.tensor([0, 5])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": torch.tensor([1, 11])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": torch.tensor([0, 7, 5, 11])}, "must rise from 0 to the number of tokens, 11"),
-    ({"use_cache": True}, "use_cache"),
-    ({"past_key_values": DynamicCache()}, "cu_seq_lens_q: packed documents cannot be cached"),
-    ({"cu_seq_lens_k": torch.tensor([0, 4, 11])}, "cu_seq_lens_k must equal cu_seq_lens_q"),
-]
-
-
-@pytest.mark.parametrize("inputs, message", BAD_PACKING)
-def test_document_boundaries_are_checked(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        make("relu")(**{"input_ids": torch.ones(1, 11).long(), "cu_seq_lens_q": BOUNDARIES, **inputs})
+def test_document_boundaries_need_positions():
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents are found by their position_ids"):
+        make("relu")(torch.ones(1, 11).long(), cu_seq_lens_q=torch.tensor([0, 5, 11]))
 
 
 PADDED = torch.tensor([[0, 0, *[1] * 9], [1] * 11])
