@@ -175,15 +175,9 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
         return own[name]
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
-    if name in own or name in _latest:
-        found = code_of(own[name]) if name in own else _latest[name]
-        raise ValueError(
-            f"attention_parts: the model was made with another {name!r} (code {code}) than the one here (code {found}); load "
-            "the file that lies beside the model by load_attention_parts"
-        )
     raise ValueError(
-        f"attention_parts: {name!r} is unknown here; if you trust its file, which lies beside the model, load it by "
-        "load_attention_parts('FILE.py') or --parts FILE.py"
+        f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the model, load it "
+        "by load_attention_parts('FILE.py') or --parts FILE.py"
     )
 
 

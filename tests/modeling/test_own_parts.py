@@ -59,7 +59,7 @@ open(f"{folder}/my_idea.py", "a").write("# changed\\n")
 try:
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 except Exception as error:
-    assert "made with another 'distance'" in str(error), error
+    assert "'distance' (code" in str(error), error
     print("refused")
 """
 
@@ -90,7 +90,7 @@ def test_the_imported_package_runs_no_file_by_itself(tmp_path):
         parts_user_nlq._registered.clear()
         parts_user_nlq._latest.clear()
         register()
-        with pytest.raises(StrictDataclassError, match=r"load it by|the file that lies beside the model"):
+        with pytest.raises(StrictDataclassError, match="load it by"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     load_attention_parts(tmp_path / "saved" / "my_idea.py")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
