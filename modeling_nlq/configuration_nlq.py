@@ -8,8 +8,10 @@ MINIMUM_TRANSFORMERS = "5.21.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
@@ -54,9 +56,13 @@ def is_derived(path: str | list[str | None]) -> bool:
     return isinstance(path, str) and path.rpartition("--")[2] not in AUTO_MAP.values()
 
 
-def complete_auto_map(auto_map: dict[str, str] | None) -> dict[str, str]:
-    """Returns the `auto_map` of a model: the classes of this code, whatever a file says, but derived ones that it names."""
-    return AUTO_MAP | {name: path for name, path in (auto_map or {}).items() if is_derived(path)}
+def classes_in(folder: str | os.PathLike, auto_map: dict[str, str]) -> dict[str, str]:
+    """Returns the `auto_map` of a folder: the classes of this code, but derived ones whose file lies there."""
+    return AUTO_MAP | {
+        name: path
+        for name, path in auto_map.items()
+        if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
+    }
 
 
 # The switches that may differ between layers, through Transformers' `per_layer_config`.
@@ -293,7 +299,8 @@ class NLQConfig(PreTrainedConfig):
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
         self._remember_code()
-        self.auto_map = complete_auto_map(kwargs.get("auto_map"))
+        # This code, whatever an old file says, but for derived classes
+        self.auto_map = AUTO_MAP | {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
         self.nlq_version = __version__
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
@@ -310,6 +317,7 @@ class NLQConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         own = [part for part in self._own_parts().values() if part not in PARTS]
+        self.auto_map = classes_in(save_directory, self.auto_map)
         result = super().save_pretrained(save_directory, *args, **kwargs)
         if own:
             save_parts(save_directory, own)

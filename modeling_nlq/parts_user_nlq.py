@@ -71,15 +71,17 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         The parts. The same text is run once in a process.
 
     Raises:
-        OSError: if there is no such file.
-        ValueError: if it cannot be run, imports something else of this package, or defines no part and
+        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part and
             no activation.
     """
     path = Path(source)
     if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
         raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
     if text is None:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     text = published_text(text, str(source))
     name = f"{__package__}.{path.stem}_{_hash(text)}"
     if (module := sys.modules.get(name)) is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from modeling_nlq.configuration_nlq import AUTO_MAP, complete_auto_map
+from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in
 
 from ..configuration import suggestion
 
@@ -319,7 +319,7 @@ def code_files(folder: Path) -> set[Path]:
         ValueError: if one of them is a link that leads out of the folder.
     """
     settings = inside(folder, folder / "config.json")
-    auto_map = complete_auto_map(read_json(settings).get("auto_map")) if settings.is_file() else {}
+    auto_map = classes_in(folder, read_json(settings).get("auto_map") or {}) if settings.is_file() else {}
     waiting, found = {module.partition(".")[0] for module in (*AUTO_MAP.values(), *auto_map.values())}, set()
     while waiting:
         found.add(path := inside(folder, folder / f"{waiting.pop()}.py"))

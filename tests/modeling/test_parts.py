@@ -196,7 +196,7 @@ class TestRefusals:
             ({"parallax": True, "attention_activation": "linear_attention"}, "changes scores or weights"),
             ({"attention_gate": "value", "differential_attention": "v1"}, "excludes differential_attention='v1'"),
             ({"attention_activation": "stick_breaking", "attention_normalization": "sum"}, "has the normaliser 'none' only"),
-            ({"attention_parts": ["unknown_part"]}, "'unknown_part' is unknown"),
+            ({"attention_parts": ["unknown_part"]}, r"'unknown_part' \(code None\) is unknown"),
         ],
     )
     def test_configuration(self, switches, message):

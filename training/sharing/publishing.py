@@ -31,7 +31,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
-from modeling_nlq.configuration_nlq import AUTO_MAP, complete_auto_map, is_derived
+from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
@@ -233,7 +233,7 @@ def _collect(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
     settings = read_json(folder / "config.json")
-    auto_map = complete_auto_map(settings.get("auto_map"))
+    auto_map = classes_in(folder, settings.get("auto_map") or {})
     # A derived configuration may have a type of its own
     if settings.get("model_type") != NLQConfig.model_type and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
