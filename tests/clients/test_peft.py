@@ -20,7 +20,6 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
-    inject_adapter_in_model,
 )
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file
@@ -34,7 +33,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, integrations_nlq
+from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM
 from modeling_nlq.integrations_nlq import CACHE_NAME
 from modeling_nlq.training import convert
 
@@ -465,24 +464,9 @@ def test_default_targets(trained, method):
 
 
 @pytest.mark.parametrize("mlp_type, last", [("plain", "mlp.fc2"), ("gated", "mlp.down_proj")])
-def test_default_targets_of_ia3(mlp_type, last, monkeypatch):
+def test_default_targets_of_ia3(mlp_type, last):
     """Keys and values are scaled, and the input of the MLP's last layer; nothing is missing."""
-    monkeypatch.setattr(integrations_nlq.logger, "warning_once", pytest.fail)
     model = get_peft_model(NLQForCausalLM(NLQConfig(**SIZES, mlp_type=mlp_type)), IA3Config())
     assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", last}
     for name in model.base_model.targeted_module_names:
         assert model.base_model.model.get_submodule(name).is_feedforward == name.endswith(last), name
-
-
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], {"v_proj", "q_proj"}])
-def test_warning_of_layers_that_do_not_exist(trained, targets, monkeypatch):
-    """PEFT leaves out in silence what it does not find, here all queries."""
-    messages = []
-    monkeypatch.setattr(integrations_nlq.logger, "warning_once", messages.append)
-    for query in ("linear", "nonlinear"):
-        get_peft_model(load(trained("sigmoid", query)), LoraConfig(target_modules=targets, **LORA))
-        inject_adapter_in_model(LoraConfig(target_modules=targets, **LORA), load(trained("sigmoid", query)))
-        get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
-        get_peft_model(load(trained("sigmoid", query)), LoraConfig(target_modules="all-linear", **LORA))
-    expected = "no layer of this model is named q_proj; its nonlinear projections are q_bottleneck.fc1, q_bottleneck.fc2"
-    assert messages == [f"target_modules: {expected}"] * 2
