@@ -76,7 +76,7 @@ def main() -> None:
     print("| model | tokens | page (MB) | made in (s) | opened in (s) |\n|---|---:|---:|---:|---:|")
     if arguments.model is not None:
         subjects, tokenizer = load_subjects([arguments.model])
-        tokens = tokenizer(read_text(arguments.file).shown, add_special_tokens=False)["input_ids"]
+        tokens = tokenizer(read_text(arguments.file), add_special_tokens=False)["input_ids"]
         measure(arguments.model, subjects, tokenizer, tokens)
         return
     torch.manual_seed(0)
