@@ -221,8 +221,3 @@ def test_colours(open_page, explored):
     page.wait_for_timeout(100)
     attention = page.evaluate(painted)
     assert all(colour == "transparent" for colour in attention[6:]) and "transparent" not in attention[0].split(",")[0]
-
-
-def test_a_page_of_a_finished_run(open_page, run):
-    opened = open_page(run[0] / "explore.html")
-    opened.shows("h1", "^Attention of finished$")

@@ -141,15 +141,6 @@ def test_base_on_the_hub(tuned, tune, server, nlq, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits.pt"), outputs(tmp_path / "run"))
 
 
-def test_whole_model_and_adapter_replace_each_other(tuned, server, nlq):
-    nlq.publish(tuned[1], "anna/either")
-    whole = server.files("anna/either").keys()
-    nlq.publish(tuned[1], "anna/either", "--adapter")
-    assert server.files("anna/either").keys() == server.files("anna/f").keys()
-    nlq.publish(tuned[1], "anna/either")
-    assert server.files("anna/either").keys() == whole >= {"model.safetensors", "conversion.json", "config.json"}
-
-
 def test_one_layer(source, tune, tmp_path):
     """A layer that was upcycled and trained before is part of the base, and the adapter leaves it alone."""
     convert(source, tmp_path / "first", switches={"per_layer_config": {0: {"query_projection": "upcycled"}}})

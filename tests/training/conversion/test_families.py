@@ -251,12 +251,6 @@ def test_refused(name, options, named):
     assert len(lost) == 1 and named in lost[0]
 
 
-def test_fields_without_effect():
-    """Fields of published checkpoints that no class reads."""
-    extra = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2, "transformers.js_config": {"a": 1}}
-    assert FAMILIES["llama"].not_read(make_config("llama-grouped", **extra, is_causal=True)) == []
-
-
 def test_angles_are_not_rounded():
     """A model in bfloat16 keeps its angles in float32, also if it is changed in memory."""
     model = upcycle(to_nlq(make_family_model("llama-grouped", dtype=torch.bfloat16)), {"head_projection": True})
