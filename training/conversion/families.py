@@ -89,11 +89,6 @@ def _read_windows(config: PreTrainedConfig) -> dict[str, Any]:
     windows, uses_windows = {"full_attention": None}, getattr(config, "use_sliding_window", True)
     if uses_windows and config.sliding_window is not None:
         windows["sliding_attention"] = config.sliding_window
-    if unknown := sorted(set(config.layer_types) - windows.keys()):
-        raise ValueError(
-            f"layer_types: {', '.join(unknown)} must be one of {', '.join(windows)}, with "
-            f"use_sliding_window={uses_windows} and sliding_window={config.sliding_window}"
-        )
     return {"sliding_window": [windows[kind] for kind in config.layer_types]}
 
 

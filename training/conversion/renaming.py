@@ -78,11 +78,10 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
     try:
         theirs = FAMILIES[family].write(config)
         plain = FAMILIES[family].read(theirs)
-        found = problems(config, plain)
+        if found := problems(config, plain):
+            raise ValueError("; ".join(found))
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
-    if found:
-        raise ValueError(f"{family} has no model of this shape: {'; '.join(found)}")
     return theirs, plain
 
 
@@ -253,8 +252,6 @@ def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) 
         ValueError: if the family has no model of its shape, naming the fields.
         LossyConversion: if the family lacks something it uses.
     """
-    if not isinstance(model.config, NLQConfig):
-        raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model")
     return Draft.of(model).from_nlq(family, allow_lossy).build()
 
 

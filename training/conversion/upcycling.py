@@ -135,9 +135,6 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
         values = getattr(before, name), getattr(after, name)
         found.append(refusal(name, *values, "the weights were trained with other angles"))
-    before_code, after_code = before.attention_parts_code or {}, after.attention_parts_code or {}
-    changed_parts = sorted(name for name in before_code.keys() & after_code.keys() if before_code[name] != after_code[name])
-    found += [f"attention_parts: the file of {name!r} is another one than the model was made with" for name in changed_parts]
     with_rule = {"attention_parts_code", "rope_parameters", *_WITHOUT_EFFECT, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
     fixed = dict.fromkeys(sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former")
     layers = list(zip(before.per_layer_config, after.per_layer_config))
@@ -174,9 +171,5 @@ def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
     length = min(32, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        first, second = (_in_float32(each)(input_ids=tokens, use_cache=False)[0] for each in (model, other))
+        first, second = (copy.deepcopy(each).float()(input_ids=tokens, use_cache=False)[0] for each in (model, other))
     return float((first - second).abs().max() / first.abs().max().clamp(min=torch.finfo(first.dtype).tiny))
-
-
-def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    return model if model.dtype == torch.float32 else copy.deepcopy(model).float()

