@@ -2,36 +2,27 @@
 
 import re
 
-import peft
 import pytest
 import torch
-from packaging.version import Version
 from peft import (
     AutoPeftModelForCausalLM,
     IA3Config,
     LoraConfig,
     PeftModel,
-    PrefixTuningConfig,
     get_peft_model,
 )
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file
-from support.client_cases import CASES, IDS, SIZES, fit, greedy, load, logits, run_script, small_model
+from support.client_cases import CASES, IDS, SIZES, fit, load, logits, run_script, small_model
 from support.paths import REPOSITORY
 from transformers import (
     GPT2Config,
 )
 
 from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, integrations_nlq
-from modeling_nlq.integrations_nlq import CACHE_NAME
 from modeling_nlq.training import convert
 
 
-# PEFT hands a cache of its own to `generate`, by the name that it knows, and Transformers checks the version of PEFT
-needs_matching_peft = pytest.mark.skipif(
-    CACHE_NAME == "cache" and Version(peft.__version__) < Version("0.22"),
-    reason="Transformers 5.24 and later need PEFT 0.22 or later for this",
-)
 ADAPTERS = (REPOSITORY / "docs" / "adapters.md").read_text()
 # The matrices of one layer that every model has, besides those of the query
 COMMON = {"self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.fc1", "mlp.fc2"}
@@ -118,31 +109,6 @@ def test_ia3(trained, tmp_path):
     """Keys and values are scaled, and the input of the MLP's last layer."""
     model = check_round_trip(trained("sigmoid", "nonlinear"), IA3Config(task_type="CAUSAL_LM"), tmp_path)
     assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", "mlp.fc2"}
-
-
-@needs_matching_peft
-@pytest.mark.parametrize("activation, query", CASES[:3])
-def test_prefix_tuning_is_exact(activation, query, trained):
-    """A prefix that is the keys and values of four tokens gives what these tokens in the text give."""
-    folder = trained(activation, query)
-    model = get_peft_model(load(folder), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    base, ids = load(folder), IDS[0]
-    with torch.no_grad():
-        cache = base(ids[None, :4], use_cache=True).past_key_values
-        prefix = torch.cat([torch.cat([layer.keys, layer.values]) for layer in cache.layers])  # (2 layers, heads, 4, head_dim)
-        model.prompt_encoder["default"].embedding.weight.copy_(prefix.permute(2, 0, 1, 3).flatten(1))
-    torch.testing.assert_close(logits(model, ids[None, 4:]), logits(base, ids[None])[:, 4:], atol=1e-5, rtol=0)
-    generated = model.generate(input_ids=ids[None, 4:], max_new_tokens=6, do_sample=False)
-    assert generated[0, len(ids) - 4 :].tolist() == greedy(base, ids, 6)
-
-
-@needs_matching_peft
-def test_prefix_tuning_is_refused():
-    """A state is no list of keys, so a prefix of keys cannot begin it."""
-    model = NLQForCausalLM(NLQConfig(**SIZES, attention_activation="linear_attention"))
-    model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match=r"^attention_activation='linear_attention' .* needs a cache"):
-        model(input_ids=IDS)
 
 
 REMOTE = """

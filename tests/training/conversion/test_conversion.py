@@ -134,13 +134,6 @@ class TestConvert:
             assert layer["value_projection"] == "upcycled"
         assert_same_function(loaded, gpt2_model)
 
-    def test_relative_paths(self, source, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        assert run_nlq("convert", "source", "target") == 0
-        check_folder(tmp_path / "target")
-        assert run_nlq("convert", "./target/", "back/", "--to", "gpt2") == 0
-        check_folder(tmp_path / "back", is_gpt2=True)
-
     def test_lossy(self, make_model, tmp_path, capsys):
         make_model(query_projection="linear", attention_sink="learned").save_pretrained(tmp_path / "source")
         message = nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2")
@@ -299,13 +292,6 @@ class TestConvertFaults:
         convert(str(source), tmp_path / "target", overwrite=True)
         assert snapshot(tmp_path / "target") == before
         assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-    def test_existing_target_survives(self, source, nlq_folder, tmp_path, capsys, name):
-        (source / name).write_bytes((source / name).read_bytes()[:99])
-        before = snapshot(tmp_path)
-        nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
-        assert snapshot(tmp_path) == before
 
     @parametrize_grid(
         {

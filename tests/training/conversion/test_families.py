@@ -172,29 +172,6 @@ def test_generation(name, options):
     assert torch.equal(to_nlq(theirs).generate(tokens, **choices), expected)
 
 
-# (case, a field, a value that changes the outputs)
-OPTIONS = [
-    ("mistral-window", {"sliding_window": None}),
-    ("qwen2-windows_in_upper_layers", {"use_sliding_window": False}),
-    ("qwen3-windows_and_bias", {"layer_types": ["full_attention"] * 3}),
-    ("smollm3-windows_and_biases", {"use_sliding_window": False}),
-    ("smollm3-windows_and_biases", {"no_rope_layers": [1, 1, 0]}),
-    ("llama-one_key_head_and_llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
-    ("llama-one_key_head_and_llama3", {"rms_norm_eps": 1e-6}),
-    ("diffllama-grouped", {"rms_norm_eps": 0.1}),
-    ("gpt_neox-sequential", {"use_parallel_residual": True}),
-    ("gpt_neox-partial", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-]
-
-
-@pytest.mark.parametrize("name, option", OPTIONS, ids=[f"{name}-{next(iter(option))}" for name, option in OPTIONS])
-def test_options_matter(name, option):
-    """No test above would notice an option that was passed over if it left the logits as they are."""
-    other, tokens = make_family_model(name, **option), random_tokens(2, LENGTH, 29)
-    assert (output_of(other, tokens) - output_of(shared_family_model(name), tokens)).abs().max() > 1e-3
-    assert_same_function(to_nlq(other), other, length=LENGTH)
-
-
 HEADS = {
     "model": AutoModel,
     "sequence_classification": AutoModelForSequenceClassification,
@@ -313,17 +290,11 @@ KEPT = {
     "wider_gated_mlp": ("llama-biases_and_wide_heads", {"intermediate_size": 27}),
     "wider_plain_mlp": ("gpt_neox-partial", {"intermediate_size": 27}),
     "all_biases": ("llama-grouped", {"use_bias": True}),
-    "biases_of_a_part": ("qwen2-grouped", {"attention_output_bias": True, "mlp_bias": True}),
     "same_biases_by_another_field": ("qwen2-grouped", {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False}),
     "more_key_heads": ("olmo2-grouped", {"num_key_value_heads": 4}),
     "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
-    "factor_of_normalized_scores": ("olmo2-grouped", {"attention_scaling": 1.0}),
-    "gate_and_fourth_matrix": ("qwen3-windows_and_bias", {"attention_gate": "elementwise", "head_projection": True}),
     "part_after_differences": ("diffllama-grouped", {"value_residual": "learned", "attention_gate": "headwise"}),
-    "more_keys_of_differences": ("diffllama-grouped", {"num_key_value_heads": 8}),
     "pairs_of_grouped_heads": ("qwen3-windows_and_bias", {"differential_attention": "v2", "exclusive_attention": "learned"}),
-    "pairs_of_normalized_heads": ("olmo2-grouped", {"differential_attention": "v2"}),
-    "layer_of_its_own": ("smollm3-windows_and_biases", {"value_projection": "upcycled", "attention_output_scaling": 0.5}),
 }
 
 
@@ -341,17 +312,13 @@ def test_switches(name, switches):
 # (case, switches, what the error names)
 CHANGED = [
     ("llama-grouped", {"norm_type": "layernorm"}, "norm_type='rmsnorm' cannot become 'layernorm'"),
-    ("olmo2-grouped", {"norm_position": "pre"}, "norm_position='output' cannot become 'pre'"),
-    ("gpt_neox-partial", {"parallel_residual": False}, "parallel_residual=True cannot become False"),
     ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "mlp_type='gated' cannot become 'plain'"),
     ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
-    ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layers 1, 2: sliding_window=4"),
     ("llama-grouped", {"position_embedding": "none"}, "position_embedding='rope' cannot become 'none'"),
     ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
     ("qwen2-grouped", {"query_key_value_bias": False}, "query_key_value_bias=True cannot become False"),
     ("gpt_neox-partial", {"use_bias": False}, "use_bias=True cannot become False"),
     ("llama-grouped", {"intermediate_size": 7}, "intermediate_size=20 cannot become 7"),
-    ("olmo2-grouped", {"qk_norm": "rms"}, "qk_norm='rms_all_heads' cannot become 'rms'"),
 ]
 
 

@@ -8,11 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.conversion_cases import assert_same_function, assert_same_state, nlq_fails, run_nlq, snapshot
-from support.family_cases import FAMILY_CASES, ONE_OF_EACH, make_family_model, shared_family_model
+from support.family_cases import ONE_OF_EACH, make_family_model, shared_family_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -21,7 +20,7 @@ from transformers import (
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import converting
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import LossyConversion, to_nlq
+from modeling_nlq.training.conversion.renaming import to_nlq
 
 
 LENGTH = 14
@@ -123,17 +122,6 @@ class TestThereAndBack:
         assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILY_CASES)
-def test_every_shape(name, tmp_path, no_model_in_memory):
-    theirs = make_family_model(name)
-    theirs.save_pretrained(tmp_path / "source", max_shard_size="6KB")
-    convert(tmp_path / "source", tmp_path / "nlq")
-    convert(tmp_path / "nlq", tmp_path / "back", to=name.partition("-")[0])
-    assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
-    assert_same_function(NLQForCausalLM.from_pretrained(tmp_path / "nlq"), theirs, length=LENGTH)
-
-
 def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
     """Query, key and value of a layer may lie in three files."""
     theirs = make_family_model("gpt_neox-partial")
@@ -142,15 +130,6 @@ def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
     assert len({index[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"}) > 1
     convert(tmp_path / "nlq", tmp_path / "back", to="gpt_neox")
     assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict(), theirs.state_dict())
-
-
-def test_head_with_another_name(tmp_path, no_model_in_memory):
-    theirs = make_family_model("gpt_neox-partial", AutoModelForTokenClassification, num_labels=3)
-    theirs.save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "nlq")
-    assert_same_function(AutoModelForTokenClassification.from_pretrained(tmp_path / "nlq"), theirs, length=LENGTH)
-    convert(tmp_path / "nlq", tmp_path / "back", to="gpt_neox")
-    assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
 
 
 def test_buffers_of_old_versions(sources, tmp_path, no_model_in_memory):
@@ -248,15 +227,6 @@ def test_damaged(sources, tmp_path, capsys, damage, named):
     before = snapshot(tmp_path)
     assert named in nlq_fails(capsys, "convert", source, tmp_path / "target")
     assert snapshot(tmp_path) == before
-
-
-def test_unknown_fields_go_on_request(sources, tmp_path):
-    source = shutil.copytree(sources / "llama", tmp_path / "source")
-    edit_json(source / "config.json", attn_logit_softcapping=50.0)
-    with pytest.raises(LossyConversion):
-        convert(source, tmp_path / "target")
-    done = convert(source, tmp_path / "target", allow_lossy=True)
-    assert done.lost == ["attn_logit_softcapping=50.0: NLQ models have no such field"]
 
 
 def test_shards_are_as_large_as_those_of_the_source(sources, tmp_path, no_model_in_memory):

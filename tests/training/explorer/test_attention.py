@@ -206,21 +206,6 @@ def test_scores_do_not_depend_on_the_context_of_rotary_models(make_model):
     assert "measured on 4 random tokens, repeated once" in pair.page
 
 
-def test_a_part_that_changes_the_attended_values(make_model, tmp_path):
-    (tmp_path / "mixer.py").write_text(
-        "from modeling_nlq import AttentionPart\nclass Mixer(AttentionPart):\n    name = 'mixer'\n"
-        "    def change_cached_qkv(self, call, query, key, value):\n        return query, key, value.flip(-1) * 2.0\n"
-    )
-    load_attention_parts(tmp_path / "mixer.py")
-    model, ids = make_model(dtype=torch.float64, attention_parts=["mixer"], **SOFTMAX), torch.randint(13, (1, 9))
-    values = []
-    hook = model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _m, _i, out: values.append(out[0].view(9, 4, 4)))
-    outputs = watch(model, ids)[0].view(9, 4, 4)
-    hook.remove()
-    expected = torch.nn.functional.cosine_similarity(outputs, values[0].flip(-1) * 2.0, dim=-1).T
-    torch.testing.assert_close(measure_attention(model, ids, RANDOM)[0].rows["own_value_cosine"], expected)
-
-
 def test_a_model_that_diverged(make_model):
     model = make_model()
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)

@@ -40,13 +40,6 @@ def test_rows(seed, signed):
     close(measures.shares(tensor)[..., 0], first)
 
 
-def test_entropy_of_shares_does_not_depend_on_scale_and_signs():
-    weights = torch.rand(1, 4, 9, dtype=torch.float64)
-    signs = torch.tensor([1.0, -1.0, 1.0] * 3, dtype=torch.float64)
-    torch.testing.assert_close(measures.entropies(-3.5 * signs * weights), measures.entropies(weights))
-    assert measures.entropies(torch.ones(1, 1, 8)).item() == pytest.approx(math.log(8))
-
-
 def test_own_value_cosines():
     rng = np.random.default_rng(0)
     outputs, values = rng.normal(size=(2, 2, 5, 3))
