@@ -169,17 +169,6 @@ def test_the_map_is_drawn(open_page, explored):
     assert "in the selected row" in opened.page.locator("#panels .scale").first.inner_text()
 
 
-def test_another_number_of_the_heads(open_page, explored):
-    opened = open_page(explored[0])
-    layer = explored[1].models[0].layers[0]
-    for name in ("ablation", "largest_score"):
-        opened.page.locator("#quantity").select_option(name)
-        shown = opened.shows("#heads .readout", rf"^Layer 0, head 0: {name.replace('_', ' ')} (\S+)\.$")
-        assert float(shown[1]) == pytest.approx(layer.numbers[name][0].item(), rel=1e-3)
-    opened.page.locator(".heads").nth(1).get_by_role("button").nth(2).click()
-    opened.shows("#heads > div:nth-child(2) .readout", "no largest score: linear attention has no weight")
-
-
 def test_what_a_layer_lacks_is_said(open_page, explored):
     opened = open_page(explored[0])
     opened.page.locator("#together").uncheck()

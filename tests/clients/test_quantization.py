@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.client_cases import CASES, IDS, fit, greedy, load, logits, run_script
+from support.client_cases import CASES, IDS, fit, greedy, load, logits
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import TorchAoConfig
 
@@ -41,27 +41,3 @@ def test_lora_on_int8(activation, query, trained, tmp_path):
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(quantized(folder), tmp_path)
     torch.testing.assert_close(logits(again), logits(model), atol=0, rtol=0)
-
-
-REMOTE = """
-import sys
-import torch
-from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, TorchAoConfig
-
-folder, root = sys.argv[1:]
-config = TorchAoConfig(Int8WeightOnlyConfig())
-model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, trust_remote_code=True)
-with torch.no_grad():
-    torch.save(model(torch.load(f"{root}/ids.pt")).logits, f"{root}/logits.pt")
-model.save_pretrained(f"{root}/saved")
-"""
-
-
-def test_remote_code(trained, tmp_path):
-    folder = trained("sigmoid", "nonlinear")
-    torch.save(IDS, tmp_path / "ids.pt")
-    run_script(REMOTE, folder, tmp_path, package=False)
-    # The package's kernels may have computed attention
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(quantized(folder)), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(quantized(folder)), atol=0, rtol=0)

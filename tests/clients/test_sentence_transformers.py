@@ -5,7 +5,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from support.client_cases import CASES, run_script
+from support.client_cases import CASES
 from transformers import AutoModel, AutoTokenizer
 
 
@@ -35,19 +35,3 @@ def test_encode(activation, query, trained, tmp_path):
     np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS))
     plain = SentenceTransformer(str(folder), device="cpu")
     np.testing.assert_allclose(plain.encode(TEXTS), expected(folder, "last"), atol=1e-5)
-
-
-REMOTE = """
-import sys
-import numpy as np
-from sentence_transformers import SentenceTransformer
-
-encoder = SentenceTransformer(sys.argv[1], device="cpu", trust_remote_code=True)
-np.save(sys.argv[2], encoder.encode(sys.argv[3:]))
-"""
-
-
-def test_remote_code(trained, tmp_path):
-    folder = trained("sigmoid", "nonlinear")
-    run_script(REMOTE, folder, tmp_path / "embeddings.npy", *TEXTS, package=False)
-    np.testing.assert_allclose(np.load(tmp_path / "embeddings.npy"), expected(folder, "last"), atol=1e-5)

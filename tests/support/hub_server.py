@@ -244,8 +244,6 @@ class HubServer:
 
     @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
-        if rev in repo.branches:
-            raise HubError(409, f"Reference already exists: refs/heads/{rev}")
         repo.branches[rev] = [*repo.branches["main"]]
         return {}
 

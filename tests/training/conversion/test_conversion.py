@@ -248,14 +248,11 @@ class TestConvertFaults:
         message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--overwrite")
         assert "holds no model that --overwrite could replace" in message and snapshot(tmp_path) == before
 
-    @pytest.mark.parametrize("spelling", ["source", "link"])
-    def test_target_is_source(self, source, tmp_path, capsys, spelling, monkeypatch):
-        monkeypatch.chdir(tmp_path)
+    def test_target_is_source(self, source, tmp_path, capsys):
         (tmp_path / "link").symlink_to(source)
         before = snapshot(source)
-        for options in (["--overwrite"], []):
-            nlq_fails(capsys, "convert", source, spelling, *options)
-            assert snapshot(source) == before
+        assert "is the source itself" in nlq_fails(capsys, "convert", source, tmp_path / "link", "--overwrite")
+        assert snapshot(source) == before
 
     def test_overwritten_shards(self, source, gpt2_model, make_model, tmp_path):
         target = tmp_path / "target"
@@ -281,17 +278,6 @@ class TestConvertFaults:
         before = snapshot(tmp_path)
         assert f"{name} leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
-
-    def test_overwritten_again(self, source, tmp_path):
-        """The tokenizer has every kind of file that one may have, folders included."""
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
-        tokenizer.save_pretrained(source)
-        convert(str(source), tmp_path / "target")
-        before = snapshot(tmp_path / "target")
-        convert(str(source), tmp_path / "target", overwrite=True)
-        assert snapshot(tmp_path / "target") == before
-        assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
 
     @parametrize_grid(
         {

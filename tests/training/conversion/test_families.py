@@ -35,9 +35,9 @@ every_case = pytest.mark.parametrize("name", FAMILY_CASES)
 one_of_each = pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
 
 
-def test_every_family_has_three_shapes():
+def test_every_family_has_two_shapes_or_more():
     named = [family_of(name) for name in FAMILY_CASES]
-    assert {family: named.count(family) >= 3 for family in FAMILIES} == dict.fromkeys(ONE_OF_EACH, True)
+    assert {family: named.count(family) >= 2 for family in FAMILIES} == dict.fromkeys(ONE_OF_EACH, True)
 
 
 @every_case
@@ -276,13 +276,6 @@ def test_dropout_of_none(tmp_path):
     """Llama's configuration allows it."""
     config = make_config("llama-grouped", attention_dropout=None)
     assert FAMILIES["llama"].read(config).attention_dropout == 0.0
-
-
-def test_factors_move_into_the_weights():
-    """What a family lacks is rewritten where that is exact."""
-    ours = to_nlq(shared_family_model("llama-grouped"))
-    changed = upcycle(ours, {"attention_scaling": 0.25, "head_projection": True, "attention_output_scaling": 0.5})
-    assert_same_function(from_nlq(changed, "llama"), ours, length=LENGTH)
 
 
 # (case, switches that leave the outputs as they are)

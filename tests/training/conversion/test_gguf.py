@@ -147,13 +147,6 @@ def test_only_the_named_file_is_read(llama, tmp_path, monkeypatch):
     assert_same_tokens(tmp_path / "nlq", TOKENIZER)
 
 
-def test_switches(llama, tmp_path):
-    assert run_nlq("convert", llama(), tmp_path / "nlq", "--upcycle") == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq")
-    assert model.config.query_projection == "upcycled"
-    assert_same_function(model, make("llama"))
-
-
 class TestRefused:
     @pytest.fixture
     def fails(self, tmp_path, capsys):

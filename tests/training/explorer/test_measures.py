@@ -61,11 +61,6 @@ def test_effective_ranks():
     close(measures.effective_ranks(torch.from_numpy(matrix)[None]), [math.exp(-(shares * np.log(shares)).sum())])
 
 
-def test_largest_scores_are_those_of_visible_keys():
-    scores = torch.arange(18.0).view(2, 3, 3)
-    assert measures.largest_scores(scores, torch.eye(3, dtype=torch.bool)).tolist() == [8.0, 17.0]
-
-
 def test_previous_token_and_induction():
     period = 4
     weights = random_weights(3, length=2 * period, signed=True)
