@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
+from ..models import check_layers
 from ..text import one_line
 
 
@@ -57,11 +58,6 @@ class GGUF:
     def is_quantised(self) -> bool:
         return self.weights not in _NOT_QUANTISED
 
-    @property
-    def has_pieces(self) -> bool:
-        """Whether its tokenizer is one of SentencePiece."""
-        return self.tokenizer.get("model") == "llama"
-
 
 def find_gguf(source: str) -> Path | None:
     """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other weights.
@@ -101,6 +97,7 @@ def read_gguf(path: Path) -> GGUF:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
     read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
@@ -146,7 +143,7 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     except Exception as error:  # of many kinds, because the reader expects every field to be there
         raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer") from error
     # Transformers reads these two from 5.23 on
-    for name, default in {"add_bos_token": gguf.has_pieces, "add_eos_token": False}.items():
+    for name, default in {"add_bos_token": gguf.tokenizer.get("model") == "llama", "add_eos_token": False}.items():
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
     backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")

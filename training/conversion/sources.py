@@ -76,7 +76,7 @@ def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]
     config, model_class = read_source(folder, gguf_file=file)
     if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
         config.head_dim = gguf.head_size
-    if not gguf.has_pieces:  # those of SentencePiece have the ids that are the default of Llama's class
+    if gguf.tokenizer.get("model") != "llama":  # those of SentencePiece have the ids that are the default of Llama's class
         for kind in ("bos", "eos"):
             setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
     names = empty_model(model_class, config).state_dict()
