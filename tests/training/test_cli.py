@@ -93,8 +93,6 @@ BAD_INPUT = r"""
 1 | evaluate finished --dataset fine.jsonl --max_validation_documents 0 | max_validation_documents=0 must be at least 1
 1 | evaluate finished --dataset fine.jsonl --validation_fraction nan | validation_fraction=nan must be between 0 and 1
 1 | evaluate finished --dataset fine.jsonl --validation_fraction 0 | validation_fraction=0.0 must be between 0 and 1
-1 | explore finished --text x --port 80 | --port needs --serve
-1 | explore finished --text x --serve --output x.html | --output and --serve exclude each other
 1 | params tiny-linear --context 0 | context=0 must be at least 1
 1 | params unknown.yaml | 'unknown.yaml' is a YAML file | config.json
 1 | params tiny-liner | 'tiny-liner' | 'tiny-linear'

@@ -36,9 +36,7 @@ def _option(help: str, default: Any = None, *names: str, metavar: str | None = N
 
 
 _flag = partial(_option, default=False)
-_on_ray, _of_text, _of_tasks, _served = (
-    partial(_option, panel=panel) for panel in ("With --engine ray", "Text", "Tasks", "With --serve")
-)
+_on_ray, _of_text, _of_tasks = (partial(_option, panel=panel) for panel in ("With --engine ray", "Text", "Tasks"))
 # Options of several commands
 _ENGINE = _option("local: on this machine; ray: on the cluster that Ray finds.", "local")
 _MAX_RETRIES = _on_ray("How often a run is retried that lost its node or ran out of memory; by default 3.")
@@ -316,15 +314,12 @@ def _refuse(message: str, **options: Any) -> None:
 
 @_command("Use and measure", "explorer.exploring")
 def explore(
-    model: str = _argument("Folder or Hub name of a saved model: NLQ, or any causal model of Transformers."),
+    model: str = _argument("Folder or Hub name of a saved model: NLQ, or of a family that converts to it."),
     other: str | None = _argument("A second model with the same tokenizer.", None),
     text: str | None = _option("The text."),
-    file: str | None = _option("A file of text instead; two models are compared on all of it."),
+    file: str | None = _option("A text file instead."),
     output: str | None = _option("By default explore.html in this folder.", metavar="PAGE.html"),
     max_tokens: int | None = _option("Show the first tokens of the text; by default 512, or as many as the models take."),
-    serve: bool = _flag("Serve the page with a field for the text; needs Gradio."),
-    host: str | None = _served("The address to listen at; by default 127.0.0.1, this machine alone."),
-    port: int | None = _served("By default the first free one from 7860."),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
@@ -335,25 +330,15 @@ def explore(
     and what removing a head costs. The page quotes the text.
     """
     from modeling_nlq.training.explorer.exploring import explore
-    from modeling_nlq.training.explorer.page import describe_difference
     from modeling_nlq.training.files import PAGE_FILE
 
     if text is not None and file is not None:
         raise typer.BadParameter("not allowed with --text", param_hint="--file")
     options = {"text": text, "file": file, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
-    if serve:
-        from modeling_nlq.training.explorer.serving import serve as serve_page
-
-        _refuse("{} and --serve exclude each other: a served page is not written", output=output)
-        serve_page(model, other, host=host, port=port, **options)
-        return
-    _refuse("{} needs --serve", host=host, port=port)
     output = PAGE_FILE if output is None else output
     done = explore(model, other, output=output, **options)
     for each in done.models:
         print(f"{each.name}: {each.description}")
-    if done.difference is not None:
-        print(describe_difference(done.difference, [each.name for each in done.models]))
     print(f"page: {output} ({len(done.page.encode()):,} bytes)")
 
 
