@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
@@ -108,8 +107,7 @@ def render(
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
         base=converted_base(given, metrics),
-        source=_chain(conversion)[0].get("source"),
-        commands=_conversion_commands(conversion) if is_adapter else [],
+        command=_conversion_command(conversion) if is_adapter else None,
         model_type=config.model_type,
         auto_class=auto_class,
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
@@ -144,7 +142,7 @@ def base_model_of(model: str | Path) -> str | None:
         return None
     try:
         base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
-    except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
+    except (OSError, ValueError, yaml.YAMLError):
         return None  # the card is a text of the user's own
     return base_model if isinstance(base_model, str) else None
 
@@ -160,27 +158,14 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
     return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
 
 
-def _chain(conversion: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of a conversion and of those before it, the first one first."""
-    records = [conversion]
-    while records[0].get("before"):
-        records.insert(0, records[0]["before"])
-    return records
-
-
-def _conversion_commands(conversion: dict[str, Any]) -> list[str]:
-    """The commands that make the model of a conversion in the folder `base`, from the model that was trained last."""
-    records = _chain(conversion)
-    targets = [*(record["source"] for record in records[1:]), "base"]
-    commands = []
-    for record, target in zip(records, targets):
-        words = ["nlq", "convert", record["source"], target]
-        for name, value in record["switches"].items():
-            is_upcycling = (name, value) == ("query_projection", "upcycled")
-            setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            words += ["--upcycle"] if is_upcycling else ["--set", setting]
-        commands.append(shlex.join([*words, *(["--allow-lossy"] if record["lost"] else [])]))
-    return commands
+def _conversion_command(conversion: dict[str, Any]) -> str:
+    """The command that makes the model of a conversion in the folder `base`."""
+    words = ["nlq", "convert", conversion["source"], "base"]
+    for name, value in conversion["switches"].items():
+        is_upcycling = (name, value) == ("query_projection", "upcycled")
+        setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        words += ["--upcycle"] if is_upcycling else ["--set", setting]
+    return shlex.join([*words, *(["--allow-lossy"] if conversion["lost"] else [])])
 
 
 def _is_local(dataset: str) -> bool:

@@ -27,14 +27,7 @@ from modeling_nlq import NLQConfig, load_attention_parts
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
 from .parameters import listed
-from .text import check_number, first_line, one_line
-
-
-# What the files of a model may ask for: more would be built or searched for minutes, without a word
-MOST_LAYERS = 1000
-MOST_BEAMS = 64
-MOST_CONFIG_BYTES = 2**22
-_LAYERS = ("layers", "n_layer")  # ends of the names of their numbers, such as num_hidden_layers or decoder_layers
+from .text import first_line, one_line
 
 
 def is_saved_model(name: str) -> bool:
@@ -49,24 +42,19 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         ValueError: if there is no such configuration or no such field, or a value is not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
-    if Path(path).suffix in (".yaml", ".yml"):
-        raise ValueError(f"model {name!r} is a YAML file, as recipes are; give the model that it names, or a config.json")
     try:
-        values = read_config(path)
+        values, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        is_elsewhere = is_saved_model(name) and not Path(name).is_dir()
-        where = " is not a local folder and cannot be loaded from the Hub" if is_elsewhere else ""
+        where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
-    if "model_type" not in values:
-        raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
-    if values["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(f"{path}: model_type={values['model_type']!r} is no type of model that Transformers knows")
-    check_layers({**values, **(switches or {})}, f"model {name!r}")
+    if values.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows")
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"
-            raise ValueError(f"model {name!r}: there is no field {key!r} to set{kind}; {suggestion(key, _switches(config))}")
+            raise ValueError(
+                f"model {name!r} of type {config.model_type!r} has no field {key!r}; {suggestion(key, _switches(config))}"
+            )
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
 
 
@@ -152,32 +140,15 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}; make a "
-            "model by `nlq convert`, or train all"
+            f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}"
         )
     if enlarged := conversion["enlarged"]:
         raise ValueError(
-            f"trainable='new' cannot train a part of a parameter, and the conversion of model {model!r} enlarged "
-            f"{listed(enlarged)}; convert its source again without these switches, or use trainable: all"
+            f"trainable='new' trains whole parameters, and the conversion of model {model!r} enlarged {listed(enlarged)}"
         )
     if not conversion["added"]:
         raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
     return conversion["added"]
-
-
-def read_config(name: str) -> dict[str, Any]:
-    """Reads the fields of a configuration, as `load_config` names it, and checks their size before anything is made of them.
-
-    Raises:
-        OSError: if there is none.
-        ValueError: for a file of more than `MOST_CONFIG_BYTES`, or more than `MOST_LAYERS` layers.
-    """
-    file = Path(name, CONFIG_NAME) if Path(name).is_dir() else Path(name)
-    if file.is_file() and file.stat().st_size > MOST_CONFIG_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, and at most {MOST_CONFIG_BYTES:,} are read")
-    values, _ = PreTrainedConfig.get_config_dict(name)
-    check_layers(values, f"model {name!r}")
-    return values
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
@@ -197,19 +168,6 @@ def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
             load_parts(cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier())
 
 
-def check_layers(values: dict[str, Any], source: str) -> None:
-    """Raises `ValueError` if a configuration, as a mapping, or one inside of it names more than `MOST_LAYERS` layers."""
-    layers = [value for name, value in values.items() if str(name).endswith(_LAYERS) and isinstance(value, int | float)]
-    overrides = values.get("per_layer_config")
-    if isinstance(overrides, dict):
-        layers.append(len(overrides))
-    if max(layers, default=0) > MOST_LAYERS:
-        raise ValueError(f"{source}: its configuration names {max(layers):,} layers, and at most {MOST_LAYERS:,} are built")
-    for inner in values.values():
-        if isinstance(inner, dict):  # such as the text_config of a model that also sees
-            check_layers(inner, source)
-
-
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads a saved tokenizer; raises `ValueError` where it would run code that is not trusted."""
     with source_named(name, "the tokenizer of "):
@@ -220,26 +178,22 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 def source_named(name: str, what: str = "") -> Iterator[None]:
     """Names a model or tokenizer in the errors of the libraries that read its files.
 
-    It replaces Transformers' message for code that it was told not to run (left to itself, it would ask on the terminal), and
-    PyTorch's for a pickle that would run some, which advises to run it.
+    Code that is not trusted, and a pickle that would run some, get messages of our own: PyTorch's advises to run it.
     """
     try:
         yield
     except UnpicklingError:
-        raise ValueError(
-            f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code; they were not read"
-        ) from None
+        raise ValueError(f"{name!r}: the weights are damaged, or hold more than tensors, which could run code") from None
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{name!r} brings code of its own, which was not run; read it, and if you trust it, `nlq generate`, `evaluate` "
-                "and `explore` run it with --trust-remote-code"
+                f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it with "
+                "--trust-remote-code"
             ) from None
         # `tokenizers` raises no type of its own
         if name in str(error) or not (isinstance(error, ValueError | KeyError | SafetensorError) or type(error) is Exception):
             raise
-        reason = "no " * isinstance(error, KeyError) + one_line(error)
-        raise ValueError(f"{what}{name!r} cannot be read: {reason}") from error
+        raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -253,16 +207,9 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is not
             trusted.
     """
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model {name!r} is an adapter; name the model that it was merged into")
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
-    if not Path(name).is_dir() and "/" not in name:
-        raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
     try:
-        read_config(name)
         with source_named(name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name, output_loading_info=True, trust_remote_code=trust_remote_code
@@ -276,6 +223,4 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
-    for field in ("num_beams", "num_return_sequences"):
-        check_number(f"model {name!r}: {field}", getattr(model.generation_config, field, None), 1, MOST_BEAMS)
     return model, tokenizer

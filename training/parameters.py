@@ -46,8 +46,7 @@ def measure(
     A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
     products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
     for causality), as does, of linear attention, each of the `head_dim` products of a head that reads its state, and of one of
-    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, those count that a token
-    passes through.
+    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, all count.
 
     Args:
         config: configuration of the model.
@@ -125,20 +124,16 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     matrix_operations = 0 if head is None else _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:
-            is_of_experts = parameter.ndim == 3 and ".experts." in name
-            share = config.num_experts_per_tok / len(parameter) if is_of_experts else 1
-            share = next((count for layer, count in calls.items() if layer in name), share)
+            share = next((count for layer, count in calls.items() if layer in name), 1)
             matrix_operations += round(share * _operations(parameter))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
-    # Products with keys and with values, whose heads differ in multi-head latent attention
     heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    width = heads * sum(getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     products = [
         # The heads of queries read the state of linear attention, and those of keys write it
         head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
-        else min(context, sizes.get("sliding_window", context)) * width
+        else min(context, sizes.get("sliding_window", context)) * 2 * heads * head_dim
         for kind, sizes in zip(*get_layer_types_and_kwargs(config))
     ]
     # A layer's parts may compute more heads, or wider values

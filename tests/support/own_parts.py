@@ -199,7 +199,7 @@ FAULTS = {
     "counts_of_row_0": (
         _idea("return heads / (1 + call.token_context.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
         _BATCH,
-        "text 2 of a batch of 1 and 2 tokens, with padding before the first",
+        "text 2 of a batch of 1 and 2 tokens, the first padded",
     ),
     "mean_of_the_batch": (
         _idea("return heads - 0.1 * heads.mean(dim=0)"),
@@ -216,7 +216,7 @@ FAULTS = {
     "gradient_of_padding": (
         _idea("norm = heads.square().sum(dim=-1, keepdim=True).sqrt()\nreturn torch.where(norm > 0, heads / norm, heads)"),
         "a row of padding alone stays finite",
-        "the gradients of a row of 1 token",
+        "a row of 1 token of padding alone, gradients included",
     ),
     "batch_norm": (
         _idea("return self.norm(heads.flatten(0, 2)).view_as(heads)", norm="nn.BatchNorm1d(config.head_dim)"),

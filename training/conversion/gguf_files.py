@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
-from ..models import check_layers
 from ..text import one_line
 
 
@@ -138,7 +137,6 @@ def read_gguf(path: Path) -> GGUF:
         value = said[name]
         if not isinstance(value, list) and not (isinstance(value, int | float) and value > 0):
             raise ValueError(f"{path}: {prefix}{name}={value!r} must be a positive number")
-    check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
     not_read = [

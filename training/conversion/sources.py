@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
-from ..models import read_config, source_named
+from ..models import source_named
 from ..parameters import check_names
 from ..text import first_line, one_line
 from .families import FAMILIES
@@ -55,8 +55,6 @@ def read_source(source: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         raise ValueError(f"there is no folder or file {source!r}")
     try:
         with _place(source) as (folder, options):
-            if not options:
-                read_config(folder)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         place = "" if Path(source).exists() else "neither a folder here nor a model of the Hub, or "

@@ -1,14 +1,12 @@
 """The command `nlq`, by Typer: one function a command, over the functions of `modeling_nlq.training`; errors in one line.
 
 This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help, completion and
-wrong arguments do not wait for that, and Ctrl-C meanwhile ends in one line too. So every function imports what it needs.
+wrong arguments do not wait for that, so every function imports what it needs.
 """
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
 from collections.abc import Callable
@@ -89,21 +87,15 @@ class _Command(TyperCommand):
 
     def invoke(self, context: typer.Context) -> int | None:
         given = context.params
-        # The status can be seen on a machine without the engine, the models and the data
-        import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
-        from modeling_nlq.training.text import PrintableOutput
-
-        if signal.getsignal(signal.SIGINT) is _stop_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        output = PrintableOutput(sys.stdout) if sys.stdout.isatty() else sys.stdout
         try:
+            # The status can be seen on a machine without the engine, the models and the data
+            import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
             if not self.goes_on and (given.get("parts") or given.get("trust_parts")):
                 from modeling_nlq.training.models import load_parts
 
                 models = [given.get(name) for name in ("model", "other", "source", "folder")] + given.get("models", [])
                 load_parts(given["parts"], filter(None, models) if given["trust_parts"] else ())
-            with contextlib.redirect_stdout(output):
-                return super().invoke(context)
+            return super().invoke(context)
         except KeyboardInterrupt:
             from tqdm import tqdm
 
@@ -132,9 +124,8 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Run again, the same command goes on where it was interrupted. Any field of a recipe and of transformers.TrainingArguments
-    can be set: --learning_rate 1e-3. A model switch is set by --set query_projection=linear. Several processes: accelerate
-    launch --config_file configuration/accelerate/cpu-two-processes.yaml -m modeling_nlq.training train RECIPE.
+    Any field of a recipe and of transformers.TrainingArguments can be set, as by --learning_rate 1e-3, and any switch of the
+    model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import train_with
     from modeling_nlq.training.files import PAGE_FILE
@@ -172,11 +163,8 @@ def compare(
 ) -> None:
     """Compare models over learning rates and seeds.
 
-    Train the models of a comparison, each at its own best learning rate and over several seeds, and report which differ from
-    the baseline by more than noise. Run again, the same command goes on where it was interrupted. Fields of the recipe that all
-    models share can be set as in nlq train: --max_steps 100. Several processes share the runs between them, each on a device of
-    its own: accelerate launch --config_file configuration/accelerate/multi-gpu.yaml -m modeling_nlq.training compare
-    COMPARISON, or the same command in several terminals.
+    Each is trained at its own best learning rate, and the report says which differ from the baseline by more than noise; fields
+    of the recipe can be set as in nlq train, and run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
@@ -282,11 +270,7 @@ def evaluate(
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
-    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks.
-
-    Evaluate a saved model on held-out text. With --tasks, evaluate it on downstream tasks by lm_eval instead;
-    lm-eval ls tasks lists those that it has beside ours.
-    """
+    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks by lm_eval."""
     common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
     of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
     of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}
@@ -331,8 +315,7 @@ def explore(
 ) -> None:
     """See what attention does with a text, in one model or in two side by side.
 
-    Write an HTML page that works from disk: the loss of each token, the attention map of each head, entropy, sinks, scores,
-    and what removing a head costs. The page quotes the text.
+    The page works from disk, and quotes the text.
     """
     from modeling_nlq.training.explorer.exploring import explore
     from modeling_nlq.training.explorer.page import describe_difference
@@ -402,8 +385,7 @@ def convert(
 ) -> None:
     """Convert models of other families to NLQ, and back.
 
-    Write a model of another family (GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX), a checkpoint of the
-    paper's code or of nanoGPT, or an NLQ model as an NLQ model that computes the same, or as a model of one of these families.
+    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, and checkpoints of nanoGPT.
     """
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.conversion.renaming import LossyConversion
@@ -445,10 +427,7 @@ def publish(
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Upload a trained or converted model to the Hub.
-
-    Upload weights, configuration, code, tokenizer, results and card in one commit, and nothing else.
-    """
+    """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
     from modeling_nlq.training.sharing.publishing import publish, publish_space
 
     options = {"private": private or None, "revision": revision, "dry_run": dry_run}
@@ -466,12 +445,7 @@ def publish(
 
 @_command("Convert and share", "checking")
 def check(file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py")) -> int:
-    """Check an attention part of your own.
-
-    Check the attention parts that a Python file defines on small random models: the future, padding, batches, packed
-    documents, caches, backends, training, types, devices, saving. The first invariant that fails is named, with the smallest
-    case found.
-    """
+    """Check the attention parts of a file on small random models, and name the first invariant that fails."""
     import torch
     from transformers.utils import logging
 
@@ -485,45 +459,24 @@ def check(file: str = _argument("A file with subclasses of AttentionPart.", meta
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else 1."""
-    if not os.environ.get("NLQ_TRACEBACK"):
-        os.environ["RUST_BACKTRACE"] = "0"  # a panic has a hundred lines otherwise
+    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else 1.
+
+    With NLQ_TRACEBACK=1 it is raised, to show where a library raised it.
+    """
     try:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:
         text = " ".join(error.format_message().split()).rstrip(".")
-        shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-        print(f"nlq: error: {shown}; see {error.ctx.command_path if error.ctx else 'nlq'} --help", file=sys.stderr)
+        print(f"nlq: error: {text}; see {error.ctx.command_path if error.ctx else 'nlq'} --help", file=sys.stderr)
         return error.exit_code
-    except BaseException as error:
-        print(f"nlq: error: {_explain(error)}", file=sys.stderr)
+    except Exception as error:
+        if os.environ.get("NLQ_TRACEBACK"):
+            raise
+        from huggingface_hub.errors import StrictDataclassError
+        from safetensors import SafetensorError
+
+        from modeling_nlq.training.text import one_line
+
+        is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError))
+        print(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
         return 1
-
-
-def _explain(error: BaseException) -> str:
-    """An error in one line. It is raised again if it is none, or with NLQ_TRACEBACK=1, to show where a library raised it."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    from modeling_nlq.training.text import one_line
-
-    if isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError)):
-        return one_line(error)
-    if type(error).__name__ == "PanicException":  # of a tokenizer's Rust, such as at a regular expression
-        return f"the tokenizer cannot read this text: {one_line(error)}"
-    if not isinstance(error, Exception) or os.environ.get("NLQ_TRACEBACK"):
-        raise error
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
-def start() -> int:
-    """What the console script calls: `main`, where Ctrl-C ends in one line also while libraries are imported."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background, where a shell turns it off
-        signal.signal(signal.SIGINT, _stop_at_once)
-    return main()
-
-
-def _stop_at_once(*_) -> None:
-    """Ends the process. Libraries catch some exceptions in their imports, and then a `KeyboardInterrupt` would be lost."""
-    os.write(2, b"nlq: interrupted\n")
-    os._exit(130)

@@ -191,7 +191,7 @@ class TestCommand:
             (["RUN", "OTHER", "--text", "x", "--max_tokens", "17"], ["exceeds the 16 positions of model 'other'"]),
             (["RUN", "FOREIGN", "--text", "x"], ["have different tokenizers"]),
             (["MAMBA", "--text", "x"], ["'mamba' has no attention to show"]),
-            (["none", "--text", "x"], ["'none' is neither a folder nor a Hub name"]),
+            (["none", "--text", "x"], ["'none' is not a local folder"]),
             (["RUN", "--text", "x", "--output", "."], ["is a folder; name a file"]),
             (["RUN", "--text", "x", "--output", "empty.txt/page.html"], ["cannot be written", "is not a folder, or you may"]),
             (["RUN", "--text", "x", "--output", ""], ["is a folder; name a file"]),
