@@ -107,7 +107,7 @@ def render(
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
         base=converted_base(given, metrics),
-        command=_conversion_command(conversion) if is_adapter else None,
+        commands=_conversion_commands(conversion) if is_adapter else [],
         model_type=config.model_type,
         auto_class=auto_class,
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
@@ -158,14 +158,16 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
     return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
 
 
-def _conversion_command(conversion: dict[str, Any]) -> str:
-    """The command that makes the model of a conversion in the folder `base`."""
-    words = ["nlq", "convert", conversion["source"], "base"]
+def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
+    """The commands that make the model of a conversion in the folder `target`, from the model that was trained last."""
+    words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         is_upcycling = (name, value) == ("query_projection", "upcycled")
         setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
         words += ["--upcycle"] if is_upcycling else ["--set", setting]
-    return shlex.join([*words, *(["--allow-lossy"] if conversion["lost"] else [])])
+    words += ["--allow-lossy"] if conversion["lost"] else []
+    before = conversion.get("before")
+    return [*(_conversion_commands(before, conversion["source"]) if before else []), shlex.join(words)]
 
 
 def _is_local(dataset: str) -> bool:

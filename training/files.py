@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -66,7 +65,6 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
-_LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
 
 
 def data_format(path: str | Path) -> str | None:
@@ -111,11 +109,6 @@ def is_nonempty(path: Path) -> bool:
         return False
     except NotADirectoryError:
         return True
-
-
-def has_little_space(folder: Path) -> bool:
-    """Tells whether a full disk is a likely reason for a failure in a folder."""
-    return shutil.disk_usage(folder).free < _LITTLE_SPACE
 
 
 class YamlLoader(yaml.SafeLoader):

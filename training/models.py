@@ -25,7 +25,7 @@ from transformers.utils.hub import extract_commit_hash
 from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
-from .files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
+from .files import CONVERSION_FILE, WEIGHTS, differences, read_json, read_yaml
 from .parameters import listed
 from .text import first_line, one_line
 
@@ -52,9 +52,8 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            raise ValueError(
-                f"model {name!r} of type {config.model_type!r} has no field {key!r}; {suggestion(key, _switches(config))}"
-            )
+            known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
+            raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {suggestion(key, known)}")
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
 
 
@@ -102,11 +101,6 @@ def limits_length(config: PreTrainedConfig) -> bool:
     return config.has_learned_positions if isinstance(config, NLQConfig) else not getattr(config, "rope_parameters", None)
 
 
-def _switches(config: PreTrainedConfig) -> set[str]:
-    """The fields of a configuration that users set: without those of every Transformers model, and those written on saving."""
-    return config.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"auto_map", "nlq_version"}
-
-
 def read_record(name: str, file: str) -> dict[str, Any] | None:
     """The content of a JSON or YAML file beside a saved model, a folder or a Hub name; `None` if there is none."""
     try:
@@ -118,34 +112,22 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
     return read_yaml(Path(path)) if path.endswith(".yaml") else read_json(Path(path))
 
 
-def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | None:
-    """The record of the conversion that made a saved model, or that its training began with; `None` if there is none.
-
-    With `is_untrained` it is `None` also if the model was trained since.
-    """
-    if is_untrained and read_record(name, RECIPE_FILE) is not None:
-        return None
-    return read_record(name, CONVERSION_FILE)
-
-
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
     """The names of the parameters that a conversion added to a trained model.
 
     Args:
         model: a folder or a Hub name of the converted model, or of one that was trained from there by `trainable: new`.
-        conversion: the record of its conversion (see `read_conversion`).
+        conversion: the record of its conversion (see `read_record`).
 
     Raises:
         ValueError: unless the model has a record of its conversion, which added parameters and enlarged none.
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}"
+            f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no {CONVERSION_FILE}"
         )
     if enlarged := conversion["enlarged"]:
-        raise ValueError(
-            f"trainable='new' trains whole parameters, and the conversion of model {model!r} enlarged {listed(enlarged)}"
-        )
+        raise ValueError(f"trainable='new' trains no part of a parameter, and that of {model!r} enlarged {listed(enlarged)}")
     if not conversion["added"]:
         raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
     return conversion["added"]
@@ -183,7 +165,7 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except UnpicklingError:
-        raise ValueError(f"{name!r}: the weights are damaged, or hold more than tensors, which could run code") from None
+        raise ValueError(f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code") from None
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(

@@ -13,7 +13,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from modeling_nlq import NLQConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
-from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, parts_of
+from modeling_nlq.parts_builtin_nlq import parts_of
 
 from .text import check_number
 
@@ -77,17 +77,6 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
     """The attention parts that some layer of a model has, in the order in which they are applied."""
     layers = config.per_layer_config if isinstance(config, NLQConfig) else []
     return list(dict.fromkeys(part for layer in layers for part in parts_of(layer)))
-
-
-def part_size(config: NLQConfig, part: type[AttentionPart]) -> int:
-    """Counts the parameters that a part adds to a model."""
-    without, default = config.to_dict(), NLQConfig()
-    for values in (without, *(without.get("per_layer_config") or {}).values()):
-        if part.name in ATTENTION_PARTS:
-            values.update({part.name: getattr(default, part.name)} if part.name in values else {})
-        elif values.get("attention_parts"):
-            values["attention_parts"] = [name for name in values["attention_parts"] if name != part.name]
-    return measure(config).total - measure(NLQConfig(**without)).total
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:

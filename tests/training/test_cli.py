@@ -1,12 +1,10 @@
 """The command line: what it accepts, its tables, its help, and one line for each error."""
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.paths import REPOSITORY
@@ -181,39 +179,6 @@ def test_params(capsys):
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0][:2] == ["model", "parameters"]
     assert [[row[0], row[-1]] for row in table[1:]] == [["tiny-linear", "512"], ["tiny-identity", "576"]]
-
-
-def test_params_of_parts(tmp_path, capsys):
-    """Also of one that some layers have; a forget gate has a weight for each input and head, and a bias."""
-    config = {"model_type": "nlq", "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config["query_projection"] = "linear"
-    config["per_layer_config"] = {"1": {"forget_gate": "learned", "differential_attention": "v2"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["params", str(tmp_path / "config.json")]) == 0
-    lines = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert lines[0] == f"forget_gate adds {16 * 4 + 4} parameters (Lin et al. 2025, arXiv 2503.02130)"
-    # Twice the queries, twice the forget gates, and a factor for each output
-    assert lines[1].startswith(f"differential_attention adds {16 * 16 + 16 * 2 + (16 * 2 + 2)} parameters (Ye et al.")
-
-
-def test_several_files_of_parts(tmp_path, capsys):
-    """As one option with several files, and as several options; the model's name follows."""
-    names = []
-    for name in ("one", "two"):
-        names.append(str(tmp_path / f"{name}.py"))
-        text = f"from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = '{name}'\n"
-        Path(names[-1]).write_text(text)
-    config = {
-        "model_type": "nlq",
-        "vocab_size": 9,
-        "hidden_size": 4,
-        "num_attention_heads": 1,
-        "attention_parts": ["one", "two"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for words in ([names[0], names[1]], [names[0], "--parts", names[1]]):
-        assert main(["params", "--parts", *words, str(tmp_path / "config.json")]) == 0
-        assert "two adds 0 parameters" in capsys.readouterr().out
 
 
 def test_tokenizer_larger_than_the_vocabulary(run, recipe_file, tmp_path, capsys):

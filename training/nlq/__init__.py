@@ -40,7 +40,7 @@ _on_ray, _of_text, _of_tasks, _served = (
 # Options of several commands
 _ENGINE = _option("local: on this machine; ray: on the cluster that Ray finds.", "local")
 _MAX_RETRIES = _on_ray("How often a run is retried that lost its node or ran out of memory; by default 3.")
-_PARTS = _option("Run these files, which define parts of the model.", [], metavar="FILE.py...")
+_PARTS = _option("Run a file that defines parts of the model; may be repeated.", [], metavar="FILE.py")
 _TRUST_PARTS = _flag("Run the files of attention parts that lie beside the model.")
 _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds, as the record of a run does.")
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
@@ -76,14 +76,6 @@ class _Command(TyperCommand):
             lines = [f"{name:<{width}}  {textwrap.shorten(text, space, placeholder=' ...')}" for name, text in listed.items()]
             self.epilog = "\n".join([f"Shipped {self.shipped}:", *lines])
         super().format_help(context, formatter)
-
-    def parse_args(self, context: typer.Context, words: list[str]) -> list[str]:
-        """Repeats `--parts` before each of its files: an option of Typer has one value."""
-        spread: list[str] = []
-        for word in words:
-            is_next = not self.goes_on and word.endswith(".py") and spread[-2:-1] == ["--parts"]
-            spread += ["--parts", word] if is_next else [word]
-        return super().parse_args(context, spread)
 
     def invoke(self, context: typer.Context) -> int | None:
         given = context.params
@@ -350,7 +342,7 @@ def params(
 ) -> None:
     """Count parameters and FLOPs per token of models."""
     from modeling_nlq.training.models import load_config
-    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure, part_size, parts_in
+    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
     from modeling_nlq.training.text import align
 
     budget = None
@@ -358,16 +350,13 @@ def params(
         text = match.replace(",", "").replace("_", "")
         budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(match))
     header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
-    rows, added = [header], []
+    rows = [header]
     for name in models:
         config = load_config(name)
         size = measure(config, context)
         row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
-        for part in parts_in(config):
-            source = f" ({part.source})" if part.source else ""
-            added.append(f"{name}: {part.name} adds {part_size(config, part):,} parameters{source}")
-    print("\n".join([*align(rows), *added]))
+    print("\n".join(align(rows)))
 
 
 @_command("Convert and share", "conversion.converting")

@@ -15,10 +15,16 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_local_safetensors_metadata,
+    get_token,
+)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import modeling_nlq
@@ -28,11 +34,10 @@ from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
-from ..comparison.status import CONFIRMATION, SCREENING
+from ..comparison.status import CONFIRMATION
 from ..files import (
     ADAPTER,
     CARD_FILE,
-    COMPARISON_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
@@ -108,7 +113,7 @@ def publish(
         repo_id: `owner/name`.
         private: make a new repository private; by default its owner's setting counts.
         revision: branch to publish to, which is created if it does not exist; by default the main one.
-        comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
+        comparison: folder of `nlq compare` whose verdicts the card reports.
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
         adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its code.
@@ -121,7 +126,6 @@ def publish(
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     folder = Path(folder)
-    _check_name(repo_id)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -142,7 +146,6 @@ def publish_space(
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
         PublishingError: as in `publish`.
     """
-    _check_name(repo_id)
     page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
@@ -157,12 +160,6 @@ def publish_space(
     return _send(repo_id, contents, private, revision, dry_run, "space")
 
 
-def _check_name(repo_id: str) -> None:
-    validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
-
-
 def _send(
     repo_id: str,
     contents: dict[str, Path | bytes],
@@ -172,6 +169,9 @@ def _send(
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
     """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
     sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in contents.items()}
     if dry_run:
         return Publication(sizes)
@@ -228,7 +228,9 @@ def _collect(
         given["training"] = without_private(given.get("training") or {})
     contents: dict[str, Path | bytes] = {}
     if adapter_folder is None:
-        files, patterns = {*weights, *_code(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+        files, patterns = {*weights, *code_files(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+        if missing := sorted(path.name for path in files if not path.is_file()):
+            raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
     else:
         files, patterns = set(), (*TOKENIZER, *RECORDS)
         contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
@@ -246,8 +248,8 @@ def _collect(
         contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
 
     text = None
-    if (comparison_folder := _find_comparison(folder, comparison)) is not None:
-        text, report = _report(folder.resolve(), comparison_folder)
+    if comparison is not None:
+        text, report = _report(folder.resolve(), Path(comparison).resolve())
         contents |= report
     if card is not None:
         contents[CARD_FILE] = Path(card).read_bytes()
@@ -279,15 +281,10 @@ def _report(run: Path, folder: Path) -> tuple[str, dict[str, Path | bytes]]:
     if isinstance(report := contents.get("comparison/results.md"), Path):
         contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
     results = read_json(folder / RESULTS_FILE)
+    if "design" in results:
+        raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
     text = verdicts(read_outcome(results), variant, name, scale if "scales" in results else None)
     return f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md).", contents
-
-
-def _code(folder: Path) -> set[Path]:
-    code = code_files(folder)
-    if missing := sorted(path.name for path in code if not path.is_file()):
-        raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
-    return code
 
 
 def _adapter(
@@ -323,38 +320,15 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
     with torch.device("meta"):
         model = getattr(modeling_nlq, classes[name])(NLQConfig.from_pretrained(folder))
     model.config.architectures = [classes[name]]
-    # In the order in which Transformers looks for them
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if not files[0].is_file() and index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    shapes: dict[str, list[int]] = {}
-    for path in files:
-        if not path.is_file():
-            raise ValueError(f"{folder} holds no {path.name}: its training did not finish, or it was saved as something else")
-        with safe_open(path, framework="pt") as file:
-            shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    found = get_local_safetensors_metadata(folder)
+    shapes = {key: tensor.shape for file in found.files_metadata.values() for key, tensor in file.tensors.items()}
     if classes[name] == name:
         check_parameters(model, shapes)
     else:
-        added = [shapes[name] for name in shapes.keys() - model.state_dict().keys()]
-        model.added = torch.nn.ParameterList(torch.empty(shape, device="meta") for shape in added)
-    return model, files if files[0].name == "model.safetensors" else [index, *files]
-
-
-def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
-    """The folder of the comparison to report: the given one, or the one that holds the run, perhaps at one of its scales."""
-    if given is not None:
-        if "design" in read_json(Path(given) / RESULTS_FILE):
-            raise ValueError(f"{str(given)!r} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-        return Path(given).resolve()
-    parents = folder.resolve().parents
-    if len(parents) < 3 or parents[1].name != "runs":
-        return None
-    place = parents[4] if len(parents) > 4 and parents[3].name == "scales" else parents[2]
-    if place.name == SCREENING and (place.parent / COMPARISON_FILE).is_file():
-        return None  # a row of a design has no verdict
-    return place if (place / RESULTS_FILE).is_file() else None
+        added = shapes.keys() - model.state_dict().keys()
+        model.added = torch.nn.ParameterList(torch.empty(shapes[key], device="meta") for key in sorted(added))
+    index = ["model.safetensors.index.json"] if found.sharded else []
+    return model, [folder / file for file in (*index, *found.files_metadata)]
 
 
 def _may_be_ours(name: str) -> bool:
@@ -366,8 +340,6 @@ def _explain(error: BaseException) -> str:
     """Explains an error of the Hub or of the connection in one line."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # of a large file
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set"
     if isinstance(error, HfHubHTTPError):
         status, said = error.response.status_code, " ".join((error.server_message or "no reason given").split())
         return f"{status}: {_STATUS.get(status, 'the Hub refused')} ({said})"

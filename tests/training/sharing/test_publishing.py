@@ -176,7 +176,7 @@ def change_config(**fields: object):
 
 def cut(folder: Path) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    path.write_bytes(path.read_bytes()[:100])
 
 
 def lose_a_shard(folder: Path) -> None:
@@ -199,9 +199,9 @@ def stop_before_the_end(folder: Path) -> None:
 
 # What is done to a folder, and words of the error
 DAMAGES = {
-    "no weights": (remove("model.safetensors"), ("model.safetensors", "did not finish")),
+    "no weights": (remove("model.safetensors"), ("model.safetensors",)),
     "unfinished": (stop_before_the_end, ("config.json", "did not finish")),
-    "cut": (cut, ("incomplete metadata",)),
+    "cut": (cut, ("model.safetensors", "truncated")),
     "shard": (lose_a_shard, ("model-00002-of-",)),
     "too few": (change_config(num_hidden_layers=3), ("missing", "model.layers.2.mlp.fc1.weight")),
     "renamed": (rename_a_weight, ("missing: model.norm.weight", "not known: model.final_norm.weight")),
@@ -226,7 +226,7 @@ finally:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize("repo_id", ["name", "a/b/c", "anna/.."])
+    @pytest.mark.parametrize("repo_id", ["name", "a/b/c", "anna/my model"])
     def test_name_of_the_repository(self, repo_id, run, refuses):
         refuses(run[0], repo_id, words=(repr(repo_id), "form" if repo_id == "name" else ""))
 
