@@ -81,6 +81,7 @@ def render(
     base_model = metrics.get("base_model") or conversion.get("base_model")
     auto_class = _auto_class(config)
     is_nlq = config.model_type == "nlq"
+    is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     name = location.split("/")[-1]
     common = {"task_type": "text-generation", "task_name": "Text Generation", "dataset_type": dataset, "dataset_name": dataset}
     results = [
@@ -95,7 +96,7 @@ def render(
         pipeline_tag=_PIPELINES[auto_class],
         tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
         base_model=base_model,
-        datasets=None if not given or _is_local(dataset) else [dataset],
+        datasets=None if not given or is_local else [dataset],
         eval_results=results or None,
     )
     card = ModelCard.from_template(
@@ -140,10 +141,7 @@ def base_model_of(model: str | Path) -> str | None:
     card = Path(model) / CARD_FILE
     if not card.is_file():
         return None
-    try:
-        base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
-    except (OSError, ValueError, yaml.YAMLError):
-        return None  # the card is a text of the user's own
+    base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
     return base_model if isinstance(base_model, str) else None
 
 
@@ -168,10 +166,6 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
     words += ["--allow-lossy"] if conversion["lost"] else []
     before = conversion.get("before")
     return [*(_conversion_commands(before, conversion["source"]) if before else []), shlex.join(words)]
-
-
-def _is_local(dataset: str) -> bool:
-    return dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
 
 
 def _auto_class(config: PreTrainedConfig) -> str:

@@ -157,14 +157,11 @@ def matching_intermediate_size(
         raise ValueError(f"a model of type {config.model_type!r} has no intermediate_size to match by")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
-    name, what = {
-        "parameters": ("non_embedding", "non-embedding parameters"),
-        "flops": ("flops_per_token", "FLOPs per token"),
-    }[match]
+    name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
     wanted, own, own_wider = (getattr(size, name) for size in (budget, measure(config, context), measure(wider, context)))
     width = config.intermediate_size + round((wanted - own) / (own_wider - own))
     if width < 1:
-        raise ValueError(f"no MLP width brings the model down to {wanted:,} {what}")
+        raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")
     return width
 
 

@@ -228,11 +228,6 @@ FAULTS = {
         _TRAINING,
         "2 texts of 2 tokens, gradients included",
     ),
-    "cheats_behind_noise": (
-        _idea("return heads.roll(1, dims=1) + torch.randn_like(heads) if self.training else heads"),
-        _TRAINING,
-        "2 texts of 2 tokens, of which the second and the first from number 2 on change",
-    ),
     "other_gradient_in_training": (_idea("return heads.detach() if self.training else heads"), _TRAINING, "2 texts of 1 token"),
     "reads_a_number": (
         _idea("return heads * self.gain.item()", gain=_GAIN),

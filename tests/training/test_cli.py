@@ -22,7 +22,7 @@ BAD_INPUT = r"""
 2 | generate finished x --seed | '--seed' requires an argument
 2 | generate finished x --bogus 1 | No such option: --bogus; see nlq generate --help
 2 | generate finished x y | unexpected extra argument(s) (y)
-2 | explore finished --text a --file b | --file | not allowed with --text
+1 | explore finished --text a --file b | give either --text TEXT or --file FILE
 2 | convert finished out --no-upcycle | No such option: --no_upcycle | --upcycle
 1 | train domo | 'domo' | 'demo'
 1 | train demo --cpus_per_worker 2 --max-retries 1 | cpus_per_worker, max_retries: only the engine 'ray' has that

@@ -120,18 +120,13 @@ def train(
     model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import train_with
-    from modeling_nlq.training.files import PAGE_FILE
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
-    from modeling_nlq.training.storage import open_folder
 
     resolved = load_recipe(recipe, read_overrides(context.args), trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
     if resolved.training_arguments.process_index == 0:
-        place = resolved.training_arguments.output_dir
-        print(f"{place}: {_describe(metrics)}")
-        if (open_folder(place) / PAGE_FILE).is_file():
-            print(f"what its attention does: {place}/{PAGE_FILE}")
+        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -313,8 +308,6 @@ def explore(
     from modeling_nlq.training.explorer.page import describe_difference
     from modeling_nlq.training.files import PAGE_FILE
 
-    if text is not None and file is not None:
-        raise typer.BadParameter("not allowed with --text", param_hint="--file")
     options = {"text": text, "file": file, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
     if serve:
         from modeling_nlq.training.explorer.serving import serve as serve_page
@@ -323,13 +316,12 @@ def explore(
         serve_page(model, other, host=host, port=port, **options)
         return
     _refuse("{} needs --serve", host=host, port=port)
-    output = PAGE_FILE if output is None else output
-    done = explore(model, other, output=output, **options)
+    done = explore(model, other, output=output or PAGE_FILE, **options)
     for each in done.models:
         print(f"{each.name}: {each.description}")
     if done.difference is not None:
         print(describe_difference(done.difference, [each.name for each in done.models]))
-    print(f"page: {output} ({len(done.page.encode()):,} bytes)")
+    print(f"page: {output or PAGE_FILE} ({len(done.page.encode()):,} bytes)")
 
 
 @_command("Use and measure", "parameters")
@@ -347,10 +339,8 @@ def params(
 
     budget = None
     if match is not None:
-        text = match.replace(",", "").replace("_", "")
-        budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(match))
-    header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
-    rows = [header]
+        budget = Size(0, int(match), 0, 0) if match.isdecimal() else measure(load_config(match))
+    rows = [["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])]
     for name in models:
         config = load_config(name)
         size = measure(config, context)
@@ -377,14 +367,10 @@ def convert(
     The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, and checkpoints of nanoGPT.
     """
     from modeling_nlq.training.conversion.converting import convert
-    from modeling_nlq.training.conversion.renaming import LossyConversion
     from modeling_nlq.training.run.recipe import read_switches
 
     options = {"to": to, "upcycle": upcycle, "tokenizer": tokenizer, "allow_lossy": allow_lossy, "overwrite": overwrite}
-    try:
-        done = convert(source, target, switches=read_switches(switches), **options)
-    except LossyConversion as error:
-        raise ValueError(f"{error}; --allow-lossy goes on without") from None
+    done = convert(source, target, switches=read_switches(switches), **options)
     said = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
     if done.difference is not None:
         within = f"within {done.difference:.1e} of" if done.difference else "equal to"
