@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, StaticCache
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, attention_nlq, load_attention_parts
@@ -281,18 +280,11 @@ def _finite(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"a row of {_count(length)} of padding alone, gradients included", 0.0 if is_finite else math.nan
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout, of modules and of functions, returns its input."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return args[0] if "dropout" in getattr(function, "__name__", "") else function(*args, **(kwargs or {}))
-
-
 def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     state = copy.deepcopy(model.state_dict())
 
     def in_training(tokens: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
-        with torch.random.fork_rng(devices=[]), _WithoutDropout():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             results = _with_gradients(model.train(), tokens)
         model.eval().load_state_dict(state)  # a part may count what it sees
@@ -300,7 +292,7 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
 
     tokens = _tokens(2, length)
     results = in_training(tokens, 0)
-    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:  # a part may draw random numbers of its own
+    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:  # a part may draw random numbers, as for dropout
         yield f"2 texts of {_count(length)}, gradients included", _largest(results, _with_gradients(model, tokens))
 
 

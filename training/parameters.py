@@ -55,7 +55,7 @@ def measure(
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or its FLOPs are not known.
+        ValueError, ImportError: if the model cannot be made with this backend.
     """
     check_number("context", context, 1)
     with torch.device("meta"):
@@ -89,14 +89,8 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device.
-
-    Raises:
-        ValueError: if the model has no attention heads, so that its FLOPs are not known.
-    """
+    """Measures a model with any head; it may be on the meta device."""
     config, head = model.config, model.get_output_embeddings()
-    if not hasattr(config, "num_attention_heads"):
-        raise ValueError(f"the FLOPs of a model of type {config.model_type!r} are not known: it has no num_attention_heads")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
         embeddings.add(id(head.weight))
@@ -151,10 +145,8 @@ def matching_intermediate_size(
         context: as in `measure`, for FLOPs.
 
     Raises:
-        ValueError: if even a width of 1 exceeds it, or the model has no such width.
+        ValueError: if even a width of 1 exceeds it.
     """
-    if not isinstance(getattr(config, "intermediate_size", None), int):
-        raise ValueError(f"a model of type {config.model_type!r} has no intermediate_size to match by")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]

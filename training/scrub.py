@@ -16,8 +16,6 @@ _PATH = re.compile(
     r"(?P<address>\b(?!file:)[A-Za-z][\w+.-]+://[^\s:\"'`<>|,]*(?::\d+[^\s:\"'`<>|,]*)?)"
     rf"|(?:\bfile:/+{_NAME}|(?<![\w./\\~*)\]}}>$<^-])(?:~(?:[A-Za-z_][\w.-]*)?)?/+{_NAME})(?:/+{_NAME})*/*"
 )
-# A text that is only one path: it may contain blanks, and may be relative
-_WHOLE = re.compile(r"(?:~(?:[A-Za-z_][\w.-]*)?/|\.{1,2}/|/+[^/\n]*[^/\s]/)(?:(?!\s[/~])[^\n])*")
 _TOKEN = re.compile(r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}")
 
 
@@ -31,9 +29,7 @@ def without_folders(value: Any) -> Any:
         return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return _last_part(value) if _WHOLE.fullmatch(value) else _PATH.sub(_cut, value)
+    return _PATH.sub(_cut, value) if isinstance(value, str) else value
 
 
 def _cut(match: re.Match) -> str:
@@ -42,10 +38,6 @@ def _cut(match: re.Match) -> str:
     is_short = path.startswith("/") and "/" not in path.strip("/")
     if match["address"] is not None or (is_short and not re.search(r"\.[A-Za-z]\w*$", path)):
         return path
-    return _last_part(path)
-
-
-def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 

@@ -19,7 +19,7 @@ from support.model_cases import (
     parametrize_switches,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
@@ -288,11 +288,6 @@ def test_flops_equal_those_pytorch_counts(name):
     with FlopCounterMode(display=False) as counter:
         model(tokens, use_cache=False).logits.sum().backward()
     assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
-
-
-def test_flops_without_attention_heads_are_not_known():
-    with pytest.raises(ValueError, match="the FLOPs of a model of type 'mamba' are not known: it has no num_attention_heads"):
-        measure(MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1), 64)
 
 
 def test_flops_of_linear_attention_do_not_grow_with_the_context():

@@ -259,13 +259,6 @@ class HubServer:
             raise HubError(404, f"{path} does not exist on {rev}", "EntryNotFound")
         return [blob.described(name) for name, blob in inside.items()]
 
-    @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
-    def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
-        if rev in repo.branches:
-            raise HubError(409, f"Reference already exists: refs/heads/{rev}")
-        repo.branches[rev] = [*repo.branches["main"]]
-        return {}
-
     @route("POST", "/api/validate-yaml", access="anyone")
     def _validate_card(self, request: Request) -> Reply:
         try:

@@ -6,9 +6,7 @@ wrong arguments do not wait for that, so every function imports what it needs.
 
 import os
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -46,7 +44,7 @@ _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds,
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
 _MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
-_SWITCHES = _option("Set another switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
+_SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
 class _Command(TyperCommand):
@@ -70,10 +68,7 @@ class _Command(TyperCommand):
         if self.shipped is not None:
             from modeling_nlq.configuration import descriptions
 
-            listed = {name: text.replace("[", r"\[") for name, text in descriptions(self.shipped).items()}
-            width = max(map(len, listed))
-            space = min(shutil.get_terminal_size().columns, 110) - width - 5
-            lines = [f"{name:<{width}}  {textwrap.shorten(text, space, placeholder=' ...')}" for name, text in listed.items()]
+            lines = [f"{name:<24} {text}".replace("[", r"\[") for name, text in descriptions(self.shipped).items()]
             self.epilog = "\n".join([f"Shipped {self.shipped}:", *lines])
         super().format_help(context, formatter)
 
@@ -394,7 +389,6 @@ def publish(
     adapter: bool = _flag("Upload only what a run with trainable: new trained, as an adapter of PEFT, without the model."),
     space: bool = _flag("Upload the page of nlq explore as a Space, and no model; it quotes its text."),
     private: bool = _flag("Make a new repository private."),
-    revision: str | None = _option("Branch to publish to; by default the main one."),
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
     card: str | None = _option("A Markdown file to use as the card; by default the card is generated."),
     license: str | None = _option("Of the weights, as the Hub names it; by default apache-2.0 for new weights."),
@@ -405,7 +399,7 @@ def publish(
     """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
     from modeling_nlq.training.sharing.publishing import publish, publish_space
 
-    options = {"private": private or None, "revision": revision, "dry_run": dry_run}
+    options = {"private": private or None, "dry_run": dry_run}
     of_models = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
     if space:
         _refuse("{} and --space exclude each other: a Space holds the page alone", **of_models)

@@ -67,7 +67,7 @@ _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "mer
 _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
     403: "this token may not write there; is the owner right, and may the token write?",
-    404: "there is no such owner, repository or revision, or this token may not see it",
+    404: "there is no such owner or repository, or this token may not see it",
     409: "somebody else changed the repository at the same time; run the same command again",
     412: "somebody else changed the repository at the same time; run the same command again",
 }
@@ -96,7 +96,6 @@ def publish(
     folder: str | Path,
     repo_id: str,
     private: bool | None = None,
-    revision: str | None = None,
     comparison: str | Path | None = None,
     card: str | Path | None = None,
     license: str | None = None,
@@ -112,7 +111,6 @@ def publish(
         folder: folder of a run, a conversion, or any saved NLQ model.
         repo_id: `owner/name`.
         private: make a new repository private; by default its owner's setting counts.
-        revision: branch to publish to, which is created if it does not exist; by default the main one.
         comparison: folder of `nlq compare` whose verdicts the card reports.
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
@@ -126,21 +124,17 @@ def publish(
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}")
     with tempfile.TemporaryDirectory() as scratch:
         contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
-        return _send(repo_id, contents, private, revision, dry_run)
+        return _send(repo_id, contents, private, dry_run)
 
 
-def publish_space(
-    page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
-) -> Publication:
+def publish_space(page: str | Path, repo_id: str, private: bool | None = None, dry_run: bool = False) -> Publication:
     """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made from.
 
     Args:
         page: the file, or the folder of a run or comparison that has one.
-        repo_id, private, revision, dry_run: as in `publish`.
+        repo_id, private, dry_run: as in `publish`.
 
     Raises:
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
@@ -157,18 +151,17 @@ def publish_space(
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": page}
     check_for_traces(page.parent, contents)
-    return _send(repo_id, contents, private, revision, dry_run, "space")
+    return _send(repo_id, contents, private, dry_run, "space")
 
 
 def _send(
     repo_id: str,
     contents: dict[str, Path | bytes],
     private: bool | None,
-    revision: str | None,
     dry_run: bool,
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
-    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
+    """Makes the repository if it does not exist, and one commit; raises as `publish` does."""
     validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
@@ -182,17 +175,15 @@ def _send(
     try:
         sdk = "static" if kind == "space" else None
         api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk=sdk)
-        if revision is not None:
-            api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
-        before = api.repo_info(repo_id, repo_type=kind, revision=revision)
+        before = api.repo_info(repo_id, repo_type=kind)
         if private and not before.private:
             raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
         there = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        options = {"repo_type": kind, "revision": revision, "parent_commit": before.sha}
-        commit = api.create_commit(repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", **options)
+        message = f"Publish {repo_id.split('/')[1]}"
+        commit = api.create_commit(repo_id, operations, commit_message=message, repo_type=kind, parent_commit=before.sha)
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
@@ -211,10 +202,8 @@ def _collect(
     Those of an adapter are made in `adapter_folder`, if one is given, and take the place of the model's.
     """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
-    if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
+        raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
     auto_map = classes_in(folder, settings.get("auto_map") or {})
     # A derived configuration may have a type of its own

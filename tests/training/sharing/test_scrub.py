@@ -28,16 +28,15 @@ DECOYS = (
 PLACES = {"_name_or_path": "/home/somebody/model", "name_or_path": "/home/somebody/model"}
 # Texts, and what is published in their place
 PATHS = {
-    "/data/private/my corpus.txt": "my corpus.txt",
+    "/data/private/corpus.txt": "corpus.txt",
     "/data/private/": "private",
     "--dataset=/data/private/x.txt --device cpu": "--dataset=x.txt --device cpu",
     "file:///data/private/x.txt, zip://*.txt::/data/private/x.zip": "x.txt, zip://*.txt::x.zip",
     "from ~/private/x.txt and ~anna/private": "from x.txt and private",
     "/data/private/a b.txt and /data/private/c.txt": "a b.txt and c.txt",
-    "../private/x.txt": "x.txt",
     "/x.txt": "x.txt",
 }
-NO_PATHS = ["owner/name", "runs/demo/x.txt", r"use \\(x\\) and ^/usr/bin$", "<s>[INST] {} [/INST]</s> /no_think"]
+NO_PATHS = ["owner/name", "../demo/x.txt", r"use \\(x\\) and ^/usr/bin$", "<s>[INST] {} [/INST]</s> /no_think"]
 NO_PATHS += ["https://example.org:80/data/private?x=/data/private", "1/2 and/or ~50/50, 3 / 4 tokens /s"]
 
 
