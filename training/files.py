@@ -103,12 +103,9 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
-    try:
-        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
+    contents = path.iterdir() if path.is_dir() else ()
+    names = (content.name for content in contents if content.suffix != UNFINISHED)
+    return path.is_file() or any(name not in (LOCK_FILE, HOLDER_FILE) for name in names)
 
 
 class YamlLoader(yaml.SafeLoader):

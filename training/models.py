@@ -126,10 +126,9 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
         raise ValueError(
             f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no {CONVERSION_FILE}"
         )
-    if enlarged := conversion["enlarged"]:
-        raise ValueError(f"trainable='new' trains no part of a parameter, and that of {model!r} enlarged {listed(enlarged)}")
-    if not conversion["added"]:
-        raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
+    if conversion["enlarged"] or not conversion["added"]:
+        did = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
+        raise ValueError(f"trainable='new' trains whole new parameters, and the conversion of model {model!r} {did}")
     return conversion["added"]
 
 

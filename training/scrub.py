@@ -54,10 +54,8 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
         ValueError: naming the file and the line, but not the token itself.
     """
     places = {str(path) for place in (folder, Path.home(), Path.cwd()) for path in (place.absolute(), place.resolve())} - {"/"}
-    # Not the end of an address, not the beginning of another name; `/root` or `/app` alone reveals nothing
-    ends = {place: r"(?![\w-])" if len(Path(place).parts) > 2 else "(?=/)" for place in places}
-    named = "|".join(re.escape(place) + ends[place] for place in sorted(places))
-    path = re.compile(rf"(?:(?<![\w./-])|(?<=://))(?:{named})[^\s\"'`,;<>|]*")
+    # Not the end of an address, and not the beginning of another name
+    path = re.compile(rf"(?:(?<![\w./-])|(?<=://))(?:{'|'.join(map(re.escape, sorted(places)))})(?![\w-])[^\s\"'`,;<>|]*")
     token = get_token()
     for name, content in contents.items():
         if name.endswith(".safetensors") or name in set(TOKENIZER) - {"chat_template.jinja", "tokenizer_config.json"}:

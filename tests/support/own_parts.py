@@ -239,11 +239,11 @@ FAULTS = {
         _PLACE,
         "1 token: change_input changes a tensor in place",
     ),
-    "float64": (_idea("return heads.double()"), _DTYPES, "7 tokens, with softmax: RuntimeError: float32: "),
+    "float64": (_idea("return heads.double()"), _DTYPES, "7 tokens, with softmax: RuntimeError: "),
     "float32": (
         _idea("return heads * self.gain.to(torch.promote_types(heads.dtype, torch.float32))", gain=_GAIN),
         _DTYPES,
-        "bfloat16: ",
+        "7 tokens, with softmax: RuntimeError: ",
     ),
     "no_device": (
         _idea("return heads * torch.arange(1, 5).to(heads.dtype)[:, None]"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.grids import parametrize_grid
-from support.publishing_cases import RUN_FILES, TOKEN, Done, change_returned_weights, check_refused
+from support.publishing_cases import TOKEN, Done, change_returned_weights, check_refused
 
 
 AT_ONCE = {"Retry-After": "0"}
@@ -80,13 +80,6 @@ class TestFaults:
         """`Worker` finds the token wherever it is printed."""
         server.fail(*STEPS[step], 400, times=None, message=f"What is this? Authorization: Bearer {TOKEN}")
         self.check(server, nlq, folder, "400", "What is this?")
-
-    def test_nothing_is_there_of_a_new_repository(self, server, nlq, folder):
-        server.fail("POST", "/commit/main", 500)
-        check_refused(nlq("publish", folder, "anna/unborn"), "500")
-        assert server.files("anna/unborn").keys() == {".gitattributes"}
-        nlq.publish(folder, "anna/unborn")
-        assert server.files("anna/unborn").keys() == RUN_FILES
 
     def test_somebody_elses_repository(self, server, nlq, folder):
         check_refused(nlq("publish", folder, "bert/model"), "403", "owner")
