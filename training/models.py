@@ -157,13 +157,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of the libraries that read its files.
-
-    Code that is not trusted, and a pickle that would run some, get messages of our own: PyTorch's advises to run it.
-    """
+    """Names a model or tokenizer in the errors of the libraries that read its files."""
     try:
         yield
-    except UnpicklingError:
+    except UnpicklingError:  # PyTorch's message advises to run what it holds
         raise ValueError(f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code") from None
     except Exception as error:
         if "trust_remote_code" in str(error):

@@ -178,11 +178,8 @@ def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequ
 
 def check_names(expected: Set[str], given: Set[str]) -> None:
     """Raises `ValueError` that names the parameters that are missing and those that nothing needs."""
-    problems = []
-    for what, names in (("missing", expected - given), ("not known", given - expected)):
-        if names:
-            problems.append(f"{what}: {listed(sorted(names))}")
-    if problems:
+    found = {"missing": expected - given, "not known": given - expected}
+    if problems := [f"{what}: {listed(sorted(names))}" for what, names in found.items() if names]:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
 
 

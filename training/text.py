@@ -39,13 +39,9 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
         right: whether all columns but the first are aligned at the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.rjust(width) if right and index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths))
-        )
-        lines.append("  ".join(cells) if right else "  ".join(cells).rstrip())
-    return lines
+    sides = ["<", *(">" if right else "<" for _ in widths[1:])]
+    lines = ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows]
+    return [line.rstrip() for line in lines]
 
 
 def duration(seconds: float) -> str:

@@ -442,10 +442,9 @@ def main(words: list[str] | None = None) -> int:
         if os.environ.get("NLQ_TRACEBACK"):
             raise
         from huggingface_hub.errors import StrictDataclassError
-        from safetensors import SafetensorError
 
         from modeling_nlq.training.text import one_line
 
-        is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError))
+        is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError))
         print(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
         return 1

@@ -24,7 +24,6 @@ from huggingface_hub import (
     get_token,
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 import modeling_nlq
@@ -68,7 +67,6 @@ _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
     403: "this token may not write there; is the owner right, and may the token write?",
     404: "there is no such owner or repository, or this token may not see it",
-    409: "somebody else changed the repository at the same time; run the same command again",
     412: "somebody else changed the repository at the same time; run the same command again",
 }
 
@@ -162,7 +160,6 @@ def _send(
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
     """Makes the repository if it does not exist, and one commit; raises as `publish` does."""
-    validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
     sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in contents.items()}
@@ -182,8 +179,7 @@ def _send(
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        message = f"Publish {repo_id.split('/')[1]}"
-        commit = api.create_commit(repo_id, operations, commit_message=message, repo_type=kind, parent_commit=before.sha)
+        commit = api.create_commit(repo_id, operations, commit_message="Publish", repo_type=kind, parent_commit=before.sha)
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
@@ -333,8 +329,7 @@ def _explain(error: BaseException) -> str:
         status, said = error.response.status_code, " ".join((error.server_message or "no reason given").split())
         return f"{status}: {_STATUS.get(status, 'the Hub refused')} ({said})"
     if isinstance(error, HTTPError):
-        kind = type(error).__name__
-        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
+        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({type(error).__name__})"
     return one_line(error)
 
 

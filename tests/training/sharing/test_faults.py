@@ -24,7 +24,7 @@ STEPS = {
 
 
 # What a user must be told
-WORDS = {401: "log in", 403: "may not write", 404: "no such", 409: "somebody else", 500: "the Hub refused (On purpose)"}
+WORDS = {401: "log in", 403: "may not write", 404: "no such", 412: "somebody else", 500: "the Hub refused (On purpose)"}
 
 
 def check_not_published(done: Done, repo: str, *words: str) -> None:
@@ -63,12 +63,9 @@ class TestFaults:
     @parametrize_grid({"step": list(STEPS), "status": list(WORDS)}, strength=1)
     def test_the_hub_refuses(self, step, status, server, nlq, folder):
         server.fail(*STEPS[step], status, times=None, headers=AT_ONCE)
-        if step == "create":
-            # Who may write to a repository need not be allowed to make it; and a conflict means here that it was there before
-            words = () if status == 409 else (str(status), WORDS[status])
-            self.check(server, nlq, folder, *words, repo=f"anna/new-{status}")
-        else:
-            self.check(server, nlq, folder, str(status), WORDS[status])
+        # Who may write to a repository need not be allowed to make it
+        repo = f"anna/new-{status}" if step == "create" else "anna/faulty"
+        self.check(server, nlq, folder, str(status), WORDS[status], repo=repo)
 
     @pytest.mark.parametrize("step", ["look", "commit"])
     def test_the_connection_breaks(self, step, server, nlq, folder):
