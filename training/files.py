@@ -245,5 +245,6 @@ def code_files(folder: Path) -> set[Path]:
     while waiting:
         found.add(path := folder / f"{waiting.pop()}.py")
         if path.is_file():
-            waiting |= {name for name in get_relative_imports(path) if folder / f"{name}.py" not in found}
+            imported = filter(str.isidentifier, get_relative_imports(path))  # a text may hold others
+            waiting |= {*imported} - {path.stem for path in found}
     return found

@@ -38,7 +38,6 @@ BAD_INPUT = r"""
 1 | train demo --report_to clearml | report_to=clearml | to be installed | report_to: none
 1 | train demo --packing boxes | packing | 'boxes' | stream
 1 | train demo --set attention_activation=softmx | attention_activation='softmx' | sigmoid
-1 | train demo --set colour=blue | 'colour'
 1 | train demo --set qk_norm=l2 --set qk_norm=rms | --set qk_norm is given twice
 1 | train demo --set num_attention_heads=5 | hidden_size=128 | num_attention_heads=5
 1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
@@ -89,7 +88,6 @@ BAD_INPUT = r"""
 1 | explore finished --text x --port 80 | --port needs --serve
 1 | explore finished --text x --serve --output x.html | --output and --serve exclude each other
 1 | params tiny-linear --context 0 | context=0 must be at least 1
-1 | params unknown.yaml | 'unknown.yaml' | not a valid JSON file
 1 | params tiny-liner | 'tiny-liner' | 'tiny-linear'
 1 | params tiny-linear --match 10 | no MLP width
 1 | convert finished out --set a | 'a' must have the form switch=value

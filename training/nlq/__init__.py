@@ -311,12 +311,13 @@ def explore(
         serve_page(model, other, host=host, port=port, **options)
         return
     _refuse("{} needs --serve", host=host, port=port)
-    done = explore(model, other, output=output or PAGE_FILE, **options)
+    output = PAGE_FILE if output is None else output
+    done = explore(model, other, output=output, **options)
     for each in done.models:
         print(f"{each.name}: {each.description}")
     if done.difference is not None:
         print(describe_difference(done.difference, [each.name for each in done.models]))
-    print(f"page: {output or PAGE_FILE} ({len(done.page.encode()):,} bytes)")
+    print(f"page: {output} ({len(done.page.encode()):,} bytes)")
 
 
 @_command("Use and measure", "parameters")
