@@ -40,8 +40,7 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
-    lines = ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows]
-    return [line.rstrip() for line in lines]
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip() for row in rows]
 
 
 def duration(seconds: float) -> str:

@@ -170,9 +170,8 @@ def _send(
         raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
     api = HfApi(token=token)
     try:
-        api.create_repo(
-            repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk="static" if kind == "space" else None
-        )
+        sdk = "static" if kind == "space" else None
+        api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk=sdk)
         before = api.repo_info(repo_id, repo_type=kind)
         if private and not before.private:
             raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
