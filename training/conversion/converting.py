@@ -17,13 +17,14 @@ from ..files import (
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
+    RECIPE_FILE,
     VOCABULARIES,
     atomic_dir,
     files_in,
     is_nonempty,
     model_files,
 )
-from ..models import read_conversion, read_record, source_named
+from ..models import read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -161,7 +162,8 @@ def _convert(
     new = draft.model
     new.config.dtype = old.config.dtype or draft.weights.dtype
     is_nlq = old.config.model_type == "nlq" and checkpoint is None
-    earlier = read_conversion(source, is_untrained=True) if is_nlq else None
+    is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
+    earlier = read_record(source, CONVERSION_FILE) if is_untrained else None
     added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
     if switches:
         added, enlarged = _new_parameters(empty_model(type(new), nlq_config(old.config)), new, added, enlarged)

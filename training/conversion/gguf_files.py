@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
-from ..models import check_layers
 from ..text import one_line
 
 
@@ -97,7 +96,6 @@ def read_gguf(path: Path) -> GGUF:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
     read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)

@@ -44,7 +44,7 @@ class LossyConversion(ValueError):
     """A conversion would lose something, which the message names."""
 
     def __init__(self, lost: list[str]):
-        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}")
+        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
         self.lost = lost
 
 

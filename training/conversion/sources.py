@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
-from ..models import read_config, source_named
+from ..models import source_named
 from ..parameters import check_names
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read
@@ -33,8 +33,6 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
     Raises:
         ValueError: if it is of a kind that cannot be converted.
     """
-    if not options:
-        read_config(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")

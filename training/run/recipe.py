@@ -21,8 +21,8 @@ from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
-from ..files import check_keys, parse_yaml, read_section, read_yaml
-from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
+from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
+from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import normalized
 from ..text import check_name, check_number
@@ -177,7 +177,7 @@ class ResolvedRecipe:
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
         """The record of the conversion that made the saved model, read once; `None` if there is none."""
-        return read_conversion(self.recipe.model) if self.recipe.has_weights else None
+        return read_record(self.recipe.model, CONVERSION_FILE) if self.recipe.has_weights else None
 
     def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
         """Freezes what the recipe does not train, and adds the LoRA that it does; returns the model to train.

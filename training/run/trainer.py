@@ -38,7 +38,6 @@ from ..files import (
     PLOT_FILE,
     STATE_FILE,
     atomic_dir,
-    full_disk_named,
     write_text,
 )
 from ..models import initialize_by_name, source_named
@@ -111,12 +110,11 @@ def train_recipe(
     if arguments.torch_compile:
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
         torch.compiler.reset()
-    with full_disk_named(folder):
-        run = _build(resolved, size, tokenizer_folder or folder, callbacks)
-        _train(run)
-        metrics = _collect(run)
-        if run.trainer.is_world_process_zero():
-            _write_results(run, metrics)
+    run = _build(resolved, size, tokenizer_folder or folder, callbacks)
+    _train(run)
+    metrics = _collect(run)
+    if run.trainer.is_world_process_zero():
+        _write_results(run, metrics)
     return metrics
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..files import CHECKPOINT, LOG, PROGRESS, has_little_space, write_text
+from ..files import CHECKPOINT, LOG, PROGRESS, write_text
 from ..text import one_line
 from .recipe import resolve_recipe
 from .run_folder import FolderIsLocked, RunFolder
@@ -165,8 +165,7 @@ def run_in_subprocess(
     except FolderIsLocked:
         raise
     except Exception as error:
-        reason = "failed, because the disk is full" if folder.parent.is_dir() and has_little_space(folder.parent) else "failed"
-        raise RunFailed(f"{reason}: {type(error).__name__}: {one_line(error)}") from None
+        raise RunFailed(f"failed: {type(error).__name__}: {one_line(error)}") from None
 
 
 def _redirect_output(log: Path) -> None:

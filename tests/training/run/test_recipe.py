@@ -47,7 +47,7 @@ class TestOverrides:
     def test_unknown_fields(self):
         with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
             load_recipe("demo", {"learning_rat": 1.0})
-        with pytest.raises(ValueError, match="no field 'attention_activaton' to set; did you mean 'attention_activation'"):
+        with pytest.raises(ValueError, match="no field 'attention_activaton'; did you mean 'attention_activation'"):
             models.load_config("tiny-linear", {"attention_activaton": "relu"})
 
 

@@ -171,24 +171,3 @@ def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkey
         assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
     assert histories[0] == pytest.approx(logged_losses(run[0]), rel=1e-4)
     assert histories[1][-1] != pytest.approx(histories[0][-1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:820] . unexpected pos 512 vs 400"),
-        Exception("No space left on device (os error 28)"),
-    ],
-    ids=["file", "archive", "tokenizer"],
-)
-def test_full_disk(error, recipe_file, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", fail)
-    monkeypatch.setattr(files, "has_little_space", lambda _: True)
-    folder = tmp_path / "run"
-    arguments = ["--max_steps", "1", "--save_steps", "1", "--eval_strategy", "no"]
-    assert main(["train", str(recipe_file), "--output_dir", str(folder), *arguments]) == 1
-    assert f"nlq: error: the disk of {folder} is full; make room" in capsys.readouterr().err
