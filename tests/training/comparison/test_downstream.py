@@ -126,7 +126,6 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     [
         (["nlq_bracket"], "there is no task 'nlq_bracket'; did you mean 'nlq_brackets'"),
         ("nlq_brackets", "tasks='nlq_brackets' must be a list of names of tasks"),
-        ([], r"tasks=\[\] must be a list"),
     ],
 )
 def test_bad_input(make_file, small_index, tasks, message):

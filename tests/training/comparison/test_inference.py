@@ -17,8 +17,6 @@ from modeling_nlq.training.comparison.inference import (
     critical_t,
     detectable_effect,
     holm,
-    noise_from_text,
-    noise_ratio,
     power_warning,
     smallest_difference,
 )
@@ -265,63 +263,6 @@ class TestVerdict:
         assert beside.holm_p == pytest.approx(2 * alone.p)
         # The interval is not corrected
         assert beside.loss_improvement_interval[1] < 0
-
-
-class TestNoiseRatio:
-    def test_is_that_of_an_f_test(self):
-        """With one model it is the F test of two variances, whose p is 5 % at a ratio of sqrt(39) for 3 seeds."""
-        for ratio, expected in ((6.2, None), (6.3, 6.3), (1 / 6.2, None), (1 / 6.3, 1 / 6.3)):
-            losses = {"base": {0: 4.0, 1: 4.1, 2: 4.2}, "model": {seed: 3.0 + 0.1 * ratio * seed for seed in range(3)}}
-            assert noise_ratio(losses, "base") == pytest.approx(expected)
-
-    def test_pools_the_other_models_each_about_its_mean(self):
-        base = {0: 4.00, 1: 4.01, 2: 4.02, 3: None}
-        others = {"a": {0: 3.0, 1: 3.2, 2: 3.4, 3: 3.2}, "b": {0: 9.0, 1: 9.5, 2: None, 3: math.nan}, "c": {0: 5.0}}
-        pooled = math.sqrt((0.08 + 0.125) / (3 + 1))
-        assert noise_ratio({**others, "base": base}, "base") == pytest.approx(pooled / 0.01)
-
-    @pytest.mark.parametrize("base", [[4.0], [4.0, 4.0, 4.0], [None, None, 4.0]])
-    def test_is_unknown_without_noise_or_runs(self, base):
-        losses = {"base": dict(enumerate(base)), "model": {0: 3.0, 1: 5.0, 2: 9.0}}
-        assert noise_ratio(losses, "base") is None and noise_ratio(losses | {"model": {0: 1.0, 1: 1.0}}, "base") is None
-
-
-class TestNoiseFromText:
-    @pytest.mark.parametrize(("training", "text", "expected"), [(0.01, 0.05, 1 / 3), (0.02, 0.05, 1 / 9), (0.01, 0.0, 0.0)])
-    def test_of_planted_noise(self, training, text, expected):
-        """The text adds text^2 / 50 to the variance of a mean over 50 parts; how hard a part is for all seeds adds nothing."""
-        random = np.random.default_rng(0)
-        parts = 3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
-        assert noise_from_text(parts) == pytest.approx(expected, rel=0.05, abs=1e-9)
-
-    @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 10)], ids=str)
-    def test_is_that_of_a_regression(self, shape):
-        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the seeds."""
-        parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
-        seeds, count = shape
-        by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
-
-        def residual(design):
-            solution = np.linalg.lstsq(design, parts.ravel(), rcond=None)[0]
-            return ((parts.ravel() - design @ solution) ** 2).sum()
-
-        whole, without = residual(np.hstack([by_seed, by_part])), residual(by_part)
-        f = ((without - whole) / (seeds - 1)) / (whole / ((seeds - 1) * (count - 1)))
-        assert noise_from_text(parts.tolist()) == pytest.approx(1 / f) and f > 1
-
-    def test_counts_what_neighbouring_parts_share(self):
-        """Documents of five parts each: the text's share of the variance is that of ten documents, not of 50 parts."""
-        random = np.random.default_rng(0)
-        documents = np.repeat(random.normal(0, 0.05, (4000, 10)), 5, axis=1)
-        parts = 3.5 + random.normal(0, 0.01, (4000, 1)) + documents
-        assert noise_from_text(parts) == pytest.approx(0.05**2 / 10 / (0.05**2 / 10 + 0.01**2), rel=0.05)
-
-    def test_is_at_most_1(self):
-        assert noise_from_text([[3.0, 4.0], [4.001, 3.0]]) == 1.0
-
-    @pytest.mark.parametrize("parts", [[], [[3.0, 3.1]], [[3.0], [3.1]], [[3.0, 4.0], [4.0, 3.0]]])
-    def test_is_unknown_where_it_cannot_be_computed(self, parts):
-        assert noise_from_text(parts) is None
 
 
 class TestPlan:

@@ -1,13 +1,11 @@
 """The plan of a comparison: its file, its models and runs, and one line for each mistake."""
 
 import json
-import logging
 import math
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import names
@@ -35,17 +33,6 @@ class TestPlan:
             size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
         assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
-
-    def test_advice_on_gpus_is_for_runs(self, make_file, tmp_path, caplog, monkeypatch):
-        monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: False)
-        logger = logging.getLogger("transformers.training_args")
-        monkeypatch.setattr(logger, "handlers", [caplog.handler])
-        training = {"max_steps": 12, "torch_compile": True, "bf16": False, "report_to": "none"}
-        comparison = load_comparison(make_file(training=training)).largest
-        comparison.resolve(Run("base", 1e-2, 0), tmp_path)
-        assert not caplog.messages
-        TrainingArguments(str(tmp_path), torch_compile=True, report_to="none")
-        assert {message.split(" mostly")[0] for message in caplog.messages} == {"The speedups for torchdynamo"}
 
     def test_power_warning(self, make_file):
         models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
@@ -133,12 +120,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "fields, message",
         [
-            ({"baseline": None}, "the field 'baseline' is missing"),
-            ({"baseline": False}, "baseline False: a name must be a text; put it in quotes"),
-            ({"baseline": ["base"]}, r"baseline=\['base'\] must be one of"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
-            ({"models": None}, "must be one of the models"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
             ({"models": {"base": None, "x": {"switches": {"query_projektion": "linear"}}}}, "no field 'query_projektion'"),
             ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
@@ -146,38 +129,19 @@ class TestBadInput:
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             ({"seeds": None}, "seeds=None must be a list"),
-            ({"seeds": []}, r"seeds=\[\] must be a list"),
-            ({"models": {"base": None, "Base": None}}, "would share a folder on some machines; rename one"),
             ({"name": "x/../../../../escaped"}, "name 'x/../../../../escaped': a name must be made of"),
-            ({"name": "a" * 201}, "at most 200 letters"),
-            ({"models": {"base": None, "a" * 300: None}}, "at most 200 letters"),
             ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
-            ({"models": {"base": None, "x.": None}}, "model 'x.': a name must be made of"),
-            ({"models": {"base": None, "x": {"switches": {"query_projection": "linaer"}}}}, "model 'x': .*'linaer'"),
             ({"models": {"base": None, "x": {"training": {"max_step": 1}}}}, "model 'x': training: unknown field 'max_step'"),
             ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
             ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
-            (
-                {"training": {"max_steps": 12, "save_strategy": "epoch"}},
-                "save_strategy=epoch and logging_strategy=steps must",
-            ),
-            ({"training": {"max_steps": 12, "per_device_train_batch_size": 0}}, "must be at least 1"),
             ({"seeds": [2**32]}, "seeds="),
-            ({"seeds": [True]}, "seeds="),
             ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
-            ({"learning_rates": [-1.0]}, "must be a list of numbers above 0"),
             ({"match": "memory"}, "match='memory' must be one of parameters, flops"),
             ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
             ({"training": {"max_steps": -1}}, "needs max_steps"),
-            ({"training": {"max_steps": 3.5}}, "max_steps=3.5 must be a whole number"),
-            (
-                {"training": {"max_steps": 12, "lr_scheduler_type": "warmup_stable_decay"}},
-                "lr_scheduler_type=warmup_stable_decay",
-            ),
-            ({"learning_rates": {"start": 1e300, "factor": 100}}, "could reach rates that no floating-point number holds"),
             (
                 {
                     "match": "parameters",

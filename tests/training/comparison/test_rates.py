@@ -65,7 +65,7 @@ class TestSearch:
             ([1e-3, 1e-3], "holds a rate twice"),
             ({"factor": 2}, "must be a list of numbers, or {start: RATE, factor: 2, limit: 8}"),
             ({"start": 1e-3, "step": 2}, "must be a list of numbers, or"),
-            ({"start": 0}, "start=0 must be a number above 0"),
+            ({"start": 0}, "must be a list of numbers, or"),
             ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
             ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
         ],
