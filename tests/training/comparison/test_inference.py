@@ -31,19 +31,11 @@ exact_losses = st.integers(1024, 8192).map(lambda count: count / 1024)
 any_losses = st.one_of(exact_losses, st.floats(0, 1500), st.sampled_from([None, 3.0, math.nan, math.inf, 0.0]))
 
 
-def comparisons(losses, *, some_seeds=False):
-    """Strategy of `losses[model][seed]`: "base" and one to four more models, with the same two to five seeds, or with any."""
-
-    def draw(seeds):
-        if some_seeds:
-            return st.dictionaries(st.integers(0, 5), losses, max_size=5)
-        return st.fixed_dictionaries(dict.fromkeys(range(seeds), losses))
-
-    def models(seeds):
-        others = st.dictionaries(st.sampled_from("abcd"), draw(seeds), min_size=1)
-        return st.tuples(draw(seeds), others).map(lambda drawn: {"base": drawn[0], **drawn[1]})
-
-    return st.integers(2, 5).flatmap(models)
+def comparisons():
+    """Strategy of `losses[model][seed]`: "base" and one to four more models with any seeds."""
+    runs_of_model = st.dictionaries(st.integers(0, 5), any_losses, max_size=5)
+    others = st.dictionaries(st.sampled_from("abcd"), runs_of_model, min_size=1)
+    return st.tuples(runs_of_model, others).map(lambda drawn: {"base": drawn[0], **drawn[1]})
 
 
 def runs(*losses):
@@ -86,32 +78,7 @@ class TestOneModel:
         assert sum(effect.loss_improvement_interval) / 2 == pytest.approx(effect.loss_improvement)
 
 
-class TestSeveralModels:
-    @examples(50)
-    @given(comparisons(exact_losses))
-    def test_each_is_tested_by_its_own_differences(self, losses):
-        """Against Student's tail as an incomplete beta function, and against the same comparison without the other models."""
-        effects = analyse(losses, "base").effects
-        for name, effect in effects.items():
-            differences = np.array([loss - losses["base"][seed] for seed, loss in losses[name].items()])
-            n, mean, deviation = len(differences), differences.mean(), differences.std(ddof=1)
-            if np.ptp(differences):
-                t = mean / deviation * math.sqrt(n)
-                assert effect.t == pytest.approx(t)
-                assert effect.p == pytest.approx(special.betainc((n - 1) / 2, 0.5, (n - 1) / (n - 1 + t * t)))
-            else:
-                assert (effect.t, effect.p) == ((None, 0.0) if mean else (0.0, 1.0))
-            alone = analyse({"base": losses["base"], name: losses[name]}, "base").effects[name]
-            own = {"verdict": "", "holm_p": 0.0}
-            assert dataclasses.replace(effect, **own) == dataclasses.replace(alone, **own)
-
-
 class TestHolm:
-    def test_is_by_hand(self):
-        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-        assert holm([0.5, 0.04, 0.6]) == pytest.approx([1.0, 0.12, 1.0])
-        assert holm([]) == []
-
     @examples(50)
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
     def test_is_bonferroni_on_every_subset(self, p_values):
@@ -123,25 +90,8 @@ class TestHolm:
 
 
 class TestProperties:
-    @examples(50)
-    @given(comparisons(exact_losses), st.lists(exact_losses, min_size=5, max_size=5))
-    def test_what_a_seed_adds_to_all_models_cancels(self, losses, shifts):
-        shifted = {name: {seed: loss + shifts[seed] for seed, loss in model.items()} for name, model in losses.items()}
-        before, after = analyse(losses, "base"), analyse(shifted, "base")
-        of_the_losses = {"mean_loss": 0, "loss_improvement": 0, "loss_improvement_interval": 0}
-        for name, effect in before.effects.items():
-            assert dataclasses.replace(effect, **of_the_losses) == dataclasses.replace(after.effects[name], **of_the_losses)
-
-    @examples(50)
-    @given(comparisons(exact_losses) | comparisons(any_losses, some_seeds=True), st.randoms(use_true_random=False))
-    def test_the_order_of_models_does_not_matter(self, losses, random):
-        order = random.sample(list(losses), len(losses))
-        analysis = analyse({name: losses[name] for name in order}, "base")
-        assert analysis == analyse(losses, "base")
-        assert list(analysis.effects) == [name for name in order if name != "base"]
-
     @examples(100)
-    @given(comparisons(any_losses, some_seeds=True))
+    @given(comparisons())
     def test_everything_is_plain_json(self, losses):
         analysis = dataclasses.asdict(analyse(losses, "base"))
 
@@ -179,14 +129,6 @@ class TestVerdict:
         effect = analyse({"base": BASE, "model": model}, "base").effects["model"]
         assert effect.verdict == verdict
         assert (effect.p is not None) == (effect.pairs >= 2 and effect.diverged == 0)
-
-    def test_survivors_are_described_but_not_tested(self):
-        effect = analyse({"base": BASE, "model": runs(3.40, 3.41, None)}, "base").effects["model"]
-        assert (effect.pairs, effect.diverged) == (2, 1)
-        assert effect.mean_difference == pytest.approx(-0.105)
-        assert effect.loss_improvement == pytest.approx(100 * 0.105 / 3.51)
-        assert (effect.standard_error, effect.t, effect.p, effect.holm_p) == (None, None, None, None)
-        assert effect.loss_improvement_interval is effect.perplexity_improvement_interval is None
 
     def test_a_diverged_baseline_leaves_none(self):
         model, unaffected = runs(3.40, 3.41, 3.40), {0: 3.40, 1: 3.42, 3: 3.44}

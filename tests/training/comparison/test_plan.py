@@ -96,25 +96,6 @@ class TestPlan:
                 scale.resolve(Run(model, variant.rates.first[0], scale.seeds[0]), Path("runs"))
         assert list(plan.describe())
 
-    @pytest.mark.parametrize("name", ["queries", "activations", "blocks"])
-    def test_rule_of_the_shipped_ladders(self, name):
-        """One rule gives all shapes, as the files and docs/results/README.md say."""
-        for comparison in load_comparison(name).scales.values():
-            base = comparison.variants[comparison.baseline]
-            for model, variant in comparison.variants.items():
-                config = variant.config
-                width, heads = config["hidden_size"], config["num_attention_heads"]
-                assert (width, config["num_hidden_layers"]) == (16 * heads, heads)
-                if model == "wider":
-                    assert variant.size.non_embedding == pytest.approx(1.125 * base.size.non_embedding, rel=1e-3)
-                else:
-                    assert variant.intermediate_size == 4 * width
-                assert variant.tokens == pytest.approx(20 * base.size.non_embedding, rel=1e-2)
-                training = variant.content["training"]
-                # As the square root of the tokens, of which the smallest scale has half a million
-                assert training["per_device_train_batch_size"] == 8 * round((variant.tokens / 495_000) ** 0.5)
-                assert training["warmup_steps"] == 0.05
-
 
 class TestBadInput:
     @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.golden import check_golden
 from support.markdown import html_in
 from support.planted import PlantedEngine
 
-from modeling_nlq.training.comparison.figures import draw_curves, draw_parameters, draw_stability
+from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.outcome import History, Outcome, ScaleOutcome, read_outcome, to_json, trend_of
 from modeling_nlq.training.comparison.reading import load_comparison
@@ -260,13 +260,6 @@ def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
     dotted = [line for line in panels["Entropy, mean over layers"].lines if line.get_linestyle() == ":"]
     assert len(dotted) == 1
     assert "bad (1 of 5 diverged)" in [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_points_of_one_size_stand_side_by_side(outcome):
-    models = {name: dataclasses.replace(model, non_embedding_parameters=1000) for name, model in outcome.largest.models.items()}
-    axes = draw_parameters(changed(outcome.largest, models=models)).axes[0]
-    places = [container.lines[0].get_xdata()[0] for container in axes.containers]
-    assert len(places) == 5 and np.mean(places) == pytest.approx(1000) and np.diff(places) == pytest.approx(np.full(4, 10.0))
 
 
 def test_one_seed_one_rate(report):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
-from support.json_values import through_json
 from support.properties import examples
 
 from modeling_nlq.training.comparison.multiplier import LossCurve
@@ -163,20 +162,6 @@ class TestMultiplier:
             # The model needs a quarter more FLOPs than the baseline of its scale
             assert step.multiplier == pytest.approx(multiplier / 1.25, rel=0.03)
 
-    @pytest.mark.parametrize("exponents", [(-0.11, 0.0), (-0.08, -0.012), (-0.2, 0.012)], ids=str)
-    def test_of_any_course(self, exponents):
-        """A log loss that is a parabola of log compute: its fall is steady, grows, or shrinks."""
-
-        def loss(flops):
-            place = np.log(flops / FLOPS[0])
-            return 4.2 * np.exp(exponents[0] * place + exponents[1] * place**2)
-
-        curve = LossCurve("abcd", FLOPS, [np.full(2, loss(flops)) for flops in FLOPS])
-        for multiplier in (0.7, 1.3):
-            for scale, flops in enumerate(FLOPS):
-                found, _ = curve.multiplier(scale, np.full(2, loss(flops) - loss(multiplier * flops)), flops, 0.95)
-                assert found == pytest.approx(multiplier, rel=0.05)
-
     def test_intervals_are_those_of_shifted_means(self):
         """The weights of all losses, from curves through means of which one is shifted."""
         scales = make_scales({"a": 1.3}, seeds=3, noise=0.003)
@@ -248,59 +233,3 @@ class TestMultiplier:
         assert found.models["a"].steps["scale 0"].multiplier is None
         with pytest.raises(ValueError, match=r"the baseline's loss does not fall from b to c\.$"):
             LossCurve("abc", FLOPS[:3], [np.array([3.0, 3.1]), np.array([2.0, 2.1]), np.array([2.0, 2.1])])
-
-
-any_loss = st.floats(0.5, 12.0) | st.sampled_from([None, 3.0, math.inf])
-
-
-@st.composite
-def ladders(draw):
-    names, seeds = (
-        ["base", *draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))],
-        draw(st.integers(1, 4)),
-    )
-    scales = []
-    for index in range(draw(st.integers(2, 5))):
-        flops = {name: 10.0 ** (15 + index) * draw(st.floats(0.8, 1.25)) for name in names}
-        losses = {name: {seed: draw(any_loss) for seed in range(seeds)} for name in names}
-        scales.append(ScaleLosses(str(index), flops, losses))
-    return scales
-
-
-class TestProperties:
-    @examples(40)
-    @given(ladders(), st.randoms(use_true_random=False))
-    def test_order_does_not_matter(self, scales, random):
-        def shuffled(entries):
-            return {key: entries[key] for key in random.sample(list(entries), len(entries))}
-
-        mixed = [
-            ScaleLosses(scale.name, scale.flops, shuffled({name: shuffled(runs) for name, runs in scale.losses.items()}))
-            for scale in random.sample(scales, len(scales))
-        ]
-        assert analyse_trend(mixed, "base") == analyse_trend(scales, "base")
-
-    @examples(40)
-    @given(ladders() | st.just(make_scales({"a": 1.3, "far": 5000.0}, noise=0.003)))
-    def test_everything_is_plain_json(self, scales):
-        found = dataclasses.asdict(analyse_trend(scales, "base"))
-        through_json(found)
-
-
-@pytest.mark.parametrize("multiplier", [1.0, 1.3])
-def test_intervals_hold(multiplier):
-    """200 ladders of three seeds: intervals of the multiplier at every scale, and slopes of nothing."""
-    random, held, wrong = np.random.default_rng(5), np.zeros((200, 4)), np.zeros(200)
-    for index in range(200):
-        base = [law(flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
-        model = [law(multiplier * flops) * (1 + 0.005 * random.standard_normal(3)) for flops in FLOPS]
-        curve = LossCurve("abcd", FLOPS, base)
-        for scale, flops in enumerate(FLOPS):
-            low, high = curve.multiplier(scale, base[scale] - model[scale], flops, 0.95)[1]
-            held[index, scale] = (low or 0.0) <= multiplier <= (high or math.inf)
-        weights = random.permutation([-0.9, -0.3, 0.3, 0.9])
-        noise = [deviation * random.standard_normal(3) for deviation in (4.0, 1.0, 1.0, 1.0)]
-        wrong[index] = welch_sum([weight * sample for weight, sample in zip(weights, noise)]).p() < 0.05
-    # Standard errors of 0.015
-    assert held.mean(axis=0).min() > 0.90 and held.mean() > 0.93
-    assert wrong.mean() < 0.09

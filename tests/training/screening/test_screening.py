@@ -23,7 +23,7 @@ from modeling_nlq.training.comparison.outcome import from_json
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import CONFIRMATION
-from modeling_nlq.training.screening.design import RATE, make_design, merged_change
+from modeling_nlq.training.screening.design import RATE, make_design
 from modeling_nlq.training.screening.effects import analyse_effects
 from modeling_nlq.training.screening.run import run_and_report, run_screening
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
@@ -107,14 +107,6 @@ def test_interactions_are_seldom_found_where_there_are_none():
     assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(4 / len(design.rows) / 2, rel=0.1)
 
 
-def test_merged_changes():
-    factors = {"a": {"switches": {"x": 1}}, "b": {"switches": {"y": 2}, "training": {"z": 3}}, "c": {"switches": {"x": 2}}}
-    assert merged_change(factors, ["a", "b"]) == {"switches": {"x": 1, "y": 2}, "training": {"z": 3}}
-    assert merged_change(factors, []) == {}
-    with pytest.raises(ValueError, match="factors 'a' and 'c' exclude each other: they set x=1 and x=2"):
-        merged_change(factors, ["a", "b", "c"])
-
-
 @pytest.fixture
 def make_screening(make_file):
     """A function from fields to the file of a screening."""
@@ -187,7 +179,7 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     check_golden({golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)})
     assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png"}
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
-    assert "48 of 48 runs finished" in capsys.readouterr().out
+    assert "23 of 23 runs finished" in capsys.readouterr().out
     assert run_and_report(load_plan(file, {"explore": False}), folder, engine) == results and len(engine.made) == made
     with pytest.raises(ValueError, match="holds another comparison"):
         run_and_report(load_plan(make_screening(seeds=[0, 1, 2])), folder, engine)
