@@ -100,7 +100,6 @@ class TestComparison:
             ({"workers_per_run": 2, "cpus_per_run": 3}, "3 CPUs of a run must be a multiple of its 2 workers"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
             ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
-            ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
         ],
     )
     def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):

@@ -1,7 +1,6 @@
 """The plan of a comparison: its file, its models and runs, and one line for each mistake."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -65,9 +64,6 @@ class TestPlan:
         (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.given))
         assert load_comparison(tmp_path / "comparison.yaml").given == comparison.given
 
-    def test_command_line_overrides_the_file(self, make_file):
-        assert load_comparison(make_file(), {"max_steps": 5}).largest.tokens_per_run == 5 * 8 * 64
-
     def test_null_takes_a_field_of_the_recipe_back(self, make_file):
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         sizes = {"hidden_size": 16}
@@ -104,19 +100,12 @@ class TestBadInput:
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
-            ({"models": {"base": None, "x": {"switches": {"query_projektion": "linear"}}}}, "no field 'query_projektion'"),
             ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
             ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': seed: set seeds"),
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
-            ({"seeds": None}, "seeds=None must be a list"),
-            ({"name": "x/../../../../escaped"}, "name 'x/../../../../escaped': a name must be made of"),
-            ({"models": {"base": None, 1: None}}, "model 1: a name must be a text; put it in quotes"),
-            ({"models": {"base": None, "x": {"training": {"max_step": 1}}}}, "model 'x': training: unknown field 'max_step'"),
             ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
             ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
-            ({"seeds": [2**32]}, "seeds="),
-            ({"learning_rates": [math.inf]}, "must be a list of numbers above 0"),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
@@ -167,12 +156,6 @@ class TestBadInput:
             ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
         ):
             load_comparison(file)
-
-    def test_name_given_twice(self, make_file, capsys):
-        file = Path(make_file())
-        file.write_text(file.read_text().replace("twin:", "base:"))
-        assert main(["compare", str(file)]) == 1
-        assert "base is given twice" in capsys.readouterr().err
 
     def test_unknown_comparison(self, capsys):
         assert main(["compare", "querys"]) == 1

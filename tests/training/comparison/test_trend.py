@@ -5,11 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import special
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
-from support.properties import examples
 
 from modeling_nlq.training.comparison.multiplier import LossCurve
 from modeling_nlq.training.comparison.noise import welch_sum
@@ -63,9 +60,6 @@ def combine(weights, samples):
 
 
 class TestSums:
-    def test_a_single_seed_has_no_noise_to_measure(self):
-        assert welch_sum([np.array([1.0, 2.0]), np.array([1.0])]) is None
-
     def test_without_noise_the_test_has_its_limit(self):
         for value, p in ((0.0, 1.0), (0.5, 0.0), (-0.5, 0.0)):
             found = welch_sum([np.full(3, value)])
@@ -204,22 +198,6 @@ class TestMultiplier:
             assert (step.multiplier, step.note) == (None, "beyond")
         near = list(models["near"].steps.values())[-1]
         assert near.note == "beyond" and near.multiplier_interval[1] is None and near.multiplier_interval[0] > 4
-
-    @examples(30)
-    @given(
-        st.lists(st.floats(0.2, 3.0), min_size=2, max_size=5),
-        st.lists(st.floats(1e-6, 0.5), min_size=5, max_size=5),
-        st.floats(-0.3, 0.3),
-    )
-    def test_of_any_falling_losses(self, lengths, falls, difference):
-        """A model that is as good has the ratio of the FLOPs, and a better one a larger multiplier."""
-        flops = 1e15 * 10 ** np.cumsum([0.0, *lengths])
-        losses = 5.0 * np.exp(-np.cumsum([0.0, *falls[: len(lengths)]]))
-        curve = LossCurve("abcdef", flops, [np.full(2, loss) for loss in losses])
-        for scale, compute in enumerate(flops):
-            assert curve.multiplier(scale, np.zeros(2), 1.25 * compute, 0.95)[0] == pytest.approx(0.8)
-            found = curve.multiplier(scale, np.full(2, difference), compute, 0.95)[0]
-            assert found is None or (found - 1) * difference >= -1e-9
 
     def test_needs_two_scales_and_a_falling_loss(self):
         scales = make_scales({"a": 1.3})

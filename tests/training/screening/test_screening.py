@@ -208,15 +208,11 @@ def _switch(**switches):
     "fields, message",
     [
         ({"models": {"a": None}}, "factors and models exclude each other"),
-        ({"stop": "early"}, "factors and stop exclude each other"),
         ({"factors": {"one": _switch(attention_gate="headwise")}}, "factors holds 1 changes; it must hold 2 to 15"),
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
         ({"confirm": {"seeds": [0]}}, r"confirm: seeds=\[0\] must be 3 or more"),
-        ({"factors": {"a": {"switches": [1]}, "b": _switch(norm_type="rmsnorm")}}, "factor 'a': switches"),
-        ({"confirm": {"models": {}}}, "confirm: .*models"),
         ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "stop='late' must be early"),
-        ({"factors": {"a": True, "b": _switch(norm_type="rmsnorm")}}, "factor 'a' must hold fields and values, not True"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
             "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",
