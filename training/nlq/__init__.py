@@ -135,9 +135,9 @@ def compare(
     max_retries: int | None = _MAX_RETRIES,
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
     dry_run: bool = _flag("Print the plan, its time here by a few steps of each model, and what it can find, and stop."),
-    noise_floor: str | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of an "
-        "earlier comparison that measured it. It makes the smallest difference that can be found a percentage.",
+    noise_floor: float | None = _option(
+        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report has it. It "
+        "makes the smallest difference that can be found a percentage.",
         metavar="PERCENT",
     ),
 ) -> None:
@@ -180,18 +180,17 @@ def compare(
         print(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
 
 
-def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: str | None) -> None:
-    from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors
+def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | None) -> None:
+    from modeling_nlq.training.comparison.estimate import describe_estimate
     from modeling_nlq.training.screening.plan import Screening
 
-    noise_floors = None if noise_floor is None else read_noise_floors(noise_floor, comparison)
     print("\n".join(comparison.describe()), flush=True)
     if isinstance(comparison, Screening):
         for line in describe_estimate(comparison.runs, cpus_per_run, has_verdicts=False):
             print(line, flush=True)
         print("confirmation, without what its factors add to the time:")
         comparison = comparison.confirmation
-    for line in describe_estimate(comparison, cpus_per_run, noise_floors):
+    for line in describe_estimate(comparison, cpus_per_run, noise_floor):
         print(line, flush=True)
 
 

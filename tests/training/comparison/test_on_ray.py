@@ -1,7 +1,6 @@
 """The engine `ray` on a stand-in for Ray; `make test-ray` tests it on several nodes, and what is lost there."""
 
 import json
-import math
 import re
 import shutil
 
@@ -101,10 +100,6 @@ class TestComparison:
             ({"workers_per_run": 2, "cpus_per_run": 3}, "3 CPUs of a run must be a multiple of its 2 workers"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
             ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
-            ({"gpus_per_run": 0.5, "workers_per_run": 2}, "0.5 GPUs of a run must be"),
-            ({"gpus_per_run": math.nan}, "gpus_per_run=nan must be at least 0"),
-            ({"workers_per_run": 0}, "workers_per_run=0 must be at least 1"),
-            ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
         ],
     )
     def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):
