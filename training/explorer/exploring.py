@@ -19,7 +19,7 @@ from ..files import PAGE_FILE, data_format, write_text
 from ..models import limits_length, load_model
 from ..parameters import parts_in
 from ..run.documents import load_documents, text_documents
-from ..run.trained_on import recipe_of
+from ..run.recipe import Recipe
 from ..text import check_number, first_line
 from .attention import Layer, measure_attention, tokens_to_ablate
 from .measures import LossDifference, loss_difference, losses_of_documents, losses_of_tokens, repeated_tokens
@@ -254,7 +254,7 @@ def read_text(file: Path) -> Text:
     if not file.is_file():
         raise ValueError(f"there is no file {str(file)!r}")
     if data_format(file) not in (None, "text"):
-        rows = load_documents(recipe_of({}, dataset=str(file)), is_whole=True)["validation"]["text"]
+        rows = load_documents(Recipe("-", str(file)), is_whole=True)["validation"]["text"]
         documents = [text for text in rows if text]
         if wrong := [text for text in documents if not isinstance(text, str)]:
             raise ValueError(f"{file}: the column 'text' holds {wrong[0]!r}, which is no text")

@@ -58,7 +58,7 @@ from .data import (
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import ResolvedRecipe, check_recipe, emulated_bf16, unused_rows
+from .recipe import ResolvedRecipe, check_recipe, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -102,9 +102,8 @@ def train_recipe(
     if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
         return place.metrics()
-    if is_main_process:
-        for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
-            logger.warning(warning)
+    if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
+        logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
     size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
