@@ -112,7 +112,7 @@ class TestSameNumbers:
         file, expected, local = made_locally
         shutil.copytree(local, tmp_path / "results")
         shutil.rmtree(tmp_path / "results" / "runs" / "squared" / "rate-0.01-seed-0")
-        results = compare(file, f"file://{tmp_path}/results", engine="ray", cpus_per_run=1)
+        results = compare(file, tmp_path / "results", engine="ray", cpus_per_run=1)
         assert without_times(results) == without_times(expected)
 
 

@@ -50,13 +50,11 @@ def fault_of(checkpoint: Path) -> str | None:
     if not file.is_file():
         return "is incomplete"
     try:
-        checksums = read_json(file)
-    except ValueError as error:
+        for name, before in read_json(file).items():
+            if name != CHECKSUMS_FILE and _checksum(checkpoint / name) != before:
+                return f"is damaged ({name} is not as it was written)"
+    except (OSError, ValueError) as error:
         return f"is damaged ({error})"
-    there = set(files_below(checkpoint))  # a name that is damaged too leads nowhere else
-    for name, before in checksums.items():
-        if name != CHECKSUMS_FILE and (name not in there or _checksum(checkpoint / name) != before):
-            return f"is damaged ({name} is not as it was written)"
     return None
 
 

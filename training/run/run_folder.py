@@ -20,7 +20,6 @@ from ..files import (
     METRICS_FILE,
     RECIPE_FILE,
     differences,
-    inside,
     is_nonempty,
     read_json,
     read_yaml,
@@ -67,12 +66,11 @@ class RunFolder:
 
         Raises:
             FolderIsLocked: if another process holds it.
-            ValueError: if it holds something else (see `made_from`), or its lock is a link that leads out of it, whose target
-                some versions of filelock would empty; then nothing is written there.
+            ValueError: if it holds something else (see `made_from`); then nothing is written there.
         """
         if self.plan is not None:
             self.made_from()
-        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
+        lock = FileLock(self.path / LOCK_FILE)
         holder, is_new = self.path / HOLDER_FILE, not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -92,7 +90,7 @@ class RunFolder:
 
     def is_held(self) -> bool:
         """Tells whether a process holds the folder."""
-        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
+        lock = FileLock(self.path / LOCK_FILE)
         try:
             if (self.path / LOCK_FILE).is_file():
                 lock.acquire(timeout=0)

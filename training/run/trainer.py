@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from matplotlib.figure import Figure
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +43,6 @@ from ..files import (
 from ..models import initialize_by_name, source_named
 from ..parameters import Size, measure, size_of
 from ..scrub import without_folders
-from ..storage import is_address
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import (
     BlockCollator,
@@ -92,8 +90,6 @@ def train_recipe(
         ValueError: as `train` does.
     """
     recipe, arguments = resolved.recipe, resolved.training_arguments
-    if is_address(arguments.output_dir):
-        raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
     place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
     folder = place.path
     check_recipe(resolved)
@@ -176,8 +172,6 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         ]
     for callback in (ChecksumCallback, *callbacks):
         trainer.add_callback(callback)
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
-        logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
     return _Run(resolved, trainer, record, blocks, fingerprint, size)
 
 

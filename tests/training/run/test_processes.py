@@ -132,13 +132,6 @@ def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, 
 
 
 @pytest.mark.slow
-def test_fsdp_that_is_off_says_so(recipe_file, tmp_path):
-    done = launch(recipe_file, tmp_path / "run", 2, FULL, "--max_steps", "1", "--save_strategy", "no", shard=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("FSDP is off, for Accelerate has none for cpu: every process holds the whole model") == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
 def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_file, tmp_path):
     """Frozen parameters stay as they are in every process, and in a run that goes on from a checkpoint."""

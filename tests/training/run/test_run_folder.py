@@ -80,17 +80,6 @@ def test_holder_that_cannot_be_read(tmp_path):
                 pass
 
 
-def test_lock_that_is_a_link(tmp_path):
-    """The oldest filelock empties what it names."""
-    victim, folder = tmp_path / "victim", tmp_path / "target"
-    victim.write_text("all I have")
-    folder.mkdir()
-    (folder / ".lock").symlink_to(victim)
-    with pytest.raises(ValueError, match="leads out of"), RunFolder(folder, plan=None).held():
-        pass
-    assert victim.read_text() == "all I have" and sorted(path.name for path in folder.iterdir()) == [".lock"]
-
-
 @pytest.mark.parametrize("content", [[], ["thesis.tex"]])
 def test_folder_in_which_nothing_was_written_is_as_before(content, tmp_path):
     folder = tmp_path / "folder"
