@@ -37,8 +37,7 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-# While a process writes into a folder: its lock, and who it is
-LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+LOCK_FILE = ".lock"  # of the process that writes into a folder
 # The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
 CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
 
@@ -113,7 +112,7 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
     try:
-        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
+        return any(content.suffix != UNFINISHED and content.name != LOCK_FILE for content in path.iterdir())
     except FileNotFoundError:
         return False
     except NotADirectoryError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fsspec
 
-from .files import HOLDER_FILE, LOCK_FILE, METRICS_FILE, STATE_FILE, files_below
+from .files import LOCK_FILE, METRICS_FILE, STATE_FILE, files_below
 from .text import one_line
 
 
@@ -73,7 +73,7 @@ class WorkingCopy:
         """
         path = self.folder / name
         names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
-        names = [file for file in names if Path(file).name not in (LOCK_FILE, HOLDER_FILE)]
+        names = [file for file in names if Path(file).name != LOCK_FILE]
         for file in sorted(names, key=lambda file: Path(file).name in _LAST):
             changed = (self.folder / file).stat().st_mtime_ns
             if self._known.get(file) != changed:

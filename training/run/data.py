@@ -133,8 +133,6 @@ def make_blocks(
         f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
         f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
     )
-    if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
         texts = [check_text(text, recipe) for text in batch[column]]

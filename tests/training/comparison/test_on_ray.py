@@ -89,7 +89,7 @@ class TestComparison:
         with pytest.raises(ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
         engine = RayEngine(cpus_per_run=1)
-        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by process"), engine.alone_in(folder):
+        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by another"), engine.alone_in(folder):
             pass
 
     @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from support.corpora import RIGHT, byte_tokenizer, write_documents
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, OPTConfig
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, make_tokenizer, unigram_perplexity
@@ -82,12 +81,6 @@ class TestBlocks:
         count = sum(1 for _ in documents["train"])
         assert stream.count(tokenizer.eos_token_id) in (count - 1, count)  # the last may fill no block
         assert whole.count("before <|endoftext|> after") >= count - 1
-
-
-def test_tokenizer_without_a_fast_form():
-    recipe = Recipe(model="tiny-linear", tokenizer="bytes")
-    with pytest.raises(ValueError, match="tokenizer 'bytes' is a ByT5Tokenizer: only fast tokenizers can be used"):
-        make_blocks(Dataset.from_dict({"text": RIGHT}), ByT5Tokenizer(), recipe)
 
 
 class TestIdsWithGaps:

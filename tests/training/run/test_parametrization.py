@@ -129,24 +129,12 @@ class _Cube(AttentionPart):
         self.weight = nn.Parameter(torch.zeros(config.num_attention_heads, config.head_dim, config.hidden_size))
 
 
-class _Narrow(AttentionPart):
-    name = "narrow"
-
-    @classmethod
-    def check(cls, config):
-        if config.num_attention_heads > 4:
-            raise ValueError("narrow needs at most 4 heads")
-
-
-@pytest.mark.parametrize(
-    "part, message", [(_Cube, "cannot tell which dimensions"), (_Narrow, "twice the width, .* refused: narrow")]
-)
-def test_parts_of_which_no_factor_is_known_are_refused(part, message, tmp_path, monkeypatch):
+def test_a_part_of_which_no_factor_is_known_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(parts_user_nlq, "_registered", {})
     monkeypatch.setattr(parts_user_nlq, "_latest", {})
-    register_attention_part(part)
-    with pytest.raises(ValueError, match=message):
-        check_completep(make_config(attention_parts=[part.name]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
+    register_attention_part(_Cube)
+    with pytest.raises(ValueError, match="cannot tell which of its 3 dimensions"):
+        check_completep(make_config(attention_parts=["cube"]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
 
 
 def test_an_optimizer_of_the_launcher_is_refused(recipe_file, tmp_path, monkeypatch):
@@ -193,21 +181,19 @@ class TestRecipe:
                 {"parametrization": "completep", "base_sizes": {"hidden_size": 16, "use_bias": True}},
                 "base_sizes: unknown field 'use_bias'",
             ),
-            ({"parametrization": "completep", "base_sizes": {"hidden_size": 1.5}}, "hidden_size=1.5 must be a whole number"),
             ({"parametrization": "completep", "base_sizes": {"num_hidden_layers": 1}}, "must give the hidden_size"),
             (
-                {"parametrization": "completep", "base_sizes": {"hidden_size": 17}},
-                "hidden_size=17 leaves no whole number of the 2",
-            ),
-            (
                 {"parametrization": "completep", "base_sizes": BASE, "lr_scheduler_type": "reduce_lr_on_plateau"},
-                "lr_scheduler_type='reduce_lr_on_plateau' has one lowest rate",
+                "lr_scheduler_type='reduce_lr_on_plateau' has one lowest",
             ),
             (
                 {"parametrization": "completep", "base_sizes": BASE, "switches": {"norm_position": "post"}},
-                "norm_position='post' and norm_gain=True must be 'pre' and True",
+                "needs norm_position='pre' and norm_gain=True",
             ),
-            ({"parametrization": "completep", "base_sizes": BASE, "optim": "sgd"}, "optim='sgd' must be an AdamW"),
+            (
+                {"parametrization": "completep", "base_sizes": BASE, "optim": "sgd"},
+                "optim='sgd': .* needs an AdamW",
+            ),
         ],
     )
     def test_refused(self, recipe_file, tmp_path, fields, message):

@@ -14,7 +14,7 @@ from modeling_nlq.configuration import names
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.task_items import CHOICES, TASKS, Source, check_unseen, held_out_documents, make_items
-from modeling_nlq.training.run.tasks import task_scores
+from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
 from modeling_nlq.training.run.trained_on import record_run
 from nlq import main
 
@@ -90,7 +90,7 @@ def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_
 
 
 def test_scores_are_numbers(run, small_index):
-    scores = task_scores(run[0], ["nlq_brackets"], limit=6)
+    scores = score_numbers(evaluate_tasks(run[0], ["nlq_brackets"], limit=6))
     assert json.loads(json.dumps(scores)) == scores
     values = scores["nlq_brackets"]
     assert values["items"] == 6 and values["chance"] == 0.25
