@@ -54,13 +54,6 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
             yield {"path": path.relative_to(root).as_posix(), "text": text}
 
 
-def _fingerprint_of_files(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
     """The documents of text files: paragraphs between blank lines. A line of white space is blank.
 
@@ -101,7 +94,10 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     name, column = recipe.dataset, recipe.text_column
     content = None
     if name in BUILT_IN_CORPORA:
-        content = _fingerprint_of_files(python_files(name))
+        digest = hashlib.sha256()
+        for path in python_files(name):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        content = digest.hexdigest()[:16]
         rows = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
         splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
     elif Path(name).exists():

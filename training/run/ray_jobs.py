@@ -42,8 +42,6 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# Seconds between two reports of a run: to a folder, and to an address, where each costs requests
-_PACE, _PACE_AT_ADDRESS = 2.0, 15.0
 # The fields of a recipe that shape its tokens
 _DATA_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
 _DATA_FIELDS += ("max_validation_documents", "tokenizer", "block_size")
@@ -86,8 +84,6 @@ class Resources:
         workers, gpus = self.workers_per_run, self.gpus_per_run
         if self.cpus_per_run is None:
             object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
-        if self.cpus_per_run % workers:
-            raise ValueError(f"{self.cpus_per_run} CPUs of a run must be a multiple of its {workers} workers")
         if gpus not in (0, workers) and not (workers == 1 and gpus < 1):
             raise ValueError(f"{gpus:g} GPUs of a run must be as many as its workers, which are {workers}, 0, or a part of one")
 
@@ -340,9 +336,8 @@ def make_runs(
         for spec in ready():
             if spec.name not in names:
                 names.add(spec.name)
-                pace = _PACE_AT_ADDRESS if is_address(location) else _PACE
                 content, threads = share_batch(spec.content, workers), resources.cpus_per_run // workers
-                waiting.append(replace(spec, content=content, threads=threads, pace=pace))
+                waiting.append(replace(spec, content=content, threads=threads, pace=5.0))
         # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
         room = resources.workers_that_fit() // workers + 1 - len(running) if workers > 1 else len(waiting)
         while waiting and room > 0:
@@ -370,8 +365,6 @@ def make_runs(
             reports = {spec.name: reports[spec.name] for spec in running.values() if spec.name in reports}
             progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
             progress.update(done + sum(report["step"] for report in reports.values()) - progress.n)
-            if ended:  # also into a log file, which the bar itself spares
-                progress.refresh()
     finally:
         for reference, spec in running.items():
             with suppress(Exception):

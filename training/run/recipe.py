@@ -22,13 +22,11 @@ from ..files import check_keys, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import normalized
-from ..text import check_name, check_number
+from ..text import check_number
 from .lora import add_lora, make_lora_config
 from .parametrization import check_completep
 
 
-# Bytes and special tokens
-SMALLEST_VOCABULARY = 259
 # Fields that name a run in the services of trackers
 TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
@@ -96,11 +94,6 @@ class Recipe:
     def __post_init__(self):
         if self.tokenizer is None:
             self.tokenizer = self.model if self.has_weights else "bpe:8192"
-        if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is at least {SMALLEST_VOCABULARY} (256 bytes and 3 "
-                "special tokens), or a saved tokenizer"
-            )
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
@@ -263,8 +256,6 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
     """
     path = find("recipes", str(source))
     content = read_yaml(path)
-    if "output_dir" not in {*read_section(content.get("training"), f"{path}: training"), *(overrides or {})}:
-        check_name(f"{path}: set output_dir, or rename the file: recipe", path.stem)
     check_trusted(content, overrides or {}, str(path), trust_parts)
     return resolve_recipe(content, overrides, str(path))
 
@@ -420,6 +411,8 @@ def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
             tracker()
     except (ImportError, RuntimeError, ValueError) as error:
         yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
+    if arguments.resume_from_checkpoint is not None:
+        yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
     if arguments.push_to_hub:
         yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
     if recipe.streaming and recipe.max_validation_documents is None:

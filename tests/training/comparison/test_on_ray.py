@@ -97,7 +97,6 @@ class TestComparison:
         [
             ({"gpus_per_run": 1}, "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs"),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
-            ({"workers_per_run": 2, "cpus_per_run": 3}, "3 CPUs of a run must be a multiple of its 2 workers"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
             ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
             ({"gpus_per_run": 0.5, "workers_per_run": 2}, "0.5 GPUs of a run must be"),
@@ -138,7 +137,3 @@ class TestTraining:
             train(recipe_file, output_dir=tmp_path / "run", engine="ray", max_retries=1)
         assert str(caught.value) == f"run run was lost: The node died.; see {tmp_path}/run.log"
         assert not (tmp_path / "run" / "metrics.json").exists()
-
-    def test_checkpoint_that_is_named(self, cluster, recipe_file, tmp_path):
-        with pytest.raises(ValueError, match="the engine 'ray' goes on from the run's own checkpoints"):
-            train(recipe_file, output_dir=tmp_path / "run", engine="ray", resume_from_checkpoint="x")

@@ -6,11 +6,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from support.corpora import RIGHT, byte_tokenizer, write_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, OPTConfig
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig
 from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, make_tokenizer, unigram_perplexity
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
@@ -46,13 +45,6 @@ class TestBlocks:
         assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0]]
         assert batch["labels"].tolist() == [[5, 6, 0, -100, 8, 9, 0, -100, -100]]
         assert "position_ids" not in BlockCollator(end_of_text=0)(rows)
-
-    def test_packed_documents_see_themselves_only(self):
-        model = NLQForCausalLM(NLQConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).eval()
-        batch = BlockCollator(end_of_text=0, restart=True)([{"input_ids": [5, 6, 0, 7, 8, 9, 0]}])
-        packed = model(**batch)
-        alone = model(torch.tensor([[7, 8, 9, 0]]))
-        assert torch.allclose(packed.logits[:, 3:], alone.logits, atol=1e-6)
 
     def test_unigram_baseline(self, corpus):
         recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.2)
