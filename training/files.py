@@ -22,10 +22,10 @@ from ..configuration import suggestion
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
-# builder of `datasets` that reads them; and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of
+# builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for the folder of
 # their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib"}
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"

@@ -35,8 +35,7 @@ MOST_CHARACTERS = 5_000_000
 
 
 def python_files(corpus: str) -> list[Path]:
-    """The Python files of a built-in corpus, in a fixed order: `python-stdlib` is the running interpreter's standard library,
-    `python-site-packages` what is installed beside it."""
+    """The Python files of a built-in corpus, in a fixed order: `python-stdlib` is the running interpreter's standard library."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
 
@@ -142,7 +141,7 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
             raise
         what = f"cannot be read: {first_line(root_cause(error))}"  # unreadable content, unknown configuration
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
-            what = f"is neither {' nor '.join(BUILT_IN_CORPORA)}, a local file or folder, nor available from the Hub"
+            what = f"is neither {', '.join(BUILT_IN_CORPORA)}, a local file or folder, nor available from the Hub"
         raise ValueError(f"dataset {name!r} {what}") from error
 
 

@@ -71,7 +71,6 @@ class Resources:
 
     Raises:
         ImportError: if Ray is not installed.
-        ValueError: for a number that is not allowed.
     """
 
     cpus_per_run: int | None = None
@@ -84,8 +83,6 @@ class Resources:
         workers, gpus = self.workers_per_run, self.gpus_per_run
         if self.cpus_per_run is None:
             object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
-        if gpus not in (0, workers) and not (workers == 1 and gpus < 1):
-            raise ValueError(f"{gpus:g} GPUs of a run must be as many as its workers, which are {workers}, 0, or a part of one")
 
     def of_a_worker(self) -> dict[str, float]:
         """What a worker takes, as Ray names it."""

@@ -46,8 +46,8 @@ class Recipe:
     model: str
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = "python-stdlib"
-    """`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt (documents between
-    blank lines), .jsonl or .parquet; text in UTF-8."""
+    """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl or
+    .parquet; text in UTF-8."""
     dataset_config: str | None = None
     """The configuration of a Hub dataset."""
     text_column: str = "text"
@@ -393,8 +393,10 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    if recipe.record_stability and not isinstance(config, NLQConfig):
-        yield f"record_stability=True needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
+    # Others may see the document before, or have no layers to record
+    for name in ("record_stability", "packing") if not isinstance(config, NLQConfig) else ():
+        if (value := getattr(recipe, name)) != getattr(Recipe, name):
+            yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
     if recipe.parametrization == "completep":
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"

@@ -76,7 +76,7 @@ class RunRecord(TrainerCallback, ExportableState):
     def conditions_of(self, state: TrainerState) -> dict:
         """The conditions of a checkpoint that are known there and here."""
         before = self._kept(state)["conditions"]
-        return {name: before[name] for name, now in self.conditions.items() if now is not None and before[name] is not None}
+        return {name: before[name] for name, now in self.conditions.items() if now is not None}
 
     def restore(self, state: TrainerState) -> None:
         """Takes over the state of a checkpoint."""

@@ -44,15 +44,7 @@ from ..models import initialize_by_name, source_named
 from ..parameters import Size, measure, size_of
 from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
-from .data import (
-    BlockCollator,
-    Blocks,
-    check_restart,
-    check_vocabulary,
-    prepare_data,
-    unigram_perplexity,
-    vocabulary_size,
-)
+from .data import BlockCollator, Blocks, check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .parametrization import completep_factors, scale_initial_values
@@ -137,9 +129,6 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
-    # Other backends need a GPU, or are NLQ's own, whose restart the tests show
-    if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
-        check_restart(model)
     factors = None
     if recipe.base_sizes is not None:
         factors = completep_factors(model, recipe.base_sizes)
@@ -242,10 +231,6 @@ def _collect(run: _Run) -> dict[str, Any]:
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
-    unigram = None
-    if trainer.is_world_process_zero() and not recipe.streaming:
-        size = vocabulary_size(trainer.processing_class)
-        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, size)
     scores = {name: value for name, value in evaluated.items() if name.startswith(("eval_", "test_"))}
     return {
         # JSON has no NaN
@@ -253,7 +238,6 @@ def _collect(run: _Run) -> dict[str, Any]:
         "test_loss_parts": evaluated.get("loss_parts"),
         "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
         "diverged_at": record.diverged_at,
-        "unigram_perplexity": unigram,
         "train_loss": losses[-1] if losses else None,
         "steps": trainer.state.global_step,
         "tokens_seen": record.tokens_seen,

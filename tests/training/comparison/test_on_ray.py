@@ -98,8 +98,6 @@ class TestComparison:
             ({"gpus_per_run": 1}, "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs"),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
-            ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
-            ({"gpus_per_run": 0.5, "workers_per_run": 2}, "0.5 GPUs of a run must be"),
         ],
     )
     def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):

@@ -108,7 +108,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("name", "content", "fault"),
         [
-            ("config.json", None, "is damaged (config.json is not as it was written)"),
+            ("config.json", None, "is damaged (.*config.json"),
             ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
             ("checksums.json", None, "is incomplete"),
             ("checksums.json", b"[", "is damaged (.*checksums.json"),

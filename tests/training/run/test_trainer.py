@@ -35,7 +35,6 @@ class TestRun:
         assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
         assert re.fullmatch(r"code of the package [\d.]+; attention by \w+; loss by (cpp|pytorch)", stored["kernels"])
         assert f"({stored['kernels']})" in (folder / "README.md").read_text()
-        assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
         assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
 
     def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
@@ -102,7 +101,7 @@ class TestRun:
     def test_streaming(self, recipe_file, tmp_path):
         stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
         metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
-        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"]) and metrics["unigram_perplexity"] is None
+        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"])
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
         saved = {"model": run[0], "tokenizer": run[0]}
