@@ -35,7 +35,7 @@ MOST_CHARACTERS = 5_000_000
 
 
 def python_files(corpus: str) -> list[Path]:
-    """The Python files of a built-in corpus, in a fixed order: `python-stdlib` is the running interpreter's standard library."""
+    """The Python files of a built-in corpus, in a fixed order: of `python-stdlib`, the interpreter's standard library."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
 
