@@ -328,8 +328,6 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
     if not isinstance(parts, Mapping):
         texts = {}
         for name in [parts] if isinstance(parts, str) else parts:
-            if not isinstance(name, str):
-                raise ValueError(f"parts: {name!r} must be the name of a file")
             path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
             if path is None:
                 raise ValueError(f"parts: there is no file {name}")
@@ -400,6 +398,8 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     if recipe.parametrization == "completep":
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
+        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            yield "parametrization='completep' needs Trainer's optimizer, and DeepSpeed makes its own"
         try:
             check_completep(config, recipe.base_sizes, resolved.training_arguments)
         except ValueError as error:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.runs import interrupt
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, parts_user_nlq, register_attention_part
 from modeling_nlq.training import train
@@ -20,7 +20,6 @@ from modeling_nlq.training.run.parametrization import (
     split_groups,
 )
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.record import RecordingTrainer
 
 
 RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
@@ -137,12 +136,6 @@ def test_a_part_of_which_no_factor_is_known_is_refused(tmp_path, monkeypatch):
         check_completep(make_config(attention_parts=["cube"]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
 
 
-def test_an_optimizer_of_the_launcher_is_refused(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(RecordingTrainer, "create_optimizer", Trainer.create_optimizer)  # as DeepSpeed does not call it
-    with pytest.raises(ValueError, match="needs Trainer's optimizer"):
-        train(recipe_file, output_dir=tmp_path / "run", parametrization="completep", base_sizes=TestRecipe.BASE)
-
-
 def test_the_base_model_is_trained_as_without():
     config = make_config()
     plain, ours = make_model(config), make_model(config)
@@ -200,3 +193,8 @@ class TestRecipe:
         with pytest.raises(ValueError, match=message):
             train(recipe_file, output_dir=tmp_path / "run", **fields)
         assert not (tmp_path / "run").exists()
+
+    def test_deepspeed_is_refused(self, recipe_file, tmp_path, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        with pytest.raises(ValueError, match="needs Trainer's optimizer"):
+            train(recipe_file, output_dir=tmp_path / "run", parametrization="completep", base_sizes=self.BASE)
