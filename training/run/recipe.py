@@ -23,7 +23,7 @@ from ..models import added_parameters, is_saved_model, limits_length, load_confi
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import normalized
 from ..text import check_number
-from .lora import add_lora, make_lora_config
+from .lora import add_lora
 from .parametrization import check_completep
 
 
@@ -424,13 +424,11 @@ def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
 def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
     """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
     recipe = resolved.recipe
-    try:
-        if recipe.trainable == "new":
+    if recipe.trainable == "new":
+        try:
             added_parameters(recipe.model, resolved.conversion)
-        if recipe.lora is not None:
-            make_lora_config(recipe.lora)
-    except ValueError as error:
-        yield str(error)
+        except ValueError as error:
+            yield str(error)
     if recipe.lora is None:
         return
     if recipe.trainable == "new":

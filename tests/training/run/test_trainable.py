@@ -195,9 +195,11 @@ class TestBadInput:
         monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        words = ("pip install peft", *(["without FSDP"] if environment else []))
+        words = ["without FSDP"] if environment else []
         self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
         self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
+        if not environment:
+            self.check(tune, tmp_path / "run", capsys, "pip install peft", trainable="all", lora="{r: 8}")
 
 
 class TestAdapter:
