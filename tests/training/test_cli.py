@@ -68,7 +68,6 @@ BAD_INPUT = r"""
 1 | generate finished x --max_new_tokens 70 | max_new_tokens=70 | 64 positions
 1 | generate finished "" | prompt is empty
 1 | generate finished x --max-new-tokens 0 | max_new_tokens=0 must be at least 1
-1 | generate finished x --seed -1 | seed=-1
 1 | generate finished x --parts none.py | none.py cannot be read
 1 | evaluate finished --block_size 0 | block_size=0 must be at least 2
 1 | evaluate finished --batch_size 0 | batch_size=0
