@@ -27,7 +27,6 @@ _METRICS = {
     "token_accuracy": "token accuracy",
 }
 _MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items() for key, text in _METRICS.items()}
-_MEASURES["unigram_perplexity"] = "perplexity of the unigram baseline"
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",

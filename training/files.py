@@ -20,10 +20,10 @@ from ..configuration import suggestion
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
-# builder of `datasets` that reads them; and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of
+# builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for the folder of
 # their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib"}
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"
@@ -35,8 +35,7 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-# While a process writes into a folder: its lock, and who it is
-LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+LOCK_FILE = ".lock"  # of the process that writes into a folder
 # The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
 CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
 
@@ -103,9 +102,12 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
-    contents = path.iterdir() if path.is_dir() else ()
-    names = (content.name for content in contents if content.suffix != UNFINISHED)
-    return path.is_file() or any(name not in (LOCK_FILE, HOLDER_FILE) for name in names)
+    try:
+        return any(content.suffix != UNFINISHED and content.name != LOCK_FILE for content in path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 class YamlLoader(yaml.SafeLoader):

@@ -118,7 +118,8 @@ def test_comparison(llama, recipe, tmp_path):
 @pytest.mark.parametrize(
     "lora, words",
     [
-        ("{rank: 8}", ["lora: unknown field 'rank'", "rank_pattern"]),
+        ("{rank: 8}", ["lora={'rank': 8}", "unexpected keyword"]),
+        ("{r: 0}", ["lora={'r': 0}", "positive"]),
         ("{target_modules: [fc7]}", ["lora={'target_modules': ['fc7']}", "does not fit"]),
     ],
 )

@@ -29,11 +29,7 @@ BAD_INPUT = r"""
 1 | train demo extra | cannot read 'extra'
 1 | train demo --learning_rat 1 | 'learning_rat' | 'learning_rate'
 1 | train demo --learning_rate fast | learning_rate | 'fast'
-1 | train demo --max_steps 0 | max_steps=0 | num_train_epochs
-1 | train demo --prediction_loss_only true | prediction_loss_only=True
-1 | train demo --restore_callback_states_from_checkpoint true | restore_callback_states_from_checkpoint
 1 | train demo --max_validation_documents 0 | max_validation_documents=0 must be at least 1
-1 | train demo --streaming true --save_strategy epoch | no epochs; set save_strategy to steps
 1 | train demo --lr 1e-3 | unknown field 'lr'; did you mean 'learning_rate' or
 1 | train demo --report_to clearml | report_to=clearml | to be installed | report_to: none
 1 | train demo --packing boxes | packing | 'boxes' | stream
@@ -43,24 +39,16 @@ BAD_INPUT = r"""
 1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
 1 | train demo --block_size 512 | block_size=512 | max_position_embeddings=256
 1 | train demo --tokenizer bpe:9000 --block_size 300 | vocab_size=8192 | block_size=300
-1 | train demo --tokenizer bpe:1024x | tokenizer='bpe:1024x' must be bpe:SIZE | 259
-1 | train demo --tokenizer bpe:258 | tokenizer='bpe:258' | 259
-1 | train demo --dataset missing.jsonl | 'missing.jsonl' | no such file
-1 | train demo --dataset empty.txt | 'empty.txt' is empty
+1 | train demo --set attention_activaton=relu | 'attention_activaton' | did you mean 'attention_activation'?
+1 | train demo --dataset missing.jsonl | 'missing.jsonl' | a local file or folder
+1 | train demo --dataset empty.txt | 'empty.txt' cannot be read | no data
 1 | train demo --dataset broken.jsonl | 'broken.jsonl' | cannot be read
 1 | train demo --dataset fine.jsonl --text_column body | 'body' | text
 1 | train demo --dataset fine.jsonl | validation
 1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
-1 | train demo --dataset numbers.jsonl | 'text' | 3
+1 | train demo --dataset numbers.jsonl | 'text' | a int
 1 | train demo --attn_implementation sdpa --set attention_activation=relu | 'sdpa' | eager
 1 | train demo --attn_implementation flash_attention_2 | FlashAttention2
-1 | train demo --learning_rate nan | learning_rate=nan must be a finite number
-1 | train demo --num_train_epochs inf | num_train_epochs=inf must be a finite number
-1 | train demo --per_device_train_batch_size 0 | per_device_train_batch_size=0 must be at least 1
-1 | train demo --gradient_accumulation_steps 0 | gradient_accumulation_steps=0
-1 | train demo --label_smoothing_factor 2 | label_smoothing_factor=2.0 must be between 0 and 1
-1 | train demo --max_grad_norm -1 | max_grad_norm=-1.0 must be at least 0
-1 | train demo --eval_steps -5 --logging_steps -6 --save_steps -7 | eval_steps=-5.0 must be at least 0 | logging_steps=-6.0
 1 | train broken.yaml | broken.yaml | cannot be read
 1 | train unknown.yaml | unknown.yaml | 'learning_speed' | training
 1 | train numbers.yaml | numbers.yaml | training
@@ -74,9 +62,6 @@ BAD_INPUT = r"""
 1 | generate finished x --max_new_tokens 70 | max_new_tokens=70 | 64 positions
 1 | generate finished "" | prompt is empty
 1 | generate finished x --max-new-tokens 0 | max_new_tokens=0 must be at least 1
-1 | generate finished x --temperature nan | temperature=nan must be a finite number
-1 | generate finished x --top_k -1 | top_k=-1
-1 | generate finished x --seed -1 | seed=-1
 1 | generate finished x --parts none.py | none.py cannot be read
 1 | evaluate finished --block_size 0 | block_size=0 must be at least 2
 1 | evaluate finished --batch_size 0 | batch_size=0

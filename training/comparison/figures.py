@@ -33,7 +33,6 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
     "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
     "zero_rows": ("Rows without any weight, mean over layers", "share", np.mean),
     "largest_weight": ("Largest weight of any layer", "|weight|", np.max),
-    "smallest_log_normalizer": ("Smallest log normaliser of any layer", "log Z", np.min),
     "smallest_score": ("Smallest score of any layer", "score", np.min),
     "largest_score": ("Largest score of any layer", "score", np.max),
     "gradient_norm": ("Gradient norm before clipping", "norm", np.max),

@@ -201,7 +201,6 @@ def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
     said = {
         "eval_perplexity": f"{kind} {{:.2f}}",
-        "unigram_perplexity": "unigram baseline {:.2f}",
         "eval_loss": "loss {:.4f} nats per token",
         "eval_bits_per_byte": "{:.3f} bits per byte",
         "eval_token_accuracy": "token accuracy {:.1%}",

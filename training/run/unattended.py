@@ -103,13 +103,10 @@ class Progress(TrainerCallback):
 
     def _write(self) -> None:
         self.content["updated"] = time.time()
-        try:
+        with contextlib.suppress(Exception):  # the run itself may still end well
             write_text(self._file, json.dumps(self.content) + "\n")
             if self._report is not None:
                 self._report(dict(self.content))
-        except Exception as error:  # the run itself may still end well
-            with contextlib.suppress(OSError):
-                print(f"progress was not written: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.content.update(step=state.global_step, steps=state.max_steps)
