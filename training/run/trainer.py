@@ -40,7 +40,7 @@ from ..files import (
     write_text,
 )
 from ..models import initialize_by_name, source_named
-from ..parameters import Size, measure, size_of
+from ..parameters import Size, listed, measure, size_of
 from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import BlockCollator, Blocks, check_vocabulary, prepare_data
@@ -180,13 +180,16 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         initialize_by_name(model, resolved.training_arguments.seed)
     else:
         with source_named(recipe.model):
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 recipe.model,
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=recipe.attn_implementation,
+                output_loading_info=True,
                 trust_remote_code=False,
             )
+        if missing := sorted(found["missing_keys"]):  # they would be new, without a word
+            raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or "ForCausalLM"
     return resolved.choose_trained(model)
